@@ -1,0 +1,1 @@
+"""Who holds what and how it moves. Knows nothing of reinforcement learning, Hydra or vLLM."""

@@ -1,0 +1,160 @@
+"""The only file that knows whether the program runs on GPUs or on a CPU.
+
+Megatron-Core is written for CUDA. `prepare()` makes it run on CPU tensors and gloo; where CUDA is available it does nothing.
+Everything it changes is one entry of `CPU_PATCHES`, and a test shows that Megatron-Core fails without each.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
+from types import CodeType
+
+import torch
+import torch.distributed as dist
+
+_CPU_NAMES = {"cuda": "cpu", **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}}
+
+
+def is_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if is_gpu() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend of groups that move a model's tensors."""
+    return "nccl" if is_gpu() else "gloo"
+
+
+def initialize() -> None:
+    """Join the world that torchrun started (or a world of one) and choose this rank's device."""
+    prepare()
+    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    if is_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", device_id=device() if is_gpu() else None)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def synchronize() -> None:
+    if is_gpu():
+        torch.cuda.synchronize()
+
+
+def peak_memory_bytes(*, reset: bool = False) -> int:
+    """The highest number of bytes that tensors of this rank have occupied since the last reset; on a CPU the process's peak."""
+    if is_gpu():
+        peak = torch.cuda.max_memory_allocated()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return peak
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# ---- Megatron-Core on a CPU -------------------------------------------------------------------------------------------
+
+
+def _renamed(constant):
+    """A compiled constant with CUDA's names replaced, through nested tuples and function bodies."""
+    if isinstance(constant, CodeType):
+        return constant.replace(co_consts=_renamed(constant.co_consts))
+    if isinstance(constant, tuple):
+        return tuple(map(_renamed, constant))
+    return _CPU_NAMES.get(constant, constant) if isinstance(constant, str) else constant
+
+
+class _CPULoader(SourceFileLoader):
+    def get_code(self, fullname):
+        return _renamed(super().get_code(fullname))
+
+
+class _CPUFinder(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path, target) if name.startswith("megatron.core") else None
+        if spec and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _CPULoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Stream(torch.cpu.Stream):
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+def _rename_literals():
+    sys.meta_path.insert(0, _CPUFinder())
+
+
+def _current_device():
+    torch.cuda.current_device = lambda: "cpu"
+
+
+def _streams():
+    torch.cuda.Stream = _Stream
+    torch.cuda.stream = lambda stream: torch.cpu.stream(stream)
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: torch.cpu.current_stream()
+
+
+def _synchronize():
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _tensor_cuda():
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _rng():
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random.logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+# In the order in which they are applied: what fails without the patch, and the patch.
+CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
+    "literals": ('Megatron-Core writes device="cuda" and compares tensor types with torch.cuda.FloatTensor', _rename_literals),
+    "current_device": ("parameters and buffers are created on torch.cuda.current_device()", _current_device),
+    "streams": ("the gradient buffers ask for CUDA streams", _streams),
+    "synchronize": ("pipeline sends and receives end with torch.cuda.synchronize()", _synchronize),
+    "tensor_cuda": ("models and shared embeddings are moved with .cuda()", _tensor_cuda),
+    "rng": ("the tensor-parallel random state is kept in CUDA generators; here it is the CPU's", _rng),
+}
+
+
+def prepare(*, leave_out: str = "") -> None:
+    """Make Megatron-Core usable on this machine; call it before megatron.core is imported.
+
+    Args:
+        leave_out: one entry of `CPU_PATCHES` that a test wants to see missed.
+
+    Raises:
+        RuntimeError: megatron.core was imported before.
+    """
+    if is_gpu() or any(isinstance(finder, _CPUFinder) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before parallel.device.prepare(); import parallel.device first")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Megatron-Core compiles small functions: seconds each, with a C++ compiler, for nothing
+    for name, (_, patch) in CPU_PATCHES.items():
+        if name != leave_out:
+            patch()

@@ -1,0 +1,102 @@
+"""Write a Hugging Face folder from the shards of a model; no process ever holds the whole of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.plan import compile_plan, matrix_shape
+from parallel.weights.architecture import Architecture
+from parallel.weights.files import carry_files, write_index, write_safetensors
+from parallel.weights.rules import hf_shapes
+from parallel.weights.shard import Block, ShardedParameter
+
+WINDOW_BYTES = 2**28
+
+
+def export_folder(
+    *,
+    arch: Architecture,
+    source: Parameters,
+    parameters_of: Mapping[int, Sequence[ShardedParameter]],
+    folder: Path,
+    template_folder: Path,
+    head: str = "lm",
+    dtype: torch.dtype,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    config: dict | None = None,
+    max_file_bytes: int = 4 * 2**30,
+) -> None:
+    """Write the model to `folder`; collective over the ranks of its layout, each of which writes some of the files.
+
+    Rows that only pad the vocabulary are not written, and a tied output layer is not written twice.
+
+    Args:
+        source: this rank's parameters.
+        parameters_of: what every rank of the layout holds, by world rank.
+        template_folder: where the configuration and tokenizer files come from.
+        dtype: of the tensors in the files.
+        group: spans the layout's ranks.
+        config: takes the place of the template's config.json (another head or dtype).
+        max_file_bytes: largest size of a file, and of what a rank holds beside its shard; only a single larger tensor exceeds it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = hf_shapes(arch, head)
+    files = _deal(shapes, dtype.itemsize, max_file_bytes)
+    names = _file_names(len(files))
+    writers = sorted(parameters_of)
+    for start in range(0, len(files), len(writers)):
+        turn = dict(zip(writers, range(start, len(files))))
+        targets = {writer: [_whole(name, shapes[name]) for name in files[number]] for writer, number in turn.items()}
+        plan = compile_plan(source=parameters_of, destination=targets, element_bytes=dtype.itemsize, window_bytes=_window_bytes(shapes, dtype))
+        tensors: dict[str, Tensor] = {target.name: torch.empty(target.shape, dtype=dtype, device=device) for target in targets.get(rank, ())}
+        assembled = {(0, name): tensor for name, tensor in tensors.items()}
+        Resharder(plan, rank=rank, source=source, destination=assembled, dtype=dtype, group=group, device=device, verify="all").run()
+        if rank in turn:
+            write_safetensors(folder / names[turn[rank]], {name: tensor.cpu() for name, tensor in tensors.items()})
+    if rank == writers[0]:
+        carry_files(template_folder, folder, config=config)
+        if len(files) > 1:
+            total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
+            write_index(folder, {name: names[number] for number, file in enumerate(files) for name in file}, total)
+    dist.barrier(group=group)  # when it returns, the folder is complete on every rank
+
+
+def _deal(shapes: Mapping[str, tuple[int, ...]], element_bytes: int, max_file_bytes: int) -> list[list[str]]:
+    """Tensor names of each file, in the model's order, filled one after the other."""
+    files: list[list[str]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = _elements(shape) * element_bytes
+        if not files or size > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(name)
+        room -= size
+    return files
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> ShardedParameter:
+    rows, cols = matrix_shape(shape)
+    return ShardedParameter(name=name, shape=shape, blocks=(Block(tensor=name, rows=(0, rows), cols=(0, cols)),))
+
+
+def _window_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    return max(WINDOW_BYTES, *(matrix_shape(shape)[1] * dtype.itemsize for shape in shapes.values()))
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    rows, cols = matrix_shape(shape)
+    return rows * cols

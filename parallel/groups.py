@@ -1,0 +1,51 @@
+"""The torch process groups of a `Layout`: made once, handed on as arguments."""
+
+import torch.distributed as dist
+
+from parallel import device
+from parallel.layout import Coordinates, Layout
+
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these world ranks. Every rank of the world has to call this, in the same order; equal ranks share a group."""
+    if ranks not in _made:
+        _made[ranks] = dist.new_group(list(ranks), backend=device.backend())
+    return _made[ranks]
+
+
+class ProcessGroups:
+    """All groups of one model on this rank.
+
+    Every rank of the world constructs it, in the same order; a rank outside the layout has `is_member` False and no groups.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.is_member = self.rank in layout.ranks
+        for name, axes in dict(tp=["tp"], cp=["cp"], dp=["dp"], pp=["pp"], dp_cp=["cp", "dp"], tp_cp=["tp", "cp"], mp=["tp", "pp"],
+                               tp_dp_cp=["tp", "cp", "dp"], world=["tp", "cp", "dp", "pp"]).items():  # fmt: skip
+            setattr(self, name, self._mine(layout.group_ranks(*axes)))
+        self.alone = self._mine([[rank] for rank in layout.ranks])
+        # The first and the last stage share a tied embedding. Other stages are alone: Megatron takes None for "ask the globals".
+        pipelines = layout.group_ranks("pp")
+        ends = [sorted({stages[0], stages[-1]}) for stages in pipelines]
+        self.embedding = self._mine(ends + [[rank] for stages in pipelines for rank in stages[1:-1]])
+
+    def _mine(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+        groups = {tuple(ranks): group_of(tuple(ranks)) for ranks in lists}
+        return next((group for ranks, group in groups.items() if self.rank in ranks), None)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.is_member and self.coordinates.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.is_member and self.coordinates.pp == self.layout.pp - 1

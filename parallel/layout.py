@@ -1,0 +1,132 @@
+"""Who holds what: a model's parallel layout as pure arithmetic, without torch.
+
+Ranks are ordered as in Megatron: tp varies fastest, then cp, dp and, slowest, pp.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import product
+
+AXES = ("tp", "cp", "dp", "pp")  # fastest first
+_COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's place on each axis of a `Layout`."""
+
+    tp: int = 0
+    cp: int = 0
+    dp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of a model's parallel axes and the world ranks it occupies (`len(ranks) == tp * cp * dp * pp`)."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    vpp: int = 1  # model chunks (virtual stages) a pipeline rank holds
+    sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; empty: all stages alike
+    ranks: tuple[int, ...] = (0,)
+
+    def __post_init__(self):
+        size = self.tp * self.cp * self.dp * self.pp
+        if len(self.ranks) != size or len(set(self.ranks)) != size:
+            raise ValueError(f"layout {self} needs {size} distinct ranks and was given {list(self.ranks)}; change its sizes or its devices")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"layout {self} has virtual stages but one pipeline stage; use pp2 or more, or leave vpp out")
+        if self.stage_layers and len(self.stage_layers) != self.pp:
+            raise ValueError(f"stage_layers={list(self.stage_layers)} must name one number of layers for each of the {self.pp} pipeline stages")
+
+    @classmethod
+    def parse(cls, text: str, ranks: tuple[int, ...], stage_layers: tuple[int, ...] = ()) -> "Layout":
+        """Read the compact form: sizes in any order, "sp" for sequence parallelism, dp from what is left of `ranks`.
+
+        >>> Layout.parse("tp2pp2sp", ranks=tuple(range(8))).dp
+        2
+
+        Raises:
+            ValueError: an unknown part, a part named twice, or sizes that do not divide the number of ranks.
+        """
+        compact = text.replace(" ", "").lower()
+        sequence_parallel = "sp" in compact
+        body = compact.replace("sp", "", 1)
+        parts = _COMPACT.findall(body)
+        names = [name for name, _ in parts]
+        if "".join(name + size for name, size in parts) != body or len(set(names)) != len(names):
+            raise ValueError(f'layout "{text}" is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2')
+        sizes = {name: int(size) for name, size in parts}
+        if 0 in sizes.values():
+            raise ValueError(f'layout "{text}" has a size of 0; sizes start at 1')
+        model = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+        if len(ranks) % model or sizes.get("dp", len(ranks) // model) != len(ranks) // model:
+            need = model * sizes.get("dp", 1)
+            raise ValueError(f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has {len(ranks)}; change the layout or its devices')
+        sizes.setdefault("dp", len(ranks) // model)
+        return cls(**sizes, sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1, stage_layers=tuple(stage_layers), ranks=tuple(ranks))
+
+    def __str__(self) -> str:
+        sizes = "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "cp", "dp") if getattr(self, name) > 1)
+        return (sizes or "tp1") + ("sp" if self.sequence_parallel else "")
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of world rank `rank`; ValueError if it is not part of the layout."""
+        index, place = self.ranks.index(rank), {}
+        for axis in AXES:
+            index, place[axis] = divmod(index, getattr(self, axis))
+        return Coordinates(**place)
+
+    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        return self.ranks[((pp * self.dp + dp) * self.cp + cp) * self.tp + tp]
+
+    def group_ranks(self, *axes: str) -> list[list[int]]:
+        """World ranks of every group that spans `axes`, one list a group; together they cover the layout once."""
+        fixed = [axis for axis in reversed(AXES) if axis not in axes]
+        spanned = [axis for axis in reversed(AXES) if axis in axes]
+        groups = []
+        for outer in product(*(range(getattr(self, axis)) for axis in fixed)):
+            inner = product(*(range(getattr(self, axis)) for axis in spanned))
+            groups.append([self.rank_of(**dict(zip(fixed, outer)), **dict(zip(spanned, place))) for place in inner])
+        return groups
+
+    def layers_of(self, num_layers: int) -> dict[tuple[int, int], range]:
+        """Global layer indices of each (pipeline stage, virtual chunk), in Megatron's order: chunk by chunk over the stages.
+
+        Raises:
+            ValueError: `num_layers` cannot be split this way.
+        """
+        stages = self.stage_layers or (num_layers // self.pp,) * self.pp
+        if sum(stages) != num_layers:
+            raise ValueError(f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that divides them or set stage_layers (sum {num_layers})")
+        if any(count % self.vpp or not count for count in stages):
+            raise ValueError(f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that divides each stage")
+        ranges, first = {}, 0
+        for chunk in range(self.vpp):
+            for stage in range(self.pp):
+                ranges[stage, chunk] = range(first, first + stages[stage] // self.vpp)
+                first = ranges[stage, chunk].stop
+        return ranges
+
+
+def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
+    """World ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
+
+    Raises:
+        ValueError: not a list of ranks, a rank named twice, or a rank outside the world.
+    """
+    if not text:
+        return tuple(range(world_size))
+    ranks: list[int] = []
+    for part in text.replace("cuda:", "").replace(" ", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
+            raise ValueError(f'devices "{text}" is not understood at "{part}"; write ranks such as 0-3 or cuda:0-3,6')
+        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(ranks)) != len(ranks) or not ranks or max(ranks) >= world_size:
+        raise ValueError(f'devices "{text}" must name distinct ranks below the {world_size} that were started')
+    return tuple(ranks)

@@ -1,0 +1,79 @@
+"""Where explicit groups meet Megatron-Core: its collection of groups, and the globals that some of it still reads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from parallel.groups import ProcessGroups
+
+
+def collection(groups: ProcessGroups) -> ProcessGroupCollection:
+    """Megatron's view of a member's groups. Dense models: every expert group is a single rank or its dense counterpart."""
+    view = ProcessGroupCollection()
+    for name in ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "mp", "tp_dp_cp"):
+        setattr(view, name, getattr(groups, name))
+    view.embd, view.pos_embd = groups.embedding, groups.alone
+    view.intra_dp_cp, view.intra_dist_opt = groups.dp_cp, groups.world
+    view.ep = view.expt_tp = view.tp_ep = groups.alone
+    view.tp_ep_pp = groups.pp
+    view.expt_dp = view.intra_expt_dp = groups.tp_dp_cp
+    return view
+
+
+# parallel_state's variable -> the field of the collection that it stands for
+_GLOBALS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_EMBEDDING_GROUP": "embd",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+}
+
+
+@contextmanager
+def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
+    """Within the block Megatron's `parallel_state` answers with these groups; afterwards it knows nothing again.
+
+    Needed by attention with fewer key/value heads than tensor-parallel ranks (0.16) and by scratch memory that is looked up
+    globally. The world itself is never initialised there.
+    """
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    state, view = vars(parallel_state), collection(groups)
+    lent = {name: getattr(view, field) for name, field in _GLOBALS.items() if name in state}
+    lent["_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.tp)
+    lent["_PIPELINE_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.pp)
+    before = {name: state[name] for name in lent}
+    state.update(lent)
+    try:
+        yield
+    finally:
+        state.update(before)
+
+
+def seed(groups: ProcessGroups, value: int) -> None:
+    """Seed Megatron's random states: tensor-parallel ranks differ inside tensor-parallel regions and agree outside."""
+    place = groups.coordinates
+    model_parallel_cuda_manual_seed(value + 100 * place.pp, tp_rank=place.tp, ep_rank=0, etp_rank=0, force_reset_rng=True)
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list, groups: ProcessGroups) -> MegatronOptimizer | None:
+    """Megatron's optimizer of a member's model chunks; every rank of the world calls this, non-members get None.
+
+    While it is built Megatron compares parameter groups over the whole world, once for dense and once for expert parameters.
+    """
+    if not groups.is_member:
+        for _ in range(2):
+            dist.all_gather_object([None] * dist.get_world_size(), [])
+        return None
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=collection(groups))

@@ -1,0 +1,145 @@
+"""Runs on four ranks (gloo, or NCCL where there are GPUs): resharding between hand-written shards, against the whole tensors, bit by bit."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import device
+from parallel.layout import Layout
+from parallel.reshard.execute import Resharder
+from parallel.reshard.plan import compile_plan, matrix_shape
+from parallel.reshard.proof import SAMPLE, ReshardError
+from parallel.weights.shard import ShardedParameter
+from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
+
+Shards = dict[int, list[ShardedParameter]]
+UNTIED, TIED = Toy(), Toy(tied=True, groups=1, vocab=41)
+
+
+def whole_tensors(toy: Toy) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=random) for name, shape in toy.shapes().items()}
+
+
+def filled(parameters: list[ShardedParameter], tensors: dict[str, Tensor], padding: float, dtype: torch.dtype) -> dict[tuple[int, str], Tensor]:
+    local = {}
+    for p in parameters:
+        local[p.chunk, p.name] = torch.full(p.shape, padding, dtype=dtype, device=device.device())
+        for b in p.blocks:
+            part = tensors[b.tensor].view(matrix_shape(tensors[b.tensor].shape))[slice(*b.rows), slice(*b.cols)]
+            matrix = local[p.chunk, p.name].view(matrix_shape(p.shape))
+            matrix[b.row : b.row + part.shape[0], b.col : b.col + part.shape[1]] = part.to(dtype)
+    return local
+
+
+def make(source: Shards, destination: Shards, toy: Toy, *, dtype=torch.float32, source_dtype=torch.float32, window_bytes=2**20, verify="all", kind=Resharder):
+    """A resharder whose source holds the toy's tensors with NaN for padding, and whose destination holds NaN."""
+    rank, tensors = dist.get_rank(), whole_tensors(toy)
+    plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=window_bytes)
+    given = filled(source.get(rank, []), tensors, torch.nan, source_dtype)
+    taken = {key: torch.full_like(value, torch.nan) for key, value in filled(destination.get(rank, []), tensors, 0, dtype).items()}
+    resharder = kind(plan, rank=rank, source=given, destination=taken, dtype=dtype, group=None, device=device.device(), verify=verify)
+    return resharder, given, taken, filled(destination.get(rank, []), tensors, 0, dtype)
+
+
+def check(source: Shards, destination: Shards, toy: Toy, **options) -> None:
+    resharder, given, taken, expected = make(source, destination, toy, **options)
+    for factor in (1, 2):  # the same resharder serves every sync
+        report = resharder.run()
+        for key, value in expected.items():
+            assert torch.equal(taken[key], value * factor), (dist.get_rank(), key)
+        for value in given.values():
+            value *= 2
+    received = resharder.plan.received_bytes.get(dist.get_rank(), 0)
+    assert report.bytes_received == received and report.checked_slices == len(resharder.transfers) and report.seconds > 0
+
+
+def trained(toy: Toy, layout: Layout) -> Shards:
+    return {rank: megatron_like(toy, layout, rank) for rank in layout.ranks}
+
+
+def served(toy: Toy, tp: int, ranks=range(4)) -> Shards:
+    return {rank: vllm_like(toy, tp, rank % tp) for rank in ranks}
+
+
+def every_layout_both_ways() -> None:
+    for toy in (UNTIED, TIED):
+        for layout in layouts_of(4, layers=toy.layers):
+            for tp in (1, 2, 4):
+                check(trained(toy, layout), served(toy, tp), toy)
+                check(served(toy, tp), trained(toy, layout), toy)
+
+
+def disjoint_ranks() -> None:
+    layout = Layout.parse("pp2", ranks=(0, 1))
+    for toy in (UNTIED, TIED):
+        check(trained(toy, layout), served(toy, 2, ranks=(2, 3)), toy, window_bytes=400)
+        check(served(toy, 2, ranks=(2, 3)), trained(toy, layout), toy)
+    check(trained(UNTIED, Layout(ranks=(3,))), served(UNTIED, 1, ranks=(1,)), UNTIED)  # ranks 0 and 2 only take part in the proof
+
+
+def small_windows_and_cast() -> None:
+    layout = Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))
+    check(trained(UNTIED, layout), served(UNTIED, 4), UNTIED, window_bytes=200)
+    check(trained(UNTIED, layout), served(UNTIED, 4), UNTIED, window_bytes=200, dtype=torch.bfloat16)
+    check(served(TIED, 2), trained(TIED, layout), TIED, window_bytes=200, dtype=torch.bfloat16, source_dtype=torch.bfloat16)
+
+
+class Corrupting(Resharder):
+    """A transport that flips a bit of rank 2's embedding after it arrived."""
+
+    def move(self) -> None:
+        super().move()
+        if self.rank == 2:
+            self.taken[0, "embed"].view(torch.int32)[3, 5] ^= 1
+
+
+def corruption_is_named() -> None:
+    layout = Layout.parse("tp2", ranks=(0, 1))
+    for verify, syncs in (("all", 1), ("sample", SAMPLE)):
+        resharder, _, taken, _ = make(trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify=verify, kind=Corrupting)
+        resharder.taken = taken
+        error = first_error(resharder.run, syncs)
+        assert "1 of" in error and "embed rows 0-20 columns 0-8 from rank 0 to rank 2" in error, error
+        assert taken.get((0, "embed"), torch.zeros(1)).isfinite().all()  # the flipped bit is in the mantissa: no NaN gives it away
+    resharder, _, taken, _ = make(trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify="none", kind=Corrupting)
+    resharder.taken = taken
+    assert resharder.run().checked_slices == 0
+
+
+def first_error(run: Callable, syncs: int) -> str:
+    for _ in range(syncs):
+        try:
+            run()
+        except ReshardError as error:
+            return str(error)
+    raise AssertionError(f"{syncs} syncs found nothing on rank {dist.get_rank()}")
+
+
+def a_sample_covers_every_slice() -> None:
+    resharder, _, _, _ = make(trained(UNTIED, Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))), served(UNTIED, 2), UNTIED, verify="sample")
+    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.transfers)
+
+
+def different_plans_are_refused() -> None:
+    layout = Layout.parse("tp4", ranks=(0, 1, 2, 3))
+    try:
+        make(trained(UNTIED, layout), served(UNTIED, 2), UNTIED, window_bytes=1000 if dist.get_rank() else 2000)
+    except ValueError as error:
+        assert "different reshard plans" in str(error)
+    else:
+        raise AssertionError("not noticed")
+
+
+CHECKS = [every_layout_both_ways, disjoint_ranks, small_windows_and_cast, corruption_is_named, a_sample_covers_every_slice, different_plans_are_refused]
+
+if __name__ == "__main__":
+    device.initialize()
+    for each in CHECKS:
+        each()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all reshard checks passed")
+    dist.destroy_process_group()

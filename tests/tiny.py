@@ -1,0 +1,50 @@
+"""Tiny Hugging Face models of each family, with random biases and norms so that mistakes show."""
+
+from pathlib import Path
+
+import torch
+
+SIZES = dict(vocab_size=150, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=256)
+ROPE = {
+    "default": dict(rope_type="default", rope_theta=10_000.0),
+    "llama3": dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    "linear": dict(rope_type="linear", rope_theta=10_000.0, factor=2.0),
+    "yarn": dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=64),
+}
+# name: (class stem in transformers, differences from SIZES)
+FAMILIES = {
+    "llama": ("Llama", dict(tie_word_embeddings=False)),
+    "llama_tied_llama3": ("Llama", dict(tie_word_embeddings=True, rope="llama3", num_key_value_heads=2)),
+    "llama_linear": ("Llama", dict(tie_word_embeddings=False, rope="linear")),
+    "mistral": ("Mistral", dict(tie_word_embeddings=False, sliding_window=None, head_dim=16)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=False, num_key_value_heads=2)),
+    "qwen2_tied_yarn": ("Qwen2", dict(tie_word_embeddings=True, rope="yarn")),
+    "qwen3": ("Qwen3", dict(tie_word_embeddings=False, head_dim=16)),
+    "qwen3_tied": ("Qwen3", dict(tie_word_embeddings=True, head_dim=16)),
+}
+
+
+def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes):
+    """A float32 model of the family; `head` may also be ForTokenClassification or ForSequenceClassification (one label)."""
+    import transformers
+
+    stem, differences = FAMILIES[family]
+    settings = SIZES | differences | changes
+    settings["rope_parameters"] = dict(ROPE[settings.pop("rope", "default")])
+    if head != "ForCausalLM":
+        settings["num_labels"] = 1
+    config = getattr(transformers, f"{stem}Config")(**settings, initializer_range=0.08, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{stem}{head}")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def write_hf(folder: Path, family: str, head: str = "ForCausalLM", **settings):
+    """Save such a model as a folder and return it."""
+    model = make_hf(family, head, **settings)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,136 @@
+"""Rows of JSON-lines files as prompts and demonstrations, and the order of drawing."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from verl_megatron.config import DataConfig, SFTDataConfig
+from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset, read_rows
+from verl_megatron.tokenizer import Tokenizer
+
+
+class Characters:
+    """The part of a Hugging Face tokenizer that is used here, with one id a character; 1 begins, 2 ends."""
+
+    name_or_path, eos_token_id, chat_template = "characters", 2, "<role>content"
+
+    def encode(self, text, *, add_special_tokens):
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
+
+
+TOKENIZER = Tokenizer(Characters())
+
+
+def write(path, rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_prompts_carry_ids_text_answer_and_the_other_keys(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "2+3", "answer": 5, "level": 1}, "", {"prompt": [{"role": "user", "content": "hi"}], "answer": "ho"}])
+    dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path))
+    assert len(dataset) == 2 and dataset.dropped == 0
+    first, second = dataset
+    assert (first.prompt_token_ids, first.text, first.answer, first.extra) == ([1] + ids("2+3"), "2+3", 5, {"level": 1})
+    assert (second.prompt_token_ids, second.text, second.answer, second.extra) == (ids("<user>hi<assistant>"), "<user>hi<assistant>", "ho", {})
+
+
+def test_keys_can_be_named_and_the_answer_left_out(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"q": "a", "prompt": "b"}])
+    (prompt,) = PromptDataset(path, TOKENIZER, DataConfig(train=path, prompt_key="q", answer_key=""))
+    assert (prompt.text, prompt.answer, prompt.extra) == ("a", None, {"prompt": "b"})
+
+
+def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (3, 9, 4, 12)])
+    with pytest.raises(ValueError, match=r"line 2: 10 tokens, more than data.max_prompt_tokens=5; raise the limit or set data.overlong=drop"):
+        PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5))
+    dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5, overlong="drop"))
+    assert [prompt.text for prompt in dataset] == ["xxx", "xxxx"] and dataset.dropped == 2
+    with pytest.raises(ValueError, match="all 4 rows are longer than data.max_prompt_tokens=2"):
+        PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"))
+    with pytest.raises(ValueError, match="data.overlong='cut'"):
+        PromptDataset(path, TOKENIZER, DataConfig(train=path, overlong="cut"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "it has no rows"),
+        (["", "  "], "it has no rows"),
+        ([{"prompt": "a", "answer": ""}, "{'prompt'"], "line 2: not valid JSON"),
+        ([["a"]], "line 1: expected a JSON object, got list"),
+        ([{"question": "a", "answer": ""}], r"line 1: no key 'prompt' \(data.prompt_key\); the row has 'question', 'answer'"),
+        ([{"prompt": "a"}], "line 1: no key 'answer'"),
+        ([{"prompt": 3, "answer": ""}], "line 1: a prompt must be a string"),
+    ],
+)
+def test_bad_files_are_named_with_their_line(tmp_path, rows, said):
+    path = write(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(ValueError, match=said) as error:
+        PromptDataset(path, TOKENIZER, DataConfig(train=path))
+    assert path in str(error.value)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="gone.jsonl does not exist"):
+        read_rows(tmp_path / "gone.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+        read_rows(tmp_path / "latin.jsonl")
+
+
+def test_demonstrations_end_in_eos_and_obey_the_limit(tmp_path):
+    path = write(tmp_path / "sft.jsonl", [{"prompt": "ab", "response": "cd"}, {"prompt": "ab", "response": "cdefg"}])
+    first, second = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))
+    assert (first.prompt_token_ids, first.response_token_ids) == ([1] + ids("ab"), ids("cd") + [2])
+    assert second.response_token_ids == ids("cdefg") + [2]
+    with pytest.raises(ValueError, match="line 2: 9 tokens, more than data.max_tokens=8"):
+        DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, max_tokens=8))
+    assert DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, max_tokens=8, overlong="drop")).dropped == 1
+    path = write(tmp_path / "bad.jsonl", [{"prompt": "ab", "response": 5}])
+    with pytest.raises(ValueError, match="line 1: 'response' must be a string, got 5"):
+        DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))
+
+
+def test_each_epoch_is_another_permutation(tmp_path):
+    cursor = PromptCursor(num_prompts=10, seed=1)
+    epochs = [cursor.draw(10) for _ in range(5)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+    assert epochs[0] != PromptCursor(num_prompts=10, seed=2).draw(10)
+    assert PromptCursor(num_prompts=3, seed=1, shuffle=False).draw(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 45, [7] * 6 + [3], [45], [0, 20, 25]])
+def test_drawing_in_pieces_is_drawing_at_once(sizes):
+    cursor = PromptCursor(num_prompts=10, seed=3)
+    pieces = [row for size in sizes for row in cursor.draw(size)]
+    assert pieces == PromptCursor(num_prompts=10, seed=3).draw(45)
+    assert set(Counter(pieces[:40]).values()) == {4}
+
+
+@pytest.mark.parametrize("drawn", [0, 4, 10, 13, 20])
+def test_a_loaded_cursor_goes_on_exactly(drawn):
+    cursor = PromptCursor(num_prompts=10, seed=5)
+    cursor.draw(drawn)
+    state = json.loads(json.dumps(cursor.state_dict()))
+    resumed = PromptCursor(num_prompts=10, seed=5)
+    resumed.load_state_dict(state)
+    assert resumed.draw(25) == cursor.draw(25)
+    assert all(type(value) is int for value in state.values())
+
+
+@pytest.mark.parametrize("other", [{"num_prompts": 11}, {"seed": 6}, {"shuffle": False}])
+def test_a_cursor_of_other_data_is_refused(other):
+    state = PromptCursor(num_prompts=10, seed=5).state_dict()
+    with pytest.raises(ValueError, match=next(iter(other))):
+        PromptCursor(**{"num_prompts": 10, "seed": 5, **other}).load_state_dict(state)

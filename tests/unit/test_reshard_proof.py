@@ -1,0 +1,48 @@
+"""The checksum sees every change of bits or order, and nothing else."""
+
+import pytest
+import torch
+
+from parallel.reshard import proof
+from parallel.reshard.proof import checksum
+
+# Letters: R rows, C columns.
+
+
+def by_hand(slice_RC):
+    """The definition in Python's integers."""
+    bits = slice_RC.contiguous().view(proof._BITS[slice_RC.element_size()]).tolist()
+    total = 0
+    for r, row in enumerate(bits, 1):
+        for c, value in enumerate(row, 1):
+            total += value * (r * proof._ROW_FACTOR | 1) * (c * proof._COLUMN_FACTOR | 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_checksum_is_its_definition_for_any_strides_and_pieces(dtype, monkeypatch):
+    slice_RC = (torch.randn(13, 9, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    wide = torch.zeros(20, 30, dtype=dtype)
+    wide[4:17, 7:16] = slice_RC
+    assert checksum(slice_RC).item() == by_hand(slice_RC) == checksum(wide[4:17, 7:16]).item() == checksum(slice_RC.T.contiguous().T).item()
+    monkeypatch.setattr(proof, "_PIECE", 30)  # three rows at a time
+    assert checksum(slice_RC).item() == by_hand(slice_RC)
+
+
+def test_each_single_bit_and_each_exchange_is_seen():
+    slice_RC = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    good = checksum(slice_RC).item()
+    for row in range(6):
+        for col in range(5):
+            for bit in (0, 15, 31):
+                other = slice_RC.clone()
+                other.view(torch.int32)[row, col] ^= -(2**31) if bit == 31 else 1 << bit
+                assert checksum(other).item() != good
+            swapped = slice_RC.clone()
+            swapped[row, col], swapped[(row + 1) % 6, (col + 2) % 5] = slice_RC[(row + 1) % 6, (col + 2) % 5], slice_RC[row, col]
+            assert checksum(swapped).item() != good
+    assert checksum(slice_RC.roll(1, 0)).item() != good and checksum(slice_RC.roll(1, 1)).item() != good
+
+
+def test_negative_zero_differs_from_zero():
+    assert checksum(torch.zeros(2, 2)).item() != checksum(-torch.zeros(2, 2)).item()

@@ -1,0 +1,77 @@
+"""The tokenizer's four operations against sentencepiece and transformers themselves."""
+
+import shutil
+
+import pytest
+import sentencepiece
+import torch  # noqa: F401  (transformers looks for it when it is imported)
+
+from tools.make_toy import make_rows, write_tokenizer
+from verl_megatron.tokenizer import load_tokenizer
+
+MESSAGES = [{"role": "user", "content": "sort fig apple :"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"][:2000]])
+    return path
+
+
+def test_ids_equal_sentencepiece(folder):
+    tokenizer, truth = load_tokenizer(folder), sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    for text in ("sort fig apple kiwi :", "an unseen WORD, 12 é", "line\nbreak"):
+        assert tokenizer.encode_prompt(text) == [truth.bos_id()] + truth.encode(text)
+        assert tokenizer.encode_response(text) == truth.encode(text) + [truth.eos_id()]
+        assert tokenizer.decode(tokenizer.encode_response(text)) == text
+    assert len(tokenizer) == truth.vocab_size() and tokenizer.eos_token_id == truth.eos_id()
+
+
+def test_prompt_and_response_join_as_one_text(folder):
+    tokenizer = load_tokenizer(folder)
+    joined = tokenizer.encode_prompt("sort fig apple : apple fig") + [tokenizer.eos_token_id]
+    assert tokenizer.encode_prompt("sort fig apple :") + tokenizer.encode_response("apple fig") == joined
+
+
+def test_messages_go_through_the_chat_template(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.prompt_text(MESSAGES) == "<s>user: sort fig apple :\nassistant:"
+    ids = tokenizer.encode_prompt(MESSAGES)
+    assert ids == tokenizer.hf.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert ids.count(tokenizer.hf.bos_token_id) == 1
+
+
+def test_a_tokenizer_that_ends_every_text_does_not_end_prompts(folder):
+    tokenizer = load_tokenizer(folder)
+    expected = tokenizer.encode_prompt("sort fig")
+    tokenizer.hf.add_bos_token = tokenizer.hf.add_eos_token = True
+    tokenizer.hf.update_post_processor()
+    assert tokenizer.hf.encode("sort fig") == expected + [tokenizer.eos_token_id]
+    assert tokenizer.encode_prompt("sort fig") == expected
+
+
+def test_messages_without_a_template_are_refused(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer.model"):
+        shutil.copy(folder / name, tmp_path / name)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.encode_prompt(MESSAGES)
+    tokenizer.hf.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        tokenizer.encode_response("fig")
+
+
+@pytest.mark.parametrize("prompt", [7, None, [], ["fig"], [{"role": "user"}]])
+def test_what_is_no_prompt_is_refused(folder, prompt):
+    with pytest.raises(ValueError, match="a string or a non-empty list of messages"):
+        load_tokenizer(folder).encode_prompt(prompt)
+
+
+def test_folders_without_tokenizer_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        load_tokenizer(tmp_path / "gone")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,134 @@
+"""Writes a toy job: a small Llama as a Hugging Face folder, demonstrations, and prompts with verifiable answers.
+
+    python tools/make_toy.py OUT [--seed 1]
+
+The task is to put six of sixteen words into alphabetical order: `sort lemon fig apple ... :` -> `apple fig lemon ...`.
+
+The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: three in ten are right, in the others two neighbours
+of the sorted answer are swapped, anywhere. A model that imitates them well is therefore right about three times in ten when
+it samples; which answers are right it can only learn from the verified reward (`match`). No prompt of val.jsonl is in
+train.jsonl or sft.jsonl, whatever the order of its words.
+
+    OUT/model        config.json, two safetensors shards with their index, random weights (2.0 M parameters), the sentencepiece
+                     tokenizer (tokenizer.model, tokenizer.json) trained here on the demonstrations, with a chat template
+    OUT/sft.jsonl    {"prompt", "response"}, demonstrations for `verl_megatron.sft`
+    OUT/train.jsonl  {"prompt", "answer"}
+    OUT/val.jsonl    {"prompt", "answer"}
+"""
+
+import argparse
+import io
+import json
+import random
+from pathlib import Path
+
+WORDS = ["apple", "banana", "cherry", "damson", "elder", "fig", "grape", "hazel", "kiwi", "lemon", "mango", "nectar", "olive", "peach", "quince", "raisin"]
+ITEMS = 6
+CORRECT_SHARE = 0.3  # of the demonstrations
+ROWS = {"sft": 12_000, "train": 6_000, "val": 512}
+VOCAB_SIZE = 384  # 3 special tokens, 256 bytes, letters and their merges up to whole words
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def prompt_of(items: list[str]) -> str:
+    """The prompt that asks for `items` in alphabetical order."""
+    return f"sort {' '.join(items)} :"
+
+
+def demonstration_of(items: list[str], rng: random.Random) -> str:
+    """A demonstrator's answer: right with probability CORRECT_SHARE, else with two neighbours swapped."""
+    answer = sorted(items)
+    if rng.random() >= CORRECT_SHARE:
+        first = rng.randrange(ITEMS - 1)
+        answer[first : first + 2] = reversed(answer[first : first + 2])
+    return " ".join(answer)
+
+
+def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
+    """Rows of the three files; the sets of words in val.jsonl occur in no other file."""
+    rng = random.Random(seed)
+    draw = lambda: rng.sample(WORDS, ITEMS)  # noqa: E731
+    held_out: dict[frozenset[str], list[str]] = {}
+    while len(held_out) < ROWS["val"]:
+        items = draw()
+        held_out.setdefault(frozenset(items), items)
+
+    def seen(count: int) -> list[list[str]]:
+        rows: list[list[str]] = []
+        while len(rows) < count:
+            items = draw()
+            if frozenset(items) not in held_out:
+                rows.append(items)
+        return rows
+
+    question = lambda items: {"prompt": prompt_of(items), "answer": " ".join(sorted(items))}  # noqa: E731
+    return {
+        "sft": [{"prompt": prompt_of(items), "response": demonstration_of(items, rng)} for items in seen(ROWS["sft"])],
+        "train": [question(items) for items in seen(ROWS["train"])],
+        "val": [question(items) for items in held_out.values()],
+    }
+
+
+def write_tokenizer(folder: Path, texts: list[str]):
+    """Train a sentencepiece tokenizer on `texts`, write it as Llama models carry it, and return it as transformers loads it."""
+    import sentencepiece
+    from transformers import AutoTokenizer
+
+    model = io.BytesIO()
+    settings = {"model_type": "bpe", "vocab_size": VOCAB_SIZE, "byte_fallback": True, "num_threads": 1, "minloglevel": 2}
+    settings |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}  # as in Llama
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **settings)
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False, "model_max_length": 256}
+    settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer.save_pretrained(folder)  # adds tokenizer.json, so that loading needs no conversion
+    return tokenizer
+
+
+def write_model(folder: Path, *, seed: int) -> None:
+    """A randomly initialised Llama in two safetensors shards."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, do_sample=True, temperature=1.0)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=int(num_bytes * 0.6))
+
+
+def make_toy(out: Path, *, seed: int = 1) -> None:
+    """Write the whole job into `out`."""
+    folder = out / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = make_rows(seed)
+    for name, content in rows.items():
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in rows["sft"]])
+    write_model(folder, seed=seed)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--seed", type=int, default=1, help="of the data and the initial weights")
+    arguments = parser.parse_args()
+    make_toy(arguments.out, seed=arguments.seed)
+    print(f"toy model and data are in {arguments.out}")

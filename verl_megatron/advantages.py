@@ -1,0 +1,81 @@
+"""From scores and values to advantages; pure functions, global only through `all_sum`.
+
+Letters: B rows on this rank, T token positions, G groups (prompts) of the whole iteration. A field at position t speaks of
+token t: values_BT[b, t] is the value of the tokens before t, token_rewards_BT[b, t] arrives after token t. The response tokens of a
+row are contiguous; rows begin and end theirs at different t. `all_sum` returns the sum of a float64 tensor over the ranks that hold
+rows; every one of them has to call, also one without rows.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AllSum = Callable[[Tensor], Tensor]
+
+STD_EPSILON = 1e-6  # of a group's standard deviation: a group of equal scores gets advantage 0
+VARIANCE_EPSILON = 1e-8  # of the whitening
+
+
+def own_rows(x: Tensor) -> Tensor:
+    """The `all_sum` of a program with one rank."""
+    return x
+
+
+def token_rewards(rewards_B: Tensor, mask_BT: Tensor, kl_BT: Tensor | None, kl_coef: float) -> Tensor:
+    """[B, T] float32: the score on the last response token, less kl_coef times the KL on every response token.
+
+    rewards_B float32; mask_BT bool, the response; kl_BT float32 or None for no penalty. Rows without a response give 0.
+    """
+    tokens_left_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
+    is_last_BT = mask_BT & (tokens_left_BT == 1)
+    rewards_BT = torch.where(is_last_BT, rewards_B.float().unsqueeze(-1), 0.0)
+    if kl_BT is not None:
+        rewards_BT = rewards_BT - kl_coef * kl_BT.masked_fill(~mask_BT, 0.0)
+    return rewards_BT
+
+
+def gae(token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016): advantages and returns, both [B, T] float32, 0 outside the response.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last response token V = A = 0.
+    """
+    values_BT = values_BT.masked_fill(~mask_BT, 0.0)
+    next_values_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
+    delta_BT = (token_rewards_BT + gamma * next_values_BT - values_BT).masked_fill(~mask_BT, 0.0)
+    advantages_BT = torch.empty_like(delta_BT)
+    advantage_B = delta_BT.new_zeros(len(delta_BT))
+    for t in reversed(range(delta_BT.shape[1])):  # stays 0 until the row's last response token
+        advantage_B = delta_BT[:, t] + gamma * lam * advantage_B
+        advantages_BT[:, t] = advantage_B
+    advantages_BT = advantages_BT.masked_fill(~mask_BT, 0.0)
+    return advantages_BT, advantages_BT + values_BT
+
+
+def group_advantages(rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_rows) -> Tensor:
+    """[B] float32 scores relative to their group (GRPO, Shao et al. 2024): (r - mean) / (std + 1e-6), std over n - 1; a lone row gets 0.
+
+    rewards_B float32; group_B int64 in [0, num_groups), the row's group. Only per-group sums travel, so a group's rows may lie on any ranks.
+    """
+    rewards_B = rewards_B.double()
+
+    def group_sum(x_B: Tensor) -> Tensor:
+        return x_B.new_zeros(num_groups).index_add_(0, group_B, x_B)
+
+    total_G, count_G = all_sum(torch.stack([group_sum(rewards_B), group_sum(torch.ones_like(rewards_B))]))
+    deviation_B = rewards_B - (total_G / count_G.clamp(min=1))[group_B]
+    if not scale_by_std:
+        return deviation_B.float()
+    square_G = all_sum(group_sum(deviation_B.square()))
+    std_G = (square_G / (count_G - 1).clamp(min=1)).sqrt()
+    return (deviation_B / (std_G[group_B] + STD_EPSILON)).float()
+
+
+def whiten(x_BT: Tensor, mask_BT: Tensor, *, all_sum: AllSum = own_rows, shift_mean: bool = True) -> Tensor:
+    """[B, T] float32, x with standard deviation 1 (and mean 0 if shift_mean) over the masked tokens of all ranks; 0 outside the mask."""
+    x = x_BT[mask_BT].double()
+    total, count = all_sum(torch.stack([x.sum(), x.new_tensor(float(x.numel()))]))
+    mean = total / count.clamp(min=1)
+    variance = all_sum((x - mean).square().sum()) / count.clamp(min=1)  # second pass: no cancellation
+    white = (x - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)
+    return torch.zeros_like(x_BT, dtype=torch.float32).masked_scatter(mask_BT, (white if shift_mean else white + mean).float())

@@ -1,0 +1,33 @@
+"""PPO (Schulman et al. 2017): a critic's values, generalized advantage estimation, whitening over the iteration."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from verl_megatron.advantages import gae, token_rewards, whiten
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.config import AlgorithmConfig
+from verl_megatron.kl import reference_kl
+
+
+def advantages(
+    batch: RolloutBatch,
+    config: AlgorithmConfig,
+    *,
+    kl_coef: float,
+    num_prompts: int,
+    samples_per_prompt: int,
+    all_sum: Callable[[Tensor], Tensor],
+) -> RolloutBatch:
+    """Needs rewards, values and, with a reference, logprobs and ref_logprobs; sets token_rewards, advantages and returns.
+
+    Returns are the critic's targets and stay as they are; whitening changes only the advantages.
+    """
+    assert batch.rewards is not None and batch.values is not None, "PPO needs rewards and values"
+    kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
+    rewards_BT = token_rewards(batch.rewards, batch.response_mask, kl_BT, kl_coef)
+    advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.response_mask, gamma=config.gamma, lam=config.lam)
+    if config.whiten:
+        advantages_BT = whiten(advantages_BT, batch.response_mask, all_sum=all_sum)
+    return replace(batch, token_rewards=rewards_BT, advantages=advantages_BT, returns=returns_BT)

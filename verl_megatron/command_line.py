@@ -1,0 +1,44 @@
+"""What the entry points share: Hydra reads the recipe, and what a user did wrong is said once, without a traceback."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import hydra
+from omegaconf import DictConfig
+
+
+def run_command(main: Callable[[DictConfig], None]) -> None:
+    """Compose the recipe named on the command line and hand it to `main`.
+
+    `--track_metrics` stands for run.track_metrics with every file sink. Relative paths count from where the command was typed.
+    A ValueError is the user's: the first rank prints it and all exit with 2.
+    """
+    quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+    sys.argv[1:] = [_override(argument) for argument in sys.argv[1:]] + quiet
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            main(config)
+        except ValueError as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            _leave(2)
+        _leave(0)
+
+    hydra.main(version_base=None, config_path="../recipes", config_name=None)(guarded)()
+
+
+def _override(argument: str) -> str:
+    """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
+    if argument == "--track_metrics":
+        argument = "run.track_metrics=[console,jsonl,csv,tensorboard]"
+    is_setting = "=" in argument and argument[0] not in "+~-" and not argument.startswith("hydra")
+    return "++" + argument if is_setting else argument
+
+
+def _leave(code: int) -> None:
+    """End at once: engines that share this process have nothing left to say, and must not wait for each other's teardown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

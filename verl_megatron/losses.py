@@ -1,0 +1,95 @@
+"""Losses of one micro-batch. Each is a sum over its tokens: the division by the global token count happens once, at the optimizer step,
+so the result does not depend on how rows are packed and spread.
+
+Letters: N response tokens of a packed micro-batch. All tensors are float32; gradients flow only into the first argument (and the entropy).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_megatron.config import AlgorithmConfig
+from verl_megatron.kl import KL_ESTIMATORS, k3
+from verl_megatron.metrics import Sums
+
+
+@dataclass(slots=True)
+class PolicyTokens:
+    """What is known about the response tokens before the update."""
+
+    old_logprobs_N: Tensor  # the actor's before the iteration's updates
+    advantages_N: Tensor
+    ref_logprobs_N: Tensor | None = None  # for KL in the loss
+    rollout_logprobs_N: Tensor | None = None  # the sampler's, for importance weights
+
+
+def policy_loss(logprobs_N: Tensor, entropy_N: Tensor | None, tokens: PolicyTokens, config: AlgorithmConfig, kl_coef: float) -> tuple[Tensor, Sums]:
+    """Clipped surrogate (Schulman et al. 2017), less the entropy bonus, plus the KL when `kl_in` is "loss"; scalar sum and its metrics.
+
+    Per token: -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) - entropy_coef H + kl_coef KL, with ratio = p / p_old and
+    w = min(p_old / p_sampler, importance_cap) if the cap is above 0 (truncated importance sampling, Yao et al. 2025), else 1.
+    """
+    log_ratio_N = logprobs_N - tokens.old_logprobs_N
+    ratio_N = log_ratio_N.exp()
+    surrogate_N = ratio_N * tokens.advantages_N
+    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * tokens.advantages_N
+    loss_N = -torch.minimum(surrogate_N, clipped_N)
+
+    sums = Sums()
+    count = loss_N.numel()
+    if config.importance_cap > 0:
+        weight_N = importance_weights(tokens, cap=config.importance_cap)
+        loss_N = weight_N * loss_N
+        sums.add("policy/importance_weight", weight_N.sum(), count)
+    loss = loss_N.sum()
+    sums.add("policy/loss", loss, count)
+    sums.add("policy/clip_fraction", (clipped_N < surrogate_N).sum(), count)
+    sums.add("policy/approx_kl", k3(tokens.old_logprobs_N, logprobs_N.detach()).sum(), count)
+    if count:
+        sums.max("policy/ratio_max", ratio_N.max())
+
+    if entropy_N is not None:
+        sums.add("policy/entropy", entropy_N.sum(), count)
+    if config.entropy_coef:
+        assert entropy_N is not None, "an entropy bonus needs the entropy"
+        loss = loss - config.entropy_coef * entropy_N.sum()
+    if config.kl_in == "loss" and tokens.ref_logprobs_N is not None:
+        kl = KL_ESTIMATORS[config.kl_estimator](logprobs_N, tokens.ref_logprobs_N).sum()
+        sums.add("kl/loss", kl, count)
+        loss = loss + kl_coef * kl
+    return loss, sums
+
+
+def importance_weights(tokens: PolicyTokens, *, cap: float) -> Tensor:
+    """[N] min(p_old / p_sampler, cap), without gradient: corrects the gap between the sampler's and the trainer's probabilities."""
+    assert tokens.rollout_logprobs_N is not None, "importance weights need the sampler's log-probs"
+    return (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().clamp(max=cap).detach()
+
+
+def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Sums]:
+    """Half the squared error, with the step of the value limited to `value_clip` (0: no limit); scalar sum and its metrics.
+
+    Per token: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2.
+    """
+    sums = Sums()
+    count = values_N.numel()
+    square_N = (values_N - returns_N).square()
+    if config.value_clip > 0:
+        near_N = old_values_N + (values_N - old_values_N).clamp(-config.value_clip, config.value_clip)
+        near_square_N = (near_N - returns_N).square()
+        sums.add("critic/clip_fraction", (near_square_N > square_N).sum(), count)
+        square_N = torch.maximum(square_N, near_square_N)
+    loss = 0.5 * square_N.sum()
+    sums.add("critic/loss", loss, count)
+    sums.add("critic/value_mean", values_N.sum(), count)
+    sums.add("critic/return_mean", returns_N.sum(), count)
+    return loss, sums
+
+
+def cross_entropy(logprobs_N: Tensor) -> tuple[Tensor, Sums]:
+    """Negative log-likelihood of the tokens to imitate (nats); scalar sum and its metrics."""
+    loss = -logprobs_N.sum()
+    sums = Sums()
+    sums.add("sft/loss", loss, logprobs_N.numel())
+    return loss, sums

@@ -1,0 +1,136 @@
+"""What a rank measures: sums with their counts, seconds per phase, and the keys they are reported under (written by tracking.py).
+
+Letters: B rows on this rank, T token positions, N response tokens of those rows.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.kl import reference_kl
+
+Scalar = Tensor | float | int
+
+
+class Sums:
+    """Totals with their counts, and maxima, by name. Tensors stay on their device until `reduce`: adding never waits for a GPU."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[Scalar, Scalar]] = {}
+        self._maxima: dict[str, Scalar] = {}
+
+    def add(self, name: str, total: Scalar, count: Scalar) -> None:
+        """Add to the mean `name`: a sum (scalar) and the number of things summed."""
+        total_so_far, count_so_far = self._totals.get(name, (0.0, 0))
+        self._totals[name] = (total_so_far + detached(total), count_so_far + detached(count))
+
+    def max(self, name: str, value: Scalar) -> None:
+        """Raise the maximum `name` to `value` (scalar)."""
+        value = detached(value)
+        if name in self._maxima:
+            value = torch.maximum(*(torch.as_tensor(x, dtype=torch.float64) for x in (value, self._maxima[name])))
+        self._maxima[name] = value
+
+    def merge(self, other: "Sums") -> None:
+        """Take in everything `other` holds."""
+        for name, (total, count) in other._totals.items():
+            self.add(name, total, count)
+        for name, value in other._maxima.items():
+            self.max(name, value)
+
+    def reduce(
+        self,
+        *,
+        all_sum: Callable[[Tensor], Tensor],
+        all_max: Callable[[Tensor], Tensor],
+        all_names: Callable[[list[str]], list[str]],
+    ) -> dict[str, float]:
+        """Means of global totals over global counts, and global maxima; a mean whose global count is 0 is left out.
+
+        `all_sum` and `all_max` reduce a float64 CPU vector over the ranks; `all_names` returns the union of the ranks' names, so that
+        ranks which saw other things, or nothing, still speak of the same positions.
+        """
+        names = sorted(set(all_names([*self._totals, *self._maxima])))
+        cells = to_floats([cell for name in names for cell in self._totals.get(name, (0.0, 0))])
+        totals_and_counts = all_sum(torch.tensor(cells, dtype=torch.float64)).view(-1, 2).tolist()
+        maxima = to_floats([self._maxima.get(name, -math.inf) for name in names])
+        maxima = all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
+        means = {name: total / count for name, (total, count) in zip(names, totals_and_counts, strict=True) if count}
+        return means | {name: value for name, value in zip(names, maxima, strict=True) if value > -math.inf or math.isnan(value)}
+
+
+def detached(x: Scalar) -> Scalar:
+    """A tensor without its graph, in float64 so that long sums keep their digits; a number as it is."""
+    return x.detach().double() if isinstance(x, Tensor) else x
+
+
+def to_floats(values: list[Scalar]) -> list[float]:
+    """The values as numbers, with one copy from the device for all tensors together."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    copied = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else [])
+    return [next(copied) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+class PhaseTimer:
+    """Wall-clock seconds per phase of an iteration, in the order in which they first began."""
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None):
+        self._synchronize = synchronize  # waits for the device, so that a phase owns the kernels it queued
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to phase `name`; phases do not nest, so their sum is the iteration's time."""
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def pop(self) -> dict[str, float]:
+        """The seconds per phase since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
+    """What the rows at home say of the iteration: reward, response tokens, KL of a row from the reference, gap to the sampler (nats)."""
+    sums, rows, mask_BT = Sums(), len(batch), batch.response_mask
+    tokens_B = mask_BT.sum(-1)
+    sums.add("rollout/response_tokens_mean", tokens_B.sum(), rows)
+    if batch.rewards is not None:
+        sums.add("reward/mean", batch.rewards.sum(), rows)
+    kl_BT = reference_kl(batch, estimator=kl_estimator)
+    if kl_BT is not None:
+        sums.add("kl/ref", kl_BT.sum(), rows)
+    if batch.logprobs is not None and batch.rollout_logprobs is not None:
+        gap_N = (batch.logprobs - batch.rollout_logprobs)[mask_BT].abs()
+        sums.add("rollout/logprob_gap_mean", gap_N.sum(), gap_N.numel())
+        if gap_N.numel():
+            sums.max("rollout/logprob_gap_max", gap_N.max())
+    if rows:
+        sums.max("rollout/response_tokens_max", tokens_B.max())
+        if batch.rewards is not None:
+            sums.max("reward/max", batch.rewards.max())
+    return sums
+
+
+def iteration_metrics(seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, actor_memory_bytes: int) -> dict[str, float]:
+    """Costs of an iteration from the seconds of its phases ("rollout", "reshard", "critic_update", ...) and its global amounts."""
+    costs = {
+        "rollout/throughput_tokens_per_sec": response_tokens / seconds["rollout"],
+        "train/step_time_ms": 1e3 * sum(seconds.values()),
+        "memory/actor_gpu_mem_mb": actor_memory_bytes / 2**20,
+        "reshard/ms": 1e3 * seconds["reshard"],
+        "reshard/bytes": float(reshard_bytes),
+    }
+    if "critic_update" in seconds:
+        costs["critic/update_ms"] = 1e3 * seconds["critic_update"]
+    return costs | {f"time/{phase}_s": value for phase, value in seconds.items()}

@@ -1,0 +1,75 @@
+"""Core attention of the local layer spec: PyTorch's fused attention over packed sequences, with context parallelism.
+
+Letters: T packed tokens on this rank, n heads, k key/value heads, d head size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+try:  # flash attention over packed sequences without transformer-engine: torch 2.10 and later, CUDA only
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed sequence; never a mask over all packed tokens.
+
+    With context parallelism each sequence's tokens lie on the ranks as Megatron cuts them: 2·cp pieces, rank r holding pieces
+    r and 2·cp-1-r. Keys and values are gathered, and each piece attends to the keys up to its own end.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, cp_comm_type=None, pg_collection=None, **_):
+        super().__init__(config)
+        self.cp = pg_collection.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_) -> Tensor:
+        """Packed [T, n, d] queries and [T, k, d] keys and values -> [T, n·d]; all sequences start and end in the pack."""
+        assert packed_seq_params is not None, "this attention takes packed sequences"
+        lengths = packed_seq_params.lengths  # set by packing.py: no read back from the GPU
+        if self.cp.size() > 1:
+            out = self._context_parallel(query, key, value, lengths)
+        elif varlen_attn is not None and query.is_cuda and query.dtype != torch.float32 and key.size(1) == query.size(1):
+            cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            out = varlen_attn(query, key, value, cu, cu, longest, longest, is_causal=True, scale=self.scale)
+        else:
+            parts = zip(query.split(lengths), key.split(lengths), value.split(lengths))
+            out = torch.cat([self._attend(q, k, v, causal=True) for q, k, v in parts])
+        return out.flatten(1)
+
+    def _attend(self, q, k, v, *, causal) -> Tensor:
+        """One sequence or piece: [Tq, n, d] against [Tk, k, d]; `causal` aligns the last query with the last key."""
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        if causal and q.size(2) != k.size(2):
+            mask = causal_lower_right(q.size(2), k.size(2))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+        return out.squeeze(0).transpose(0, 1)
+
+    def _context_parallel(self, query, key, value, lengths) -> Tensor:
+        cp, rank = self.cp.size(), self.cp.rank()
+        gathered = [gather_from_sequence_parallel_region(x, group=self.cp).view(cp, *x.shape) for x in (key, value)]
+        outputs, first = [], 0
+        for length in lengths:  # of the whole sequence, a multiple of 2·cp
+            piece = length // (2 * cp)
+            mine = slice(first, first + 2 * piece)
+            k, v = (self._in_order(x[:, mine], piece) for x in gathered)
+            for place, q in zip((rank, 2 * cp - 1 - rank), query[mine].split(piece)):
+                end = (place + 1) * piece
+                outputs.append(self._attend(q, k[:end], v[:end], causal=True))
+            first = mine.stop
+        return torch.cat(outputs)
+
+    @staticmethod
+    def _in_order(x, piece: int) -> Tensor:
+        """[cp, 2·piece, k, d] as the ranks hold a sequence -> [2·cp·piece, k, d] in the order of its tokens."""
+        front, back = x[:, :piece], x[:, piece:]
+        return torch.cat([front.flatten(0, 1), back.flip(0).flatten(0, 1)])

@@ -1,0 +1,165 @@
+"""From an architecture to this rank's Megatron-Core model chunks."""
+
+import contextlib
+import importlib.util
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from parallel import megatron
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import padded_vocab
+from verl_megatron.models.attention import PackedAttention
+from verl_megatron.models.heads import LanguageHead, ValueHead
+from verl_megatron.models.rope import rope_frequencies
+
+Head = Literal["lm", "token", "sequence"]  # language model; a value a token (critic); a score a row (reward model)
+Spec = Literal["te", "local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How a model computes, resolved from the settings and this machine."""
+
+    dtype: torch.dtype
+    spec: Spec
+    recompute: str = "none"  # none, selective, full
+
+
+def choose_spec(setting: str) -> Spec:
+    """The layer spec for `engine.spec`: transformer-engine on GPUs where it is installed, else the local one."""
+    if setting != "auto":
+        return setting
+    return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron's own wrapper refuses sequence parallelism; all that needs is this mark on the weight."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> TransformerConfig:
+    """Megatron's description of the architecture under a layout."""
+    stages = [len(layers) for layers in layout.layers_of(arch.num_layers).values()]
+    uneven = dict(num_layers_in_first_pipeline_stage=stages[0] * layout.vpp, num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp)
+    if len(set(stages[1 : layout.pp - 1])) > 1:
+        raise ValueError(f"stage_layers={list(layout.stage_layers)}: Megatron-Core lets the first and the last stage differ, the stages between must be alike")
+    recompute = {"none": {}, "selective": dict(recompute_granularity="selective"), "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)}
+    on_gpu = torch.cuda.is_available()
+    _, attention_factor = rope_frequencies(arch)
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        softmax_scale=attention_factor**2 / arch.head_dim**0.5,  # queries and keys both carry YaRN's factor
+        init_method_std=arch.initializer_range,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        params_dtype=compute.dtype,
+        pipeline_dtype=compute.dtype,
+        bf16=compute.dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, experts or not
+        calculate_per_token_loss=True,  # gradients are summed over data parallel ranks; losses carry their global divisor
+        batch_p2p_comm=layout.vpp == 1,
+        overlap_p2p_comm=layout.vpp > 1,
+        bias_activation_fusion=on_gpu,
+        apply_rope_fusion=on_gpu and compute.spec == "te",
+        **(uneven if layout.stage_layers else {}),
+        **recompute[compute.recompute],
+    )
+
+
+def layer_spec(arch: Architecture, spec: Spec):
+    """One layer's modules, and the module of the final norm."""
+    if spec == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm), TENorm
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def build_chunks(arch: Architecture, groups: ProcessGroups, compute: Compute, *, head: Head) -> list[GPTModel]:
+    """The model chunks of this rank, one a virtual stage, with weights as initialised (a head not in the folder keeps them)."""
+    layout, place = groups.layout, groups.coordinates
+    config = transformer_config(arch, layout, compute)
+    layer, final_norm = layer_spec(arch, compute.spec)
+    tied = arch.tied and head == "lm"
+    chunks = []
+    for chunk in range(layout.vpp):
+        is_last = place.pp == layout.pp - 1 and chunk == layout.vpp - 1
+        layers = layout.layers_of(arch.num_layers)[place.pp, chunk]
+        with warnings.catch_warnings(), megatron.lent_to_globals(groups):
+            warnings.simplefilter("ignore")
+            model = GPTModel(
+                config,
+                TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=final_norm),
+                vocab_size=padded_vocab(arch.vocab_size, layout.tp),
+                max_sequence_length=arch.max_positions,
+                pre_process=place.pp == 0 and chunk == 0,
+                post_process=is_last,
+                position_embedding_type="rope",
+                rotary_base=arch.rope_theta,
+                share_embeddings_and_output_weights=tied,
+                pg_collection=megatron.collection(groups),
+                vp_stage=chunk if layout.vpp > 1 else None,
+            )
+        frequencies, _ = rope_frequencies(arch)
+        model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+        assert [layer.layer_number - 1 for layer in model.decoder.layers] == list(layers), "Megatron numbers the layers of this stage differently"
+        if is_last:
+            _replace_head(model, config, groups, head)
+        chunks.append(model.cuda())
+    return chunks
+
+
+def _replace_head(model: GPTModel, config: TransformerConfig, groups: ProcessGroups, head: Head) -> None:
+    if head == "lm":
+        model.output_layer.__class__ = LanguageHead  # same weight and marks, another product
+    else:
+        model.output_layer = ValueHead(config, groups.tp, bias=head == "token")
+
+
+@contextlib.contextmanager
+def frozen(chunks: list[GPTModel]):
+    """Within the block the chunks compute without gradients and in evaluation mode."""
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        yield
+    for chunk in chunks:
+        chunk.train()

@@ -1,0 +1,86 @@
+"""One iteration of reinforcement learning. Read this first.
+
+Every rank runs this function. A role's method is called on all ranks; those outside the role's layout only pass their rows on.
+"""
+
+from functools import partial
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
+from verl_megatron.metrics import Sums, batch_sums, iteration_metrics
+from verl_megatron.roles.role import all_sum
+from verl_megatron.roles.rows import RowTable
+from verl_megatron.run import Run
+
+POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
+VALUE_FIELDS = ("values", "returns")
+
+
+def iterate(run: Run, step: int) -> dict[str, float]:
+    """Draw prompts, generate, score, learn, and hand the new weights to vLLM; returns the iteration's metrics."""
+    config, clock, sums = run.config.algorithm, run.clock, Sums()
+    with clock.phase("rollout"):
+        batch = run.generate(run.draw_prompts(), iteration=step)
+    with clock.phase("reward"):
+        rows = RowTable.gather(batch, num_rows=run.num_rows, num_mini_batches=config.mini_batches)
+        batch.rewards = run.score(batch, rows, sums)
+    with clock.phase("log_probs"):
+        batch.logprobs = run.actor.infer(batch, rows)["logprobs"]
+        if run.reference is not None:
+            batch.ref_logprobs = run.reference.infer(batch, rows)["logprobs"]
+    if run.critic is not None:
+        with clock.phase("values"):
+            batch.values = run.critic.infer(batch, rows)["values"]
+    with clock.phase("advantages"):
+        batch = advantages_of(run, batch)
+        sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
+    if run.critic is not None:
+        with clock.phase("critic_update"):
+            sums.merge(update_critic(run, batch, rows))
+    if step > config.critic_warmup:
+        with clock.phase("actor_update"):
+            sums.merge(update_actor(run, batch, rows))
+    with clock.phase("reshard"):
+        report = run.hand_over()
+    metrics = run.reduce(sums)
+    run.adapt_kl(metrics)
+    costs = iteration_metrics(
+        clock.pop(),
+        response_tokens=int(rows.response_R.sum()),
+        reshard_bytes=report.bytes_received + report.bytes_local,
+        actor_memory_bytes=run.actor_memory_bytes(),
+    )
+    return metrics | costs
+
+
+def update_actor(run: Run, batch: RolloutBatch, rows: RowTable) -> Sums:
+    """Epochs and mini-batches of the clipped policy loss."""
+    config = run.config.algorithm
+
+    def loss(outputs, fields):
+        tokens = PolicyTokens(fields["logprobs"], fields["advantages"], fields.get("ref_logprobs"), fields.get("rollout_logprobs"))
+        return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, config, run.kl.coef)
+
+    def too_far(metrics: Sums) -> bool:
+        return run.reduce(metrics).get("policy/approx_kl", 0.0) > config.stop_kl
+
+    sums, steps = run.actor.update(batch, rows, loss, fields=POLICY_FIELDS, epochs=config.epochs, stop=too_far if config.stop_kl else None)
+    sums.add("policy/steps", steps, 1)
+    return sums
+
+
+def update_critic(run: Run, batch: RolloutBatch, rows: RowTable) -> Sums:
+    """Epochs and mini-batches of the value loss."""
+    config = run.config.algorithm
+
+    def loss(outputs, fields):
+        return value_loss(outputs["values"], fields["values"], fields["returns"], config)
+
+    return run.critic.update(batch, rows, loss, fields=VALUE_FIELDS, epochs=config.epochs)[0]
+
+
+def advantages_of(run: Run, batch: RolloutBatch) -> RolloutBatch:
+    """Token rewards, advantages and returns by the run's algorithm."""
+    data = run.config.data
+    credit = partial(run.algorithm.advantages, kl_coef=run.kl.coef, num_prompts=data.prompts_per_iteration, samples_per_prompt=data.samples_per_prompt)
+    return credit(batch, run.config.algorithm, all_sum=all_sum)

@@ -1,0 +1,1 @@
+"""Scores of responses: functions (`functions.py`) run in worker processes (`pool.py`)."""

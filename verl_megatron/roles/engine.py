@@ -1,0 +1,263 @@
+"""One Megatron-Core model on the ranks of its layout: weights in, forward passes, optimizer steps, weights out."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from parallel import checkpoint, device, megatron
+from parallel.export import export_folder
+from parallel.groups import ProcessGroups
+from parallel.weights.architecture import Architecture
+from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.rules import megatron_parameters
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.config import EngineConfig
+from verl_megatron.log_probs import token_log_probs
+from verl_megatron.metrics import Sums
+from verl_megatron.micro_batch import MicroBatch, pack
+from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
+
+Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the tokens asked about
+
+
+class Loss(Protocol):
+    """Outputs of a micro-batch and what is known about its tokens → the sum of the loss over its tokens, and metrics."""
+
+    def __call__(self, outputs: Outputs, fields: dict[str, Tensor]) -> tuple[Tensor, Sums]: ...
+
+
+def compute_of(config: EngineConfig) -> Compute:
+    """The settings resolved for this machine: bfloat16 and transformer-engine on GPUs, float32 on a CPU."""
+    dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
+    return Compute(dtype=dtype, spec=choose_spec(config.spec), recompute=config.recompute)
+
+
+class Engine:
+    """A model on its ranks. Every rank of the world constructs it; what non-members call returns nothing."""
+
+    def __init__(self, *, arch: Architecture, folder: str, groups: ProcessGroups, config: EngineConfig, head: Head, seed: int, temperature: float = 1.0):
+        self.arch, self.groups, self.config, self.head = arch, groups, config, head
+        self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
+        self.optimizer = None
+        self.chunks = []
+        if not groups.is_member:
+            return
+        megatron.seed(groups, seed)
+        self.chunks = build_chunks(arch, groups, self.compute, head=head)
+        self.model_config = self.chunks[0].config
+        self.parameters = megatron_parameters(arch, self.layout, groups.rank, spec=self.compute.spec, head=head)
+        self.tensors = {(i, name): parameter.data for i, chunk in enumerate(self.chunks) for name, parameter in chunk.named_parameters()}
+        described = {(p.chunk, p.name): p.shape for p in self.parameters}
+        built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
+        assert described == built, f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
+        load_parameters(CheckpointFolder(folder), self.parameters, self.tensors)
+
+    # ---- learning -----------------------------------------------------------------------------------------------------
+
+    def prepare_training(self, *, lr: float, total_steps: int) -> None:
+        """Add gradient buffers, the optimizer and its schedule. Every rank of the world calls this."""
+        if self.groups.is_member:
+            self._wrap()
+        config = self.config
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            min_lr=lr * config.min_lr_ratio,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=self.compute.dtype == torch.bfloat16,
+            params_dtype=self.compute.dtype,
+            use_distributed_optimizer=config.distributed_optimizer,
+        )
+        self.optimizer = megatron.build_optimizer(optimizer_config, self.chunks, self.groups)
+        if not self.groups.is_member:
+            return
+        self.model_config.grad_scale_func = self.optimizer.scale_loss
+        # Parameters may have moved into the distributed optimizer's buffers: resharding and export read these tensors.
+        self.tensors = {(i, name): parameter.data for i, chunk in enumerate(self.chunks) for name, parameter in chunk.module.named_parameters()}
+        warmup = min(config.warmup_steps, total_steps)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=lr,
+            min_lr=lr * config.min_lr_ratio,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(total_steps, warmup + 1),
+            lr_decay_style=config.schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def _wrap(self) -> None:
+        overlap = device.is_gpu() and self.layout.dp * self.layout.cp > 1
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.distributed_optimizer, overlap_grad_reduce=overlap
+        )
+        view = megatron.collection(self.groups)
+        self.chunks = [DistributedDataParallel(self.model_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=view) for i, chunk in enumerate(self.chunks)]
+        if overlap:
+            no_sync, start = [chunk.no_sync for chunk in self.chunks], [chunk.start_grad_sync for chunk in self.chunks]
+            self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            self.model_config.grad_sync_func = start if len(start) > 1 else start[0]
+        # The loss is divided by the global token count before the backward pass: nothing is left to scale.
+        self.model_config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(chunks, None, **kwargs)
+
+    def train_step(self, batch: RolloutBatch, micro_batches: Sequence[list[int]], loss: Loss, *, fields: tuple[str, ...], num_tokens: float) -> Sums:
+        """One optimizer step on the mean loss over `num_tokens` tokens, of which this rank's data-parallel share is in `batch`.
+
+        Args:
+            micro_batches: rows of `batch` that go together; equal on all ranks that share this data-parallel index.
+            fields: per-token fields of `batch` that `loss` reads.
+            num_tokens: tokens of the whole step, over all data-parallel ranks.
+
+        Returns:
+            The loss function's metrics (on the last stage; elsewhere empty) and the gradient norm.
+        """
+        sums = Sums()
+        if not self.groups.is_member:
+            return sums
+        self.optimizer.zero_grad()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+        def on_last_stage(outputs: Outputs, micro: MicroBatch):
+            total, metrics = loss(outputs, micro.fields)
+            return total / num_tokens, torch.tensor(0, dtype=torch.int, device=total.device), metrics
+
+        for metrics in self._run(batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
+            sums.merge(metrics)
+        self.scheduler.step(1)  # before the step: the first of a warm-up has a rate above 0
+        _, grad_norm, _ = self.optimizer.step()
+        sums.max(f"{'policy' if self.head == 'lm' else 'critic'}/grad_norm", float(grad_norm or 0.0))
+        return sums
+
+    # ---- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """This rank's weights, optimizer state and place in the schedule."""
+        if not self.groups.is_member:
+            return {}
+        return {
+            "weights": [self.tensors[key].cpu() for key in sorted(self.tensors)],
+            "optimizer": checkpoint.optimizer_state(self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict()` of the same layout, in place."""
+        if not self.groups.is_member:
+            return
+        for key, saved in zip(sorted(self.tensors), state["weights"], strict=True):
+            self.tensors[key].copy_(saved)
+        checkpoint.set_optimizer_state(self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def export(self, folder: Path, *, template: str) -> None:
+        """Write a Hugging Face folder with the config and tokenizer of `template`; collective over the layout's ranks."""
+        if not self.groups.is_member:
+            return
+        parameters = {rank: megatron_parameters(self.arch, self.layout, rank, spec=self.compute.spec, head=self.head) for rank in self.layout.ranks}
+        export_folder(
+            arch=self.arch,
+            source=self.tensors,
+            parameters_of=parameters,
+            folder=folder,
+            template_folder=Path(template),
+            head=self.head,
+            dtype=self.compute.dtype,
+            rank=self.groups.rank,
+            group=self.groups.world,
+            device=device.device(),
+            config=None if self.head == "lm" else self.arch.to_hf(head=self.head),
+        )
+
+    # ---- forward passes -----------------------------------------------------------------------------------------------
+
+    def infer(self, batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False) -> dict[str, Tensor] | None:
+        """Per-token outputs [B, T] float32 on the CPU, 0 where nothing was asked; None on ranks without the last stage.
+
+        A language head gives "logprobs" and "entropy", a value head "values". With context parallelism each rank fills in its
+        own tokens and the results are summed.
+        """
+        if not self.groups.is_member:
+            return None
+
+        def on_last_stage(outputs: Outputs, micro: MicroBatch):
+            return micro, outputs
+
+        with frozen(self.chunks):
+            results = self._run(batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token)
+        if not self.groups.is_last_stage:
+            return None
+        names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
+        filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
+        for micro, outputs in results:
+            for name in names:
+                filled[name][micro.row, micro.column] = outputs[name]
+        if self.layout.cp > 1:
+            for value in filled.values():
+                dist.all_reduce(value, group=self.groups.cp)
+        return {name: value.cpu() for name, value in filled.items()}
+
+    def _run(self, batch, micro_batches, on_last_stage: Callable, *, forward_only: bool, fields: tuple[str, ...] = (), last_token: bool = False) -> list:
+        """Megatron's schedule over the micro-batches; what `on_last_stage` returned for each, on the last stage."""
+        layout, place = self.layout, self.groups.coordinates
+        shape = dict(tp=layout.tp if layout.sequence_parallel else 1, cp=layout.cp, cp_rank=place.cp)
+        packed = [pack(batch, rows, fields=fields, last_token=last_token, **shape).to(device.device()) for rows in micro_batches]
+        if not packed:
+            return []
+        iterators = [iter(packed) for _ in self.chunks]
+        pipeline = dict(p2p_communicator=P2PCommunicator(pp_group=self.groups.pp, config=self.model_config)) if layout.pp > 1 else {}
+        run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
+        with megatron.lent_to_globals(self.groups):
+            return run(
+                forward_step_func=partial(self._forward_step, on_last_stage, forward_only),
+                data_iterator=iterators if layout.vpp > 1 else iterators[0],
+                model=self.chunks if layout.vpp > 1 else self.chunks[0],
+                num_microbatches=len(packed),
+                seq_length=packed[0].tokens.size(1),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=megatron.collection(self.groups),
+                **pipeline,
+            )
+
+    def _forward_step(self, on_last_stage, forward_only, iterator, model):
+        micro: MicroBatch = next(iterator)
+        longest = max(micro.lengths)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+        params.lengths = micro.lengths
+        output = model(micro.tokens, micro.positions, None, packed_seq_params=params)
+
+        def finish(output, non_loss_data=False):
+            return on_last_stage(self._outputs(output, micro, model), micro)
+
+        return output, finish
+
+    def _outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
+        """The head's answers [N] for the tokens asked about, from the last chunk's output [1, P, H or 1]."""
+        asked = output.squeeze(0).index_select(0, micro.index)
+        if self.head != "lm":
+            return {"values": asked.squeeze(-1)}
+        while not hasattr(model, "shared_embedding_or_output_weight"):
+            model = model.module
+        weight = model.shared_embedding_or_output_weight()
+        logprobs, entropy = token_log_probs(asked, weight, micro.labels, vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
+        return {"logprobs": logprobs, "entropy": entropy}

@@ -1,0 +1,74 @@
+"""A role: an engine that borrows rows from their homes, works on them under its own layout and sends the results back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.collector import DataCollector
+from verl_megatron.metrics import Sums
+from verl_megatron.roles.engine import Engine, Loss
+from verl_megatron.roles.rows import RowTable
+
+
+@dataclass(slots=True)
+class Borrowed:
+    """The rows of this rank's data-parallel index and how they are packed."""
+
+    batch: RolloutBatch
+    micro_batches: list[list[list[int]]]  # of each mini-batch; the same for forward passes and updates, so ratios start at 1
+
+
+class Role:
+    """Actor, critic, reference or reward model. Every rank of the world calls its methods together."""
+
+    def __init__(self, engine: Engine, collector: DataCollector):
+        self.engine, self.collector = engine, collector
+
+    def borrow(self, batch: RolloutBatch, rows: RowTable) -> Borrowed:
+        layout = self.engine.layout
+        borrowed = self.collector.to_role(batch, rows.assign(layout.dp))
+        budget = self.engine.config.tokens_per_micro_batch * layout.cp
+        micro = rows.micro_batches(borrowed.row_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+        return Borrowed(borrowed, micro)
+
+    def infer(self, batch: RolloutBatch, rows: RowTable, *, last_token: bool = False) -> dict[str, Tensor]:
+        """Per-token results [B, T] float32 for the rows at home here: logprobs and entropy, or values."""
+        borrowed = self.borrow(batch, rows)
+        flat = [micro for mini_batch in borrowed.micro_batches for micro in mini_batch]
+        results = self.engine.infer(borrowed.batch, flat, last_token=last_token)
+        names = ("logprobs", "entropy") if self.engine.head == "lm" else ("values",)
+        return {name: self.collector.to_home(results[name] if results else None, borrowed.batch.row_id, rows.home_R, batch) for name in names}
+
+    def update(
+        self, batch: RolloutBatch, rows: RowTable, loss: Loss, *, fields: tuple[str, ...], epochs: int, stop: Callable[[Sums], bool] | None = None
+    ) -> tuple[Sums, int]:
+        """Optimizer steps over all mini-batches, `epochs` times; returns the metrics and the number of steps taken.
+
+        Args:
+            stop: asked after each step with its metrics, on every rank; True leaves the rest out.
+        """
+        borrowed, sums, steps = self.borrow(batch, rows), Sums(), 0
+        for _ in range(epochs):
+            for number, micro in enumerate(borrowed.micro_batches):
+                metrics = self.engine.train_step(borrowed.batch, micro, loss, fields=fields, num_tokens=max(rows.tokens(number), 1))
+                sums.merge(metrics)
+                steps += 1
+                if stop is not None and stop(metrics):
+                    return sums, steps
+        return sums, steps
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """Sum over the ranks of the world, on the CPU."""
+    total = x.detach().clone().cpu()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def all_max(x: Tensor) -> Tensor:
+    largest = x.detach().clone().cpu()
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return largest

@@ -1,0 +1,56 @@
+"""Which rows of an iteration go where: known alike on every rank, whatever the layouts.
+
+Letters: R rows of the whole iteration.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.packing import balance, micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """Every row of the iteration by its number, the same on all ranks."""
+
+    lengths_R: Tensor  # int64, tokens of prompt and response
+    response_R: Tensor  # int64, response tokens
+    home_R: Tensor  # int64, world rank that generated the row
+    mini_batches: list[range]  # row numbers of each optimizer step of a pass
+
+    @classmethod
+    def gather(cls, batch: RolloutBatch, *, num_rows: int, num_mini_batches: int) -> "RowTable":
+        """Collective over the world; `batch` holds the rows at home on this rank."""
+        table = torch.zeros(4, num_rows, dtype=torch.int64)
+        home = torch.full_like(batch.row_id, dist.get_rank())
+        table[:, batch.row_id] = torch.stack([batch.lengths, batch.response_mask.sum(1), home, torch.ones_like(home)])
+        dist.all_reduce(table)
+        assert (table[3] == 1).all(), "every row has one home"
+        size = num_rows // num_mini_batches
+        return cls(*table[:3], [range(first, first + size) for first in range(0, num_rows, size)])
+
+    def assign(self, dp: int) -> Tensor:
+        """[R] int64: the data-parallel index that works on each row; every mini-batch is balanced by tokens over all of them."""
+        index_R = torch.zeros_like(self.lengths_R)
+        for rows in self.mini_batches:
+            for place, members in enumerate(balance(self.lengths_R[rows.start : rows.stop].tolist(), dp)):
+                index_R[torch.tensor(members, dtype=torch.int64) + rows.start] = place
+        return index_R
+
+    def micro_batches(self, row_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int) -> list[list[list[int]]]:
+        """For each mini-batch the micro-batches, each a list of places in `row_id` (this rank's borrowed rows, sorted)."""
+        lengths, result = self.lengths_R[row_id].tolist(), []
+        for rows in self.mini_batches:
+            mine = ((row_id >= rows.start) & (row_id < rows.stop)).nonzero().squeeze(1).tolist()
+            groups = micro_batches([lengths[i] for i in mine], tokens_per_micro_batch=tokens_per_micro_batch, multiple_of=multiple_of)
+            result.append([[mine[i] for i in group] for group in groups] or [[] for _ in range(multiple_of)])
+        return result
+
+    def tokens(self, mini_batch: int) -> int:
+        """Response tokens of a mini-batch over all ranks."""
+        rows = self.mini_batches[mini_batch]
+        return int(self.response_R[rows.start : rows.stop].sum())

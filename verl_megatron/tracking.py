@@ -1,0 +1,240 @@
+"""Where metrics are written: console, files, TensorBoard, and services whose packages are imported only when asked for.
+
+Steps count finished iterations: 0 is the state before the first.
+"""
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def complete_lines(path: Path) -> list[str]:
+    """Lines of a file that may be absent; what a killed run left without its newline is no line."""
+    text = path.read_text() if path.is_file() else ""
+    return text.split("\n")[:-1]
+
+
+def read_metrics(output_dir: str | Path) -> list[dict[str, float | None]]:
+    """Rows of `metrics.jsonl` in order, each with "step"; None stands for a number that was not finite."""
+    return [json.loads(line) for line in complete_lines(Path(output_dir) / METRICS_FILE)]
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a killed run leaves the old or the new one."""
+    scratch = path.with_suffix(path.suffix + ".new")
+    scratch.write_text(text)
+    os.replace(scratch, path)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where and from where on a sink writes."""
+
+    output_dir: Path
+    first_step: int  # rows at or after it, left by an earlier run, are dropped
+    total_steps: int
+
+
+class Sink(Protocol):
+    """One place that metrics go to."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Add one row."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
+    """One iteration in one line; what was not measured is left out."""
+    parts = [
+        f"{label} {metrics[key]:{spec}}{unit}"
+        for key, label, spec, unit in (
+            ("sft/loss", "loss", ".4f", ""),
+            ("validation/accuracy", "validation accuracy", ".3f", ""),
+            ("reward/mean", "reward", ".3f", ""),
+            ("kl/ref", "kl", ".4f", ""),
+            ("policy/entropy", "entropy", ".3f", ""),
+            ("rollout/response_tokens_mean", "length", ".1f", ""),
+            ("rollout/throughput_tokens_per_sec", "rollout at", ",.0f", " tokens/s"),
+        )
+        if key in metrics
+    ]
+    seconds = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
+    if seconds:
+        phases = " ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
+        parts.append(f"{sum(seconds.values()):.1f} s ({phases})")
+    return f"step {step}/{total_steps}: " + ", ".join(parts)
+
+
+class Console:
+    """One line per row above a progress bar with the time that is left."""
+
+    def __init__(self, to: Destination):
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=to.total_steps, initial=max(to.first_step - 1, 0), unit="iteration", dynamic_ncols=True)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._bar.write(console_line(step, self._bar.total, metrics))
+        self._bar.update(max(step - self._bar.n, 0))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object per row; numbers that are not finite become null, which JSON can say."""
+
+    def __init__(self, to: Destination):
+        self._path = to.output_dir / METRICS_FILE
+        kept = [row for row in read_metrics(to.output_dir) if row["step"] < to.first_step]
+        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        row = {"step": step} | {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Every row is on disk already."""
+
+
+class Csv:
+    """`metrics.csv`: a column for every key seen so far; a new key rewrites the file with a wider header."""
+
+    def __init__(self, to: Destination):
+        self._path = to.output_dir / "metrics.csv"
+        reader = csv.DictReader(complete_lines(self._path))
+        self._columns = list(reader.fieldnames or ["step"])
+        self._rewrite([row for row in reader if int(row["step"]) < to.first_step])
+
+    def _rewrite(self, rows: list[dict]) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        replace_text(self._path, text.getvalue())
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        new_columns = [key for key in metrics if key not in self._columns]
+        if new_columns:
+            rows = list(csv.DictReader(complete_lines(self._path)))
+            self._columns += new_columns
+            self._rewrite(rows)
+        with self._path.open("a") as file:
+            csv.DictWriter(file, self._columns, lineterminator="\n").writerow({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Every row is on disk already."""
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`."""
+
+    def __init__(self, to: Destination):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(to.output_dir / "tensorboard"), purge_step=to.first_step)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run named after the output folder."""
+
+    def __init__(self, to: Destination):
+        import wandb
+
+        self._run = wandb.init(project="verl_megatron", name=to.output_dir.name, dir=str(to.output_dir))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """An MLflow run named after the output folder, on the tracking server that MLflow is configured for."""
+
+    def __init__(self, to: Destination):
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment("verl_megatron")
+        mlflow.start_run(run_name=to.output_dir.name)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._mlflow.log_metrics(metrics, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+# name: the class and the package it needs
+SINKS: dict[str, tuple[Callable[[Destination], Sink], str]] = {
+    "console": (Console, "tqdm"),
+    "jsonl": (JsonLines, "json"),
+    "csv": (Csv, "csv"),
+    "tensorboard": (TensorBoard, "tensorboard"),
+    "wandb": (Wandb, "wandb"),
+    "mlflow": (MLflow, "mlflow"),
+}
+
+
+def check_sinks(names: list[str]) -> None:
+    """ValueError for a sink that is not known or whose package is not installed."""
+    for name in names:
+        if name not in SINKS:
+            raise ValueError(f"run.track_metrics: {name!r} is not known; choose among {', '.join(SINKS)}")
+        package = SINKS[name][1]
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"run.track_metrics: {name!r} needs the package {package}; pip install {package} or take {name!r} out")
+
+
+class MetricsTracker:
+    """Writes rows of metrics to every sink asked for. Only one rank makes one.
+
+    `first_step` is the first step this run will log: a resumed run drops what an earlier one logged at or after it and appends.
+    ValueError for a sink that is not known or whose package is not installed.
+    """
+
+    def __init__(self, output_dir: str | Path, sinks: list[str], *, total_steps: int, first_step: int = 0):
+        check_sinks(sinks)
+        to = Destination(Path(output_dir), first_step, total_steps)
+        to.output_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks = [SINKS[name][0](to) for name in sinks]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one row; a step may have several, such as an iteration's and its validation's."""
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Flush and release every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,20 @@
+"""Command line of reinforcement learning: `torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.layout=tp2pp2`."""
+
+from omegaconf import DictConfig
+
+from verl_megatron.command_line import run_command
+
+
+def main(overrides: DictConfig) -> None:
+    from verl_megatron.checks import structured
+    from verl_megatron.config import TrainerConfig
+    from verl_megatron.trainer import RLTrainer
+
+    trainer = RLTrainer(structured(overrides, TrainerConfig))
+    metrics = trainer.train()
+    if "validation/after" in metrics:
+        trainer.say(f"validation accuracy {metrics['validation/before']:.2f} -> {metrics['validation/after']:.2f}")
+
+
+if __name__ == "__main__":
+    run_command(main)
