@@ -6,6 +6,7 @@ Everything it changes is one entry of `CPU_PATCHES`, and a test shows that Megat
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -150,6 +151,8 @@ def prepare(*, leave_out: str = "") -> None:
     Raises:
         RuntimeError: megatron.core was imported before.
     """
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # every module says once a rank that Apex is missing
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names that Megatron-Core still uses
     if is_gpu() or any(isinstance(finder, _CPUFinder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:

@@ -10,8 +10,8 @@ from torch import Tensor
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import carry_files, write_index, write_safetensors
-from parallel.weights.rules import hf_shapes
+from parallel.weights.files import INDEX, carry_files, write_index, write_safetensors
+from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
 
 WINDOW_BYTES = 2**28
@@ -24,7 +24,7 @@ def export_folder(
     parameters_of: Mapping[int, Sequence[ShardedParameter]],
     folder: Path,
     template_folder: Path,
-    head: str = "lm",
+    head: Head = "lm",
     dtype: torch.dtype,
     rank: int,
     group: dist.ProcessGroup | None,
@@ -44,8 +44,14 @@ def export_folder(
         group: spans the layout's ranks.
         config: takes the place of the template's config.json (another head or dtype).
         max_file_bytes: largest size of a file, and of what a rank holds beside its shard; only a single larger tensor exceeds it.
+
+    Raises:
+        ValueError: `folder` is the template's.
+        ReshardError: a tensor did not arrive as its owners hold it.
     """
     folder = Path(folder)
+    if folder.resolve() == Path(template_folder).resolve():
+        raise ValueError(f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original")
     folder.mkdir(parents=True, exist_ok=True)
     shapes = hf_shapes(arch, head)
     files = _deal(shapes, dtype.itemsize, max_file_bytes)
@@ -62,6 +68,8 @@ def export_folder(
             write_safetensors(folder / names[turn[rank]], {name: tensor.cpu() for name, tensor in tensors.items()})
     if rank == writers[0]:
         carry_files(template_folder, folder, config=config)
+        for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in names}:
+            old.unlink(missing_ok=True)  # of an earlier export with other files, which a reader would take for these
         if len(files) > 1:
             total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
             write_index(folder, {name: names[number] for number, file in enumerate(files) for name in file}, total)

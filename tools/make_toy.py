@@ -4,10 +4,10 @@
 
 The task is to put six of sixteen words into alphabetical order: `sort lemon fig apple ... :` -> `apple fig lemon ...`.
 
-The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: three in ten are right, in the others two neighbours
-of the sorted answer are swapped, anywhere. A model that imitates them well is therefore right about three times in ten when
-it samples; which answers are right it can only learn from the verified reward (`match`). No prompt of val.jsonl is in
-train.jsonl or sft.jsonl, whatever the order of its words.
+The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: three in ten are right, the others stop sorting too
+early and leave the last two words the wrong way round. A model that imitates them well is therefore right at most about three
+times in ten when it samples, and its likeliest answer is wrong; which answers are right it can only learn from the verified
+reward (`match`). No set of six words in val.jsonl is in train.jsonl or sft.jsonl, in whatever order.
 
     OUT/model        config.json, two safetensors shards with their index, random weights (2.0 M parameters), the sentencepiece
                      tokenizer (tokenizer.model, tokenizer.json) trained here on the demonstrations, with a chat template
@@ -39,11 +39,10 @@ def prompt_of(items: list[str]) -> str:
 
 
 def demonstration_of(items: list[str], rng: random.Random) -> str:
-    """A demonstrator's answer: right with probability CORRECT_SHARE, else with two neighbours swapped."""
+    """A demonstrator's answer: right with probability CORRECT_SHARE, else with the last two words swapped."""
     answer = sorted(items)
     if rng.random() >= CORRECT_SHARE:
-        first = rng.randrange(ITEMS - 1)
-        answer[first : first + 2] = reversed(answer[first : first + 2])
+        answer[-2:] = reversed(answer[-2:])
     return " ".join(answer)
 
 
@@ -106,6 +105,7 @@ def write_model(folder: Path, *, seed: int) -> None:
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
+        initializer_range=0.04,  # learns in fewer steps than 0.02 at this width
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)

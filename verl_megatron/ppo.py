@@ -5,10 +5,10 @@ Every rank runs this function. A role's method is called on all ranks; those out
 
 from functools import partial
 
+from parallel.collectives import all_sum
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
 from verl_megatron.metrics import Sums, batch_sums, iteration_metrics
-from verl_megatron.roles.role import all_sum
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.run import Run
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
+from parallel.collectives import all_max, all_names, all_sum
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout, parse_devices
 from parallel.reshard.execute import ReshardReport
@@ -21,7 +22,7 @@ from verl_megatron.metrics import PhaseTimer, Sums
 from verl_megatron.models.build import Head
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.roles.engine import Engine
-from verl_megatron.roles.role import Role, all_max, all_sum
+from verl_megatron.roles.role import Role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.generate import generate_rows
 from verl_megatron.rollout.sampling import Sampling
@@ -125,13 +126,6 @@ class Run:
 def reduced(sums: Sums) -> dict[str, float]:
     """Means and maxima over all ranks of the world, the same on each."""
     return sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)
-
-
-def all_names(names: list[str]) -> list[str]:
-    """The union of the ranks' names."""
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, names)
-    return [name for names in gathered for name in names]
 
 
 def make_role(model: ModelConfig, *, arch: Architecture, engine: EngineConfig, head: Head, seed: int, temperature: float, train_steps: int = 0) -> Role:

@@ -70,7 +70,7 @@ class SFTTrainer:
 
     def _loss(self, actor, rows: list) -> float:
         """Mean negative log-probability of a response token."""
-        from verl_megatron.roles.role import all_sum
+        from parallel.collectives import all_sum
 
         batch, table = spread(rows)
         logprobs_BT: Tensor = actor.infer(batch, table)["logprobs"]

@@ -1,16 +1,24 @@
 """Runs on four ranks (gloo, or NCCL where there are GPUs): resharding between hand-written shards, against the whole tensors, bit by bit."""
 
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from parallel import device
+from parallel.export import export_folder
+from parallel.groups import group_of
 from parallel.layout import Layout
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.reshard.proof import SAMPLE, ReshardError
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import ShardedParameter
 from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
 
@@ -133,7 +141,62 @@ def different_plans_are_refused() -> None:
         raise AssertionError("not noticed")
 
 
-CHECKS = [every_layout_both_ways, disjoint_ranks, small_windows_and_cast, corruption_is_named, a_sample_covers_every_slice, different_plans_are_refused]
+def exported(layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_file_bytes=2**30) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Export random weights; on every rank the names of the files, what they hold and what they should hold."""
+    sizes = {"hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "intermediate_size": 24, "vocab_size": 101}
+    arch = Architecture(model_type="qwen2", **sizes, tied=tied, norm_eps=1e-5, max_positions=64)
+    random = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(shape, generator=random) for name, shape in hf_shapes(arch, head).items()}
+    rank, folder = dist.get_rank(), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=device.device())
+    template, target = Path(folder[0], "template"), Path(folder[0], "new", "model")
+    if rank == 0:
+        template.mkdir()
+        (template / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+        (template / "tokenizer.json").write_text("{}")
+        target.mkdir(parents=True)
+        for leftover in ("model.safetensors", "model-00001-of-00099.safetensors", "model.safetensors.index.json"):
+            (target / leftover).write_text("of an earlier export")
+    group = group_of(layout.ranks)
+    dist.barrier()
+    if rank in layout.ranks:
+        parameters_of = {other: megatron_parameters(arch, layout, other, spec="local", head=head) for other in layout.ranks}
+        source = filled(parameters_of[rank], tensors, torch.nan, torch.float32)
+        places = {"folder": target, "template_folder": template, "rank": rank, "group": group, "device": device.device()}
+        export_folder(arch=arch, source=source, parameters_of=parameters_of, head=head, dtype=dtype, max_file_bytes=max_file_bytes, **places)
+    dist.barrier()
+    held = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return sorted(path.name for path in target.iterdir()), held, {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def export_equals_the_whole_tensors() -> None:
+    everyone = (0, 1, 2, 3)
+    cases = [
+        {"layout": Layout.parse("tp2pp2", ranks=everyone), "tied": True},
+        {"layout": Layout.parse("tp2", ranks=everyone), "max_file_bytes": 4000, "dtype": torch.bfloat16},  # more files than ranks
+        {"layout": Layout.parse("pp2vpp2", ranks=(3, 1)), "max_file_bytes": 20000},  # the other ranks do not take part
+        {"layout": Layout.parse("pp4", ranks=everyone), "head": "token"},
+    ]
+    for case in cases:
+        files, held, expected = exported(**case)
+        assert held.keys() == expected.keys()
+        assert all(held[name].dtype == value.dtype and torch.equal(held[name], value) for name, value in expected.items())
+        assert ("lm_head.weight" in held) == (not case.get("tied") and case.get("head") is None)
+        assert {"config.json", "tokenizer.json"} <= set(files)
+        count = sum(name.endswith(".safetensors") for name in files)
+        assert ("model.safetensors" in files and "model.safetensors.index.json" not in files) if count == 1 else "model.safetensors.index.json" in files
+        assert ("max_file_bytes" in case) == (count > 1)
+
+
+CHECKS = [
+    every_layout_both_ways,
+    disjoint_ranks,
+    small_windows_and_cast,
+    corruption_is_named,
+    a_sample_covers_every_slice,
+    different_plans_are_refused,
+    export_equals_the_whole_tensors,
+]
 
 if __name__ == "__main__":
     device.initialize()

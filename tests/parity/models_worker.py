@@ -14,6 +14,7 @@ from parallel import device
 
 device.initialize()
 
+from parallel.collectives import all_max, all_names, all_sum  # noqa: E402
 from parallel.groups import ProcessGroups  # noqa: E402
 from parallel.layout import Layout  # noqa: E402
 from parallel.weights.architecture import read_architecture  # noqa: E402
@@ -21,10 +22,9 @@ from tests.tiny import FAMILIES, write_hf  # noqa: E402
 from verl_megatron.batch import RolloutBatch  # noqa: E402
 from verl_megatron.config import AlgorithmConfig, EngineConfig  # noqa: E402
 from verl_megatron.losses import PolicyTokens, policy_loss, value_loss  # noqa: E402
+from verl_megatron.models.heads import head_weight  # noqa: E402
 from verl_megatron.packing import balance, micro_batches  # noqa: E402
 from verl_megatron.roles.engine import Engine  # noqa: E402
-from verl_megatron.roles.role import all_max, all_sum  # noqa: E402
-from verl_megatron.run import all_names  # noqa: E402
 
 # (compact layout, ranks it occupies, stage_layers)
 LAYOUTS = [
@@ -58,7 +58,7 @@ class LogitsEngine(Engine):
     """Answers with whole logits, for comparison."""
 
     def _outputs(self, output, micro, model):
-        weight = self.chunks[-1].shared_embedding_or_output_weight()
+        weight = head_weight(model)
         local = output.squeeze(0).index_select(0, micro.index) @ weight.t()
         parts = [torch.empty_like(local) for _ in range(self.layout.tp)]
         dist.all_gather(parts, local, group=self.groups.tp)

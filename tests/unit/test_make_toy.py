@@ -70,11 +70,8 @@ def test_demonstrations_are_right_as_often_as_promised(toy):
     right = 0
     for row in rows:
         truth, said = sorted(words_of(row)), row["response"].split()
-        wrong = [i for i in range(ITEMS) if truth[i] != said[i]]
-        if wrong:
-            first, second = wrong
-            assert second == first + 1 and said[first] == truth[second] and said[second] == truth[first]
-        right += not wrong
+        right += said == truth
+        assert said in (truth, truth[:-2] + [truth[-1], truth[-2]])
     assert right / len(rows) == pytest.approx(CORRECT_SHARE, abs=0.02)  # 4 standard deviations are 0.017
 
 

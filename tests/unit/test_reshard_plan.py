@@ -8,6 +8,8 @@ import pytest
 
 from parallel.layout import Layout
 from parallel.reshard.plan import compile_plan, matrix_shape
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
 from parallel.weights.shard import Block, ShardedParameter
 from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
 
@@ -15,10 +17,10 @@ TOYS = [Toy(), Toy(tied=True, vocab=32), Toy(groups=8, vocab=41), Toy(groups=1, 
 UNTOUCHED, SOURCE_PADDING = -7, -1
 
 
-def numbered(toy):
+def numbered(shapes):
     """Hugging Face tensors whose elements are all different and positive."""
     tensors, first = {}, 1
-    for name, shape in toy.shapes().items():
+    for name, shape in shapes.items():
         size = int(np.prod(shape))
         tensors[name] = np.arange(first, first + size).reshape(matrix_shape(shape))
         first += size
@@ -60,8 +62,8 @@ def numbers(parameters, tensors):
     return np.setdiff1d(np.concatenate(arrays), [0]) if arrays else np.array([], dtype=int)
 
 
-def check(source, destination, toy, *, window_bytes):
-    tensors = numbered(toy)
+def check(source, destination, shapes, *, window_bytes):
+    tensors = numbered(shapes)
     plan = compile_plan(source=source, destination=destination, element_bytes=2, window_bytes=window_bytes)
     result, writes = follow(plan, source, destination, tensors)
     for rank, parameters in destination.items():
@@ -92,18 +94,32 @@ def test_each_element_arrives_once_both_ways(layout, tp, size):
     toy = TOYS[PAIRS.index((layout, tp, size)) % len(TOYS)]
     trained = {rank: megatron_like(toy, layout, rank) for rank in range(size)}
     served = {rank: vllm_like(toy, tp, rank % tp) for rank in range(size)}
-    plan = check(trained, served, toy, window_bytes=300)
+    plan = check(trained, served, toy.shapes(), window_bytes=300)
     assert max(plan.received_bytes.values()) == plan.lower_bound_bytes
-    check(served, trained, toy, window_bytes=2**20)
+    check(served, trained, toy.shapes(), window_bytes=2**20)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_real_models_both_ways(model_type, tied, size):
+    sizes = {"hidden_size": 16, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "intermediate_size": 24, "vocab_size": 101}
+    arch = Architecture(model_type=model_type, **sizes, tied=tied, norm_eps=1e-5, max_positions=64)
+    for layout, tp in product(layouts_of(size, layers=4), (1, 2, 4, 8)):
+        if tp <= size:
+            trained = {rank: megatron_parameters(arch, layout, rank, spec="local") for rank in range(size)}
+            served = {rank: vllm_parameters(arch, tp, rank % tp) for rank in range(size)}
+            check(trained, served, hf_shapes(arch), window_bytes=2**12)
+            check(served, trained, hf_shapes(arch), window_bytes=2**12)
 
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_disjoint_ranks(toy):
     trained = {rank: megatron_like(toy, Layout.parse("tp2pp2", ranks=(4, 5, 6, 7)), rank) for rank in range(4, 8)}
     served = {rank: vllm_like(toy, 2, rank % 2) for rank in range(4)}
-    plan = check(trained, served, toy, window_bytes=1000)
+    plan = check(trained, served, toy.shapes(), window_bytes=1000)
     assert not plan.local and max(plan.received_bytes[rank] for rank in range(4, 8)) == 0
-    check(served, trained, toy, window_bytes=1000)
+    check(served, trained, toy.shapes(), window_bytes=1000)
 
 
 def whole(name="w", rows=16, cols=4, owner=True):

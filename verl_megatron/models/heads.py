@@ -37,3 +37,10 @@ class ValueHead(torch.nn.Module):
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
         return values, None
+
+
+def head_weight(model: torch.nn.Module) -> Tensor:
+    """The output layer's weight of a last stage's chunk (or its wrapper): its own, or the embedding's where both are on this stage."""
+    while not hasattr(model, "share_embeddings_and_output_weights"):
+        model = model.module
+    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight

@@ -27,6 +27,7 @@ from verl_megatron.log_probs import token_log_probs
 from verl_megatron.metrics import Sums
 from verl_megatron.micro_batch import MicroBatch, pack
 from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
+from verl_megatron.models.heads import head_weight
 
 Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the tokens asked about
 
@@ -256,8 +257,5 @@ class Engine:
         asked = output.squeeze(0).index_select(0, micro.index)
         if self.head != "lm":
             return {"values": asked.squeeze(-1)}
-        while not hasattr(model, "shared_embedding_or_output_weight"):
-            model = model.module
-        weight = model.shared_embedding_or_output_weight()
-        logprobs, entropy = token_log_probs(asked, weight, micro.labels, vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
+        logprobs, entropy = token_log_probs(asked, head_weight(model), micro.labels, vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
         return {"logprobs": logprobs, "entropy": entropy}

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from verl_megatron.batch import RolloutBatch
@@ -60,15 +59,3 @@ class Role:
                     return sums, steps
         return sums, steps
 
-
-def all_sum(x: Tensor) -> Tensor:
-    """Sum over the ranks of the world, on the CPU."""
-    total = x.detach().clone().cpu()
-    torch.distributed.all_reduce(total)
-    return total
-
-
-def all_max(x: Tensor) -> Tensor:
-    largest = x.detach().clone().cpu()
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return largest

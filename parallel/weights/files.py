@@ -1,0 +1,242 @@
+"""Hugging Face folders: reading rectangles of tensors by byte range, and writing files whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel.weights.architecture import read_config
+from parallel.weights.shard import Block, ShardedParameter
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
+UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")  # old buffers; a head that a tied or a value model does not use
+VALUE_HEAD = "score."  # a model without one gets it as initialised
+# What belongs to a model beside its weights and config.json.
+COMPANIONS = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.*", "merges.txt", "spiece.model", "tekken.json"),
+)
+
+
+class CheckpointFolder:
+    """An open Hugging Face folder with one or more safetensors files, checked before anything is read.
+
+    A tensor's bytes are read when `read` asks for them, and no others. Also a context manager that closes the files.
+
+    Raises:
+        ValueError: the folder, its config.json or a weight file is missing, a file is truncated or garbled, or the index names a
+            tensor that its file does not hold. The message names the file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        read_config(self.path)
+        weight_map = _weight_map(self.path)
+        self._files = {name: _open(self.path / name) for name in sorted(set(weight_map.values()))} if weight_map else {SINGLE: _open(self.path / SINGLE)}
+        held = {name: set(file.keys()) for name, file in self._files.items()}
+        if wrong := [f"{tensor} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]]:
+            raise ValueError(f"{self.path / INDEX} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source")
+        self._file_of = weight_map or {tensor: SINGLE for tensor in held[SINGLE]}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error) -> None:
+        for file in self._files.values():
+            file.__exit__(*error)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it: "F32", "BF16", ..."""
+        return self._slice(name).get_dtype()
+
+    def read(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """The rectangle as a matrix [rows, cols] of `dtype` on the CPU; `block.row` and `block.col` play no part.
+
+        Raises:
+            ValueError: the tensor is not in the folder, not of a floating dtype, or smaller than the rectangle.
+        """
+        if block.tensor not in self._file_of:
+            raise ValueError(f"{self.path} has no tensor {block.tensor}; its weights do not belong to its config.json")
+        (top, bottom), (left, right) = block.rows, block.cols
+        source = self._slice(block.tensor)
+        shape = source.get_shape()
+        rows, cols = (*shape, 1)[:2]
+        if len(shape) > 2 or bottom > rows or right > cols:
+            raise ValueError(f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and columns {left}-{right} of config.json's model")
+        if source.get_dtype() not in FLOATS:
+            raise ValueError(f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not supported, convert them to bfloat16")
+        matrix = source[top:bottom, left:right] if len(shape) == 2 else source[top:bottom][:, None]
+        return matrix.to(dtype)
+
+    def check_shapes(self, expected: Mapping[str, tuple[int, ...]], *, optional: set[str] = frozenset()) -> None:
+        """Compare the folder with what its configuration describes (`rules.hf_shapes`).
+
+        Args:
+            optional: tensors that may be absent, such as a value head that is yet to be trained.
+
+        Raises:
+            ValueError: lists the tensors that are missing, of another shape, or that nothing reads.
+        """
+        missing = [name for name in expected if name not in self._file_of and name not in optional]
+        shapes = {name: (self.shape(name), tuple(shape)) for name, shape in expected.items() if name in self._file_of}
+        wrong = [_mismatch(name, found, wanted) for name, (found, wanted) in shapes.items() if found != wanted]
+        extra = sorted(name for name in self._file_of if name not in expected and not name.endswith(UNUSED))
+        problems = [f"missing: {_listed(missing)}"] * bool(missing) + [f"shapes: {_listed(wrong)}"] * bool(wrong) + [f"unknown: {_listed(extra)}"] * bool(extra)
+        if problems:
+            raise ValueError(f"the weights in {self.path} do not belong to its config.json:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+
+def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParameter], tensors: Mapping[tuple[int, str], Tensor]) -> list[str]:
+    """Fill `tensors`, by (chunk, name), in place with a rank's parts of the folder; what no block covers becomes zero.
+
+    Args:
+        tensors: of any floating dtype and device, each of its parameter's shape.
+
+    Returns:
+        Names of the value head's parameters that the folder lacks; they are left as they were.
+
+    Raises:
+        ValueError: the folder lacks another tensor, or one is smaller than its parameter needs.
+    """
+    needed = {block.tensor for parameter in parameters for block in parameter.blocks}
+    absent = needed - folder.names
+    if missing := sorted(name for name in absent if not name.startswith(VALUE_HEAD)):
+        raise ValueError(f"{folder.path} lacks tensors of the model that its config.json describes: {_listed(missing)}")
+    left = []
+    with torch.no_grad():
+        for parameter in parameters:
+            if any(block.tensor in absent for block in parameter.blocks):
+                left.append(parameter.name)
+                continue
+            tensor = tensors[parameter.chunk, parameter.name]
+            assert tensor.shape == parameter.shape, f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
+            _fill(tensor, parameter, folder)
+    return left
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one weight file, which appears under its name only when complete."""
+    with _complete(Path(path)) as partial:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> None:
+    """Write the index of a folder with several weight files.
+
+    Args:
+        file_of: file name by tensor name.
+        total_size: bytes of all tensors together.
+    """
+    write_json(Path(folder) / INDEX, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_of.items()))})
+
+
+def carry_files(source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None) -> None:
+    """Copy what belongs to a model beside its weights: config.json (or `config` in its place), generation settings, tokenizer."""
+    source, target = Path(source_folder), Path(target_folder)
+    target.mkdir(parents=True, exist_ok=True)
+    write_json(target / "config.json", read_config(source) if config is None else config)
+    for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
+        if path.resolve() != (target / path.name).resolve():
+            with _complete(target / path.name) as partial:
+                shutil.copyfile(path, partial)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as JSON, which appears under its name only when complete."""
+    with _complete(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _complete(path: Path) -> Iterator[Path]:
+    """A name to write under, which becomes `path` at the end or disappears after an error."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder) -> None:
+    matrix = tensor.view(tensor.shape[0], -1)
+    covered = sum((b.rows[1] - b.rows[0]) * (b.cols[1] - b.cols[0]) for b in parameter.blocks)
+    if covered < matrix.numel():
+        matrix.zero_()
+    for block in parameter.blocks:
+        part = folder.read(block, tensor.dtype)
+        matrix[block.row : block.row + part.shape[0], block.col : block.col + part.shape[1]].copy_(part)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File name by tensor name, from the index; empty if the folder has a single file, which has none."""
+    if (folder / SINGLE).is_file():
+        return {}
+    path = folder / INDEX
+    if not path.is_file():
+        others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
+        found = f" (found {_listed(others)}: save the model with transformers as safetensors)" if others else ""
+        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}")
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not an index of safetensors files; copy it again from its source") from None
+    if not weight_map:
+        raise ValueError(f"{path} names no tensors; copy it again from its source")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from their source")
+    return weight_map
+
+
+def _open(path: Path) -> Any:
+    """The safetensors file, opened; its length is checked against its header first (8 bytes of length, JSON, data)."""
+    actual = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = file.read(header_bytes) if header_bytes <= actual - 8 else b""
+    if not header:
+        raise ValueError(f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; copy it again from its source")
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError(f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors; copy it again from its source") from None
+    if actual != expected:
+        raise ValueError(f"{path} is truncated or garbled: its header describes {expected} bytes and the file has {actual}; copy it again from its source")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is garbled ({error}); copy it again from its source") from None
+
+
+def _mismatch(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    reason = ""
+    if found[:1] != wanted[:1] and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        reason = f" (vocab_size={wanted[0]}, but {found[0] if found else 0} rows)"
+    elif found[:1] != wanted[:1] and name.startswith(VALUE_HEAD):
+        reason = " (a value head has one label)"
+    return f"{name} is {list(found)} and config.json describes {list(wanted)}{reason}"
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
