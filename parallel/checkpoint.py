@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from parallel.megatron import get_cuda_rng_tracker
 
 MANIFEST = "manifest.json"
 

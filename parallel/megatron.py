@@ -4,12 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from parallel import device
 from parallel.groups import ProcessGroups
+
+device.prepare()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402, F401
 
 
 def collection(groups: ProcessGroups) -> ProcessGroupCollection:

@@ -46,28 +46,31 @@ def demonstration_of(items: list[str], rng: random.Random) -> str:
     return " ".join(answer)
 
 
+def question_of(items: list[str]) -> dict[str, str]:
+    """A row of train.jsonl or val.jsonl."""
+    return {"prompt": prompt_of(items), "answer": " ".join(sorted(items))}
+
+
 def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
     """Rows of the three files; the sets of words in val.jsonl occur in no other file."""
     rng = random.Random(seed)
-    draw = lambda: rng.sample(WORDS, ITEMS)  # noqa: E731
     held_out: dict[frozenset[str], list[str]] = {}
     while len(held_out) < ROWS["val"]:
-        items = draw()
+        items = rng.sample(WORDS, ITEMS)
         held_out.setdefault(frozenset(items), items)
 
-    def seen(count: int) -> list[list[str]]:
+    def draw(count: int) -> list[list[str]]:
         rows: list[list[str]] = []
         while len(rows) < count:
-            items = draw()
+            items = rng.sample(WORDS, ITEMS)
             if frozenset(items) not in held_out:
                 rows.append(items)
         return rows
 
-    question = lambda items: {"prompt": prompt_of(items), "answer": " ".join(sorted(items))}  # noqa: E731
     return {
-        "sft": [{"prompt": prompt_of(items), "response": demonstration_of(items, rng)} for items in seen(ROWS["sft"])],
-        "train": [question(items) for items in seen(ROWS["train"])],
-        "val": [question(items) for items in held_out.values()],
+        "sft": [{"prompt": prompt_of(items), "response": demonstration_of(items, rng)} for items in draw(ROWS["sft"])],
+        "train": [question_of(items) for items in draw(ROWS["train"])],
+        "val": [question_of(items) for items in held_out.values()],
     }
 
 

@@ -1,8 +1,11 @@
 """What the entry points share: Hydra reads the recipe, and what a user did wrong is said once, without a traceback."""
 
+import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -15,7 +18,10 @@ def run_command(main: Callable[[DictConfig], None]) -> None:
     A ValueError is the user's: the first rank prints it and all exit with 2.
     """
     quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-    sys.argv[1:] = [_override(argument) for argument in sys.argv[1:]] + quiet
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-path", "-cp", default="../recipes")
+    known, rest = parser.parse_known_args()
+    sys.argv[1:] = [_override(argument) for argument in rest] + quiet
 
     def guarded(config: DictConfig) -> None:
         try:
@@ -24,9 +30,17 @@ def run_command(main: Callable[[DictConfig], None]) -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr, flush=True)
             _leave(2)
+        except Exception:
+            traceback.print_exc()
+            _leave(1)
         _leave(0)
 
-    hydra.main(version_base=None, config_path="../recipes", config_name=None)(guarded)()
+    hydra.main(version_base=None, config_path=_recipes(known.config_path), config_name=None)(guarded)()
+
+
+def _recipes(path: str) -> str:
+    """An absolute folder of recipes: `path` counts from where the command was typed or, as Hydra has it, from this package."""
+    return str(next((found for base in (Path.cwd(), Path(__file__).parent) if (found := (base / path).resolve()).is_dir()), path))
 
 
 def _override(argument: str) -> str:

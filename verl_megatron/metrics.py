@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from parallel.collectives import all_max, all_names, all_sum
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.kl import reference_kl
 
@@ -62,6 +63,11 @@ class Sums:
         maxima = all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
         means = {name: total / count for name, (total, count) in zip(names, totals_and_counts, strict=True) if count}
         return means | {name: value for name, value in zip(names, maxima, strict=True) if value > -math.inf or math.isnan(value)}
+
+
+def reduce_over_world(sums: Sums) -> dict[str, float]:
+    """Means and maxima over all ranks of the world, the same on each."""
+    return sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)
 
 
 def detached(x: Scalar) -> Scalar:

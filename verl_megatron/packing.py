@@ -11,8 +11,8 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     """Rows (indices into `lengths`) of each of `bins` bins, whose token sums are nearly equal.
 
     The largest differencing method (Karmarkar and Karp, 1982): join the two partial assignments that differ most,
-    the heavy bin of one with the light bin of the other, until one assignment is left. No bin is empty unless there
-    are fewer rows than bins. Each bin lists its rows in ascending order.
+    the heavy bin of one with the light bin of the other, until one assignment is left. That also leaves no bin empty
+    unless there are fewer rows than bins; empty ones come last. Each bin lists its rows in ascending order.
 
     Raises:
         ValueError: `bins` is below 1.
@@ -32,19 +32,7 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
         joined = [(a + b, rows + others) for (a, rows), (b, others) in zip(first, reversed(second))]
         joined.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], order, joined))  # order is unique: lists are never compared
-    assignment = [sorted(rows) for _, rows in heap[0][2]]
-    return _fill_empty(sorted(assignment), lengths)
-
-
-def _fill_empty(assignment: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Give every empty bin the shortest row of the bin that has most rows, as long as one has two."""
-    for rows in assignment:
-        donor = max(assignment, key=len)
-        if not rows and len(donor) > 1:
-            row = min(donor, key=lambda r: lengths[r])
-            donor.remove(row)
-            rows.append(row)
-    return sorted(assignment, key=lambda rows: (not rows, rows))
+    return sorted((sorted(rows) for _, rows in heap[0][2]), key=lambda rows: (not rows, rows))
 
 
 def micro_batches(lengths: Sequence[int], *, tokens_per_micro_batch: int, multiple_of: int = 1) -> list[list[int]]:

@@ -3,26 +3,20 @@
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.collectives import all_max, all_names, all_sum
-from parallel.groups import ProcessGroups
-from parallel.layout import Layout, parse_devices
+from parallel.collectives import all_max
 from parallel.reshard.execute import ReshardReport
-from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms import Algorithm, get_algorithm
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.collector import DataCollector
-from verl_megatron.config import EngineConfig, ModelConfig, TrainerConfig
+from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.data import Prompt, PromptCursor, PromptDataset
 from verl_megatron.kl import KLController, make_controller
-from verl_megatron.metrics import PhaseTimer, Sums
-from verl_megatron.models.build import Head
+from verl_megatron.metrics import PhaseTimer, Sums, reduce_over_world
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.roles.engine import Engine
-from verl_megatron.roles.role import Role
+from verl_megatron.roles.role import Role, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.generate import generate_rows
 from verl_megatron.rollout.sampling import Sampling
@@ -106,7 +100,7 @@ class Run:
 
     def reduce(self, sums: Sums) -> dict[str, float]:
         """Means over all ranks, the same on each."""
-        return reduced(sums)
+        return reduce_over_world(sums)
 
     def adapt_kl(self, metrics: dict[str, float]) -> None:
         if "kl/ref" in metrics:
@@ -121,21 +115,6 @@ class Run:
         if self.pool is not None:
             self.pool.close()
         self.vllm.close()
-
-
-def reduced(sums: Sums) -> dict[str, float]:
-    """Means and maxima over all ranks of the world, the same on each."""
-    return sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)
-
-
-def make_role(model: ModelConfig, *, arch: Architecture, engine: EngineConfig, head: Head, seed: int, temperature: float, train_steps: int = 0) -> Role:
-    """A role on its own layout; with `train_steps` above 0 it learns."""
-    layout = Layout.parse(model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers))
-    groups = ProcessGroups(layout)
-    made = Engine(arch=arch, folder=model.path, groups=groups, config=engine, head=head, seed=seed, temperature=temperature)
-    if train_steps:
-        made.prepare_training(lr=model.lr, total_steps=train_steps)
-    return Role(made, DataCollector(layout, rank=dist.get_rank(), group=None, device=device.device()))
 
 
 def build_run(config: TrainerConfig) -> Run:

@@ -32,7 +32,7 @@ class SFTTrainer:
         from parallel.weights.architecture import read_architecture
         from verl_megatron.data import DemonstrationDataset, PromptCursor
         from verl_megatron.metrics import PhaseTimer
-        from verl_megatron.run import make_role
+        from verl_megatron.roles.role import make_role
         from verl_megatron.tokenizer import load_tokenizer
         from verl_megatron.tracking import MetricsTracker
 
@@ -62,11 +62,11 @@ class SFTTrainer:
 
     def _step(self, actor, rows: list) -> dict[str, float]:
         from verl_megatron.losses import cross_entropy
-        from verl_megatron.run import reduced
+        from verl_megatron.metrics import reduce_over_world
 
         batch, table = spread(rows)
         sums, _ = actor.update(batch, table, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), epochs=1)
-        return reduced(sums)
+        return reduce_over_world(sums)
 
     def _loss(self, actor, rows: list) -> float:
         """Mean negative log-probability of a response token."""

@@ -84,7 +84,7 @@ class Console:
     def __init__(self, to: Destination):
         from tqdm import tqdm
 
-        self._bar = tqdm(total=to.total_steps, initial=max(to.first_step - 1, 0), unit="iteration", dynamic_ncols=True)
+        self._bar = tqdm(total=to.total_steps, initial=max(to.first_step - 1, 0), unit="iteration", dynamic_ncols=True, disable=None)  # no bar where there is no terminal
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._bar.write(console_line(step, self._bar.total, metrics))

@@ -61,7 +61,7 @@ class Resharder:
         Args:
             rank: this process's world rank. It may give, take, do both or neither.
             source: this rank's parameters that the plan reads, on `device`; empty if it gives nothing.
-            destination: those that it writes, on `device` and of type `dtype`.
+            destination: those that it writes, on `device` and of type `dtype`; others in it are left alone.
             dtype: of an element on its way; the source casts before it sends.
             group: spans every rank of the plan; None is the world.
 
@@ -71,14 +71,14 @@ class Resharder:
         self.plan, self.rank, self.dtype, self.group, self.device, self.verify = plan, rank, dtype, group, device, verify
         if plan.element_bytes != dtype.itemsize:
             raise ValueError(f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize}; compile it with element_bytes={dtype.itemsize}")
-        for (_, name), tensor in destination.items():
-            if tensor.dtype != dtype:
-                raise ValueError(f"destination parameter {name} is {tensor.dtype} and the reshard carries {dtype}; both must be the same")
         self.syncs = 0
         self.transfers: list[Transfer] = list(plan.transfers())
         # By a transfer's number: the slice of this rank's parameter that it reads, or writes.
         self.reads = {number: _view(source, t.source, t.shape) for number, t in enumerate(self.transfers) if t.source_rank == rank}
         self.writes = {number: _view(destination, t.destination, t.shape) for number, t in enumerate(self.transfers) if t.destination_rank == rank}
+        for number, write in self.writes.items():
+            if write.dtype != dtype:
+                raise ValueError(f"destination parameter {self.transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same")
         local = [number for number in range(len(plan.local)) if number in self.reads]
         self.local_reads, self.local_writes = [self.reads[number] for number in local], [self.writes[number] for number in local]
         self.bytes = {name: getattr(plan, f"{name}_bytes").get(rank, 0) for name in ("received", "sent", "local")}

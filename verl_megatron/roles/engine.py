@@ -18,9 +18,9 @@ from torch import Tensor
 from parallel import checkpoint, device, megatron
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
-from parallel.weights.architecture import Architecture
+from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
-from parallel.weights.rules import megatron_parameters
+from parallel.weights.rules import hf_shapes, megatron_parameters
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
 from verl_megatron.log_probs import token_log_probs
@@ -62,7 +62,9 @@ class Engine:
         described = {(p.chunk, p.name): p.shape for p in self.parameters}
         built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         assert described == built, f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
-        load_parameters(CheckpointFolder(folder), self.parameters, self.tensors)
+        with CheckpointFolder(folder) as files:
+            files.check_shapes(hf_shapes(arch, head), optional={"score.weight", "score.bias"} if head != "lm" else set())
+            load_parameters(files, self.parameters, self.tensors)
 
     # ---- learning -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Engine:
             rank=self.groups.rank,
             group=self.groups.world,
             device=device.device(),
-            config=None if self.head == "lm" else self.arch.to_hf(head=self.head),
+            config=self.arch.to_hf(head=self.head, carry=read_config(template) | {"dtype": str(self.compute.dtype).removeprefix("torch.")}),
         )
 
     # ---- forward passes -----------------------------------------------------------------------------------------------

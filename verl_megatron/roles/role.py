@@ -3,11 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 
+from parallel import device
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout, parse_devices
+from parallel.weights.architecture import Architecture
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.collector import DataCollector
+from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.metrics import Sums
+from verl_megatron.models.build import Head
 from verl_megatron.roles.engine import Engine, Loss
 from verl_megatron.roles.rows import RowTable
 
@@ -59,3 +66,12 @@ class Role:
                     return sums, steps
         return sums, steps
 
+
+def make_role(model: ModelConfig, *, arch: Architecture, engine: EngineConfig, head: Head, seed: int, temperature: float, train_steps: int = 0) -> Role:
+    """A role on its own layout; with `train_steps` above 0 it learns."""
+    layout = Layout.parse(model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers))
+    groups = ProcessGroups(layout)
+    made = Engine(arch=arch, folder=model.path, groups=groups, config=engine, head=head, seed=seed, temperature=temperature)
+    if train_steps:
+        made.prepare_training(lr=model.lr, total_steps=train_steps)
+    return Role(made, DataCollector(layout, rank=dist.get_rank(), group=None, device=device.device()))

@@ -1,0 +1,82 @@
+"""Rows of tensors move between the ranks of a group, each row to any number of them.
+
+Letters: B rows, ... any trailing sizes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def exchange_rows(
+    tensors: dict[str, Tensor], destinations: Sequence[Sequence[int]], group: ProcessGroup | None, *, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Send row b of every tensor to the ranks `destinations[b]`; return the rows received, by source rank, then source order.
+
+    Args:
+        tensors: [B, ...] of any dtype, the same names, dtypes and number of dimensions on every rank of `group`; B may be 0.
+            Trailing sizes may differ over ranks: rows are padded with zeros to the largest.
+        destinations: for each local row the ranks of `group` (0 to its size - 1) that receive it; none: the row goes nowhere.
+        group: every rank of it calls this; None is the whole world.
+        device: where the exchange runs: the GPU under NCCL. Results lie there.
+
+    Returns:
+        The same names, [B', ...], B' rows received.
+    """
+    assert all(len(value) == len(destinations) for value in tensors.values()), "each tensor has a row for every list of destinations"
+    size = dist.get_world_size(group)
+    order = [(rank, row) for row, ranks in enumerate(destinations) for rank in ranks]
+    order.sort()
+    rows = torch.tensor([row for _, row in order], dtype=torch.int64, device=device)
+    sent = torch.zeros(size, dtype=torch.int64)
+    for rank, _ in order:
+        sent[rank] += 1
+    send_counts, receive_counts = _exchange_counts(sent, group, device=device)
+    shapes = _common_trailing_shapes(tensors, group, device=device)
+    received = {}
+    for name in sorted(tensors):  # the same order of collectives on every rank
+        value = pad_trailing(tensors[name].to(device), shapes[name])
+        received[name] = _all_to_all(value[rows], send_counts, receive_counts, group)
+    return {name: received[name] for name in tensors}
+
+
+def _exchange_counts(sent: Tensor, group: ProcessGroup | None, *, device: torch.device | str) -> tuple[list[int], list[int]]:
+    sent = sent.to(device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return sent.tolist(), received.tolist()
+
+
+def _common_trailing_shapes(tensors: dict[str, Tensor], group: ProcessGroup | None, *, device: torch.device | str) -> dict[str, tuple[int, ...]]:
+    """The largest trailing sizes that any rank holds, by name."""
+    names = sorted(tensors)
+    flat = torch.tensor([size for name in names for size in tensors[name].shape[1:]], dtype=torch.int64, device=device)
+    if len(flat):
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    sizes = iter(flat.tolist())
+    return {name: tuple(next(sizes) for _ in tensors[name].shape[1:]) for name in names}
+
+
+def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`value` [B, ...] with zeros after its end on every trailing dimension, up to `shape`."""
+    assert all(have <= want for have, want in zip(value.shape[1:], shape, strict=True)), f"{tuple(value.shape)} is larger than {shape}"
+    if value.shape[1:] == shape:
+        return value
+    padded = value.new_zeros(len(value), *shape)
+    padded[(slice(None), *(slice(size) for size in value.shape[1:]))] = value
+    return padded
+
+
+def _all_to_all(send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup | None) -> Tensor:
+    """Rows of `send`, ordered by destination, to their ranks. Travels as bytes, so every dtype does."""
+    total, shape, dtype = sum(receive_counts), send.shape[1:], send.dtype
+    width = shape.numel() * send.element_size()
+    payload = send.contiguous().view(len(send), -1).view(torch.uint8) if len(send) and width else send.new_empty(len(send), width, dtype=torch.uint8)
+    received = torch.empty(total, width, dtype=torch.uint8, device=send.device)
+    dist.all_to_all_single(received, payload, receive_counts, send_counts, group=group)
+    if not total or not width:
+        return send.new_empty(total, *shape, dtype=dtype)
+    return received.view(dtype).view(total, *shape)

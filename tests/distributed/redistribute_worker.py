@@ -1,0 +1,87 @@
+"""Four ranks exchange rows; every result is compared with what one process computes from all rows."""
+
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from parallel.layout import Layout
+from parallel.redistribute import exchange_rows
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.collector import DataCollector
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8)
+
+
+def rows_of(rank: int) -> dict[str, torch.Tensor]:
+    """Rank 1 holds no rows; trailing sizes differ over ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    count = (5, 0, 3, 8)[rank]
+    tensors = {str(dtype): torch.randint(0, 2, (count, 2 + rank), generator=generator).to(dtype) for dtype in DTYPES}
+    tensors["scalar"] = torch.randn(count, generator=generator)
+    tensors["cube"] = torch.randn(count, 4 - rank, 1 + rank, generator=generator)
+    tensors["nothing"] = torch.zeros(count, 0)
+    return tensors
+
+
+def targets(rank: int, row: int, world: int) -> list[int]:
+    return [r for r in range(world) if (rank * 7 + row * 3) >> r & 1]  # none, one or several
+
+
+def check_exchange(rank: int, world: int) -> None:
+    mine = rows_of(rank)
+    count = len(mine["scalar"])
+    received = exchange_rows(mine, [targets(rank, row, world) for row in range(count)], None)
+    everything = [rows_of(source) for source in range(world)]
+    assert list(received) == list(mine)
+    for name in mine:
+        width = [max(part[name].shape[d] for part in everything) for d in range(1, mine[name].dim())]
+        expected = []
+        for source, part in enumerate(everything):
+            for row, value in enumerate(part[name]):
+                if rank in targets(source, row, world):
+                    padded = torch.zeros(width, dtype=value.dtype)
+                    padded[tuple(slice(size) for size in value.shape)] = value
+                    expected.append(padded)
+        assert received[name].dtype == mine[name].dtype
+        assert_close(received[name], torch.stack(expected), rtol=0, atol=0)
+
+
+def make_rows(ids: list[int]) -> RolloutBatch:
+    """Row r is its own number in every place, with 1 + r % 3 prompt tokens and r % 5 response tokens."""
+    batch = RolloutBatch.from_rows(ids, [[r] * (1 + r % 3) for r in ids], [[100 + r] * (r % 5) for r in ids], [[-float(r)] * (r % 5) for r in ids])
+    batch.rewards = batch.row_id.float() / 2
+    return batch
+
+
+def check_collector(rank: int, world: int, layout: Layout) -> None:
+    """Rows go to the role and results come home, from homes on ranks 1 and 3 only, in an order of their own."""
+    num_rows = 13
+    home_of_row = torch.tensor([1 if r % 3 else 3 for r in range(num_rows)])
+    dp_of_row = torch.tensor([(r * r) % layout.dp for r in range(num_rows)])
+    home = make_rows([r for r in reversed(range(num_rows)) if home_of_row[r] == rank])
+    collector = DataCollector(layout, rank=rank)
+    borrowed = collector.to_role(home, dp_of_row)
+    mine = [r for r in range(num_rows) if rank in layout.ranks and dp_of_row[r] == layout.coordinates(rank).dp]
+    expected = make_rows(mine)
+    assert borrowed.tensors().keys() == expected.tensors().keys()
+    for name, value in expected.tensors().items():
+        assert_close(getattr(borrowed, name), value, rtol=0, atol=0)
+
+    answers = rank in layout.ranks and layout.coordinates(rank).pp == layout.pp - 1
+    logprobs = torch.where(borrowed.response_mask, borrowed.row_id[:, None] * 100.0 + torch.arange(borrowed.generated_ids.size(1)), 0.0)
+    returned = collector.to_home(logprobs if answers else None, borrowed.row_id, home_of_row, home)
+    assert_close(returned, torch.where(home.response_mask, home.row_id[:, None] * 100.0 + torch.arange(home.generated_ids.size(1)), 0.0), rtol=0, atol=0)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    check_exchange(rank, world)
+    for text, ranks in (("tp2pp2", (0, 1, 2, 3)), ("pp2", (0, 1, 2, 3)), ("tp1", (0, 1, 2, 3)), ("cp2tp2", (0, 1, 2, 3)), ("tp2", (2, 0)), ("tp1", (1,))):
+        check_collector(rank, world, Layout.parse(text, ranks))
+    print(f"rank {rank} agrees", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

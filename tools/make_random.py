@@ -1,0 +1,86 @@
+"""Writes a model of a published shape with random weights, and prompts for it: enough to measure speed without a download.
+
+    python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 512] [--rows 4096]
+
+    OUT/model         config.json, bfloat16 weights in several safetensors files with their index, the toy job's tokenizer
+    OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
+    OUT/reward.py     `score`: share of vowels in the response, so that rows differ
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+from make_toy import make_rows, write_tokenizer
+from safetensors.torch import save_file
+
+from parallel.weights.architecture import read_architecture
+from parallel.weights.files import write_index
+from parallel.weights.rules import hf_shapes
+from parallel.weights.shapes import SHAPES, shape
+
+FILE_BYTES = 4 * 2**30
+REWARD = '''def score(prompt, response, ground_truth, extra):
+    """Share of vowels."""
+    return sum(response.count(vowel) for vowel in "aeiou") / max(len(response), 1)
+'''
+
+
+def write_weights(folder: Path, *, seed: int) -> None:
+    """Normal random weights in files of about FILE_BYTES; norms are ones."""
+    arch = read_architecture(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    files: list[dict[str, torch.Tensor]] = [{}]
+    room, total = FILE_BYTES, 0
+    for name, size in hf_shapes(arch).items():
+        if name.endswith("norm.weight"):
+            tensor = torch.ones(size, dtype=torch.bfloat16)
+        else:
+            tensor = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, arch.initializer_range, generator=generator).cpu()
+        if tensor.nbytes > room and files[-1]:
+            files.append({})
+            room = FILE_BYTES
+        files[-1][name] = tensor
+        room -= tensor.nbytes
+        total += tensor.nbytes
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for name, tensors in zip(names, files):
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    write_index(folder, {tensor: name for name, tensors in zip(names, files) for tensor in tensors}, total)
+
+
+def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -> None:
+    """Random words, cut so that each prompt has exactly `tokens` tokens."""
+    rng, words = random.Random(seed), [word for row in make_rows(seed)["train"][:200] for word in row["prompt"].split()]
+    with path.open("w") as file:
+        for _ in range(rows):
+            ids: list[int] = []
+            while len(ids) < tokens:
+                text = " ".join(rng.choice(words) for _ in range(tokens))
+                ids = tokenizer(text)["input_ids"][:tokens]
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+                while len(tokenizer(text)["input_ids"]) > tokens:
+                    text = text[:-1]
+            file.write(json.dumps({"prompt": text, "answer": ""}) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=1024, help="prompts to write")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    folder = arguments.out / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape(arguments.shape, layers=arguments.layers), indent=2))
+    tokenizer = write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"]])
+    write_weights(folder, seed=arguments.seed)
+    write_prompts(arguments.out / "train.jsonl", tokenizer, rows=arguments.rows, tokens=arguments.prompt_tokens, seed=arguments.seed)
+    (arguments.out / "reward.py").write_text(REWARD)
+    print(f"random {arguments.shape} and its prompts are in {arguments.out}")

@@ -1,0 +1,97 @@
+"""What is asked of a generator and what comes back: plain records, and the seed of every row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl_megatron.config import RolloutConfig
+
+_SEED_BITS = 63  # the largest that fits vLLM's signed 64-bit seeds
+_SEED_MASK = (1 << _SEED_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row to generate. Rows of the same prompt differ in `row_id` and `seed` only."""
+
+    row_id: int  # number of the row in the iteration
+    prompt_token_ids: Sequence[int]
+    seed: int  # of this row's sampling, see `row_seed`
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished row."""
+
+    row_id: int
+    prompt_token_ids: Sequence[int]
+    token_ids: list[int]  # response, the stop token included
+    logprobs: list[float]  # of each response token under the distribution it was drawn from (after temperature, top-p, top-k, min-tokens)
+    finish_reason: str  # "stop" (a stop token or string) or "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn. Field meanings as in `RolloutConfig`."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    min_tokens: int = 0
+    max_tokens: int = 1024
+    stop: Sequence[str] = field(default_factory=tuple)
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    ignore_eos: bool = False
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> "Sampling":
+        return cls(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_tokens=config.min_tokens,
+            max_tokens=config.max_tokens,
+            stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
+            ignore_eos=config.ignore_eos,
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
+    """Seed in [0, 2^63) of one row, the same whatever replica generates it.
+
+    (iteration, row_id) is one number below 2^63; an odd multiple of the run's seed is added and the bits are mixed by
+    steps that can be undone (multiply by an odd number, xor with the upper bits), so within a run no two rows share a
+    seed, and neighbouring rows differ in about half of the bits.
+
+    Args:
+        iteration: below 2^31.
+        row_id: below 2^32.
+    """
+    assert 0 <= iteration < 1 << 31 and 0 <= row_id < 1 << 32, (iteration, row_id)
+    seed = ((iteration << 32 | row_id) + run_seed * 0x1E3779B97F4A7C15) & _SEED_MASK
+    for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
+        seed = ((seed ^ seed >> 31) * factor) & _SEED_MASK
+    return seed ^ seed >> 31
+
+
+def token_budget(request: Request, sampling: Sampling, *, max_model_len: int, vocab_size: int) -> int:
+    """Response tokens this row may have: `sampling.max_tokens`, less what does not fit behind its prompt.
+
+    Raises:
+        ValueError: the prompt is empty, leaves no room for a response, or holds ids that the model does not have.
+    """
+    length, row = len(request.prompt_token_ids), request.row_id
+    if not length:
+        raise ValueError(f"row {row} has an empty prompt; give it at least one token, such as the tokenizer's bos")
+    if length >= max_model_len:
+        raise ValueError(
+            f"row {row}: a prompt of {length} tokens leaves no room for a response within max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
+        )
+    low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}; use the model's own tokenizer")
+    return min(sampling.max_tokens, max_model_len - length)
