@@ -95,23 +95,12 @@ class _CPUFinder(MetaPathFinder):
         return spec
 
 
-class _Stream(torch.cpu.Stream):
-    def __init__(self, *args, **kwargs):
-        pass
-
-
 def _rename_literals():
     sys.meta_path.insert(0, _CPUFinder())
 
 
 def _current_device():
     torch.cuda.current_device = lambda: "cpu"
-
-
-def _streams():
-    torch.cuda.Stream = _Stream
-    torch.cuda.stream = lambda stream: torch.cpu.stream(stream)
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: torch.cpu.current_stream()
 
 
 def _synchronize():
@@ -135,11 +124,12 @@ def _rng():
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "literals": ('Megatron-Core writes device="cuda" and compares tensor types with torch.cuda.FloatTensor', _rename_literals),
     "current_device": ("parameters and buffers are created on torch.cuda.current_device()", _current_device),
-    "streams": ("the gradient buffers ask for CUDA streams", _streams),
     "synchronize": ("pipeline sends and receives end with torch.cuda.synchronize()", _synchronize),
     "tensor_cuda": ("models and shared embeddings are moved with .cuda()", _tensor_cuda),
     "rng": ("the tensor-parallel random state is kept in CUDA generators; here it is the CPU's", _rng),
 }
+
+_applied: list[str] = []  # entries that were dealt with in this process
 
 
 def prepare(*, leave_out: str = "") -> None:
@@ -153,11 +143,12 @@ def prepare(*, leave_out: str = "") -> None:
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # every module says once a rank that Apex is missing
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names that Megatron-Core still uses
-    if is_gpu() or any(isinstance(finder, _CPUFinder) for finder in sys.meta_path):
+    if is_gpu() or _applied:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before parallel.device.prepare(); import parallel.device first")
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Megatron-Core compiles small functions: seconds each, with a C++ compiler, for nothing
     for name, (_, patch) in CPU_PATCHES.items():
+        _applied.append(name)  # first: a patch may import modules that call prepare() themselves
         if name != leave_out:
             patch()

@@ -23,6 +23,12 @@ FAMILIES = {
     "qwen3_tied": ("Qwen3", dict(tie_word_embeddings=True, head_dim=16)),
 }
 
+# Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...; num_key_value_heads may stay below tp.
+SERVED = {
+    family: dict(hidden_size=64 if "head_dim" in differences else 128, num_attention_heads=4, num_key_value_heads=1 if number % 2 else 2, head_dim=32)
+    for number, (family, (_, differences)) in enumerate(FAMILIES.items())
+}
+
 
 def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes):
     """A float32 model of the family; `head` may also be ForTokenClassification or ForSequenceClassification (one label)."""
@@ -48,3 +54,13 @@ def write_hf(folder: Path, family: str, head: str = "ForCausalLM", **settings):
     model = make_hf(family, head, **settings)
     model.save_pretrained(folder)
     return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose words are t0, t1, ..., one a token of the models' vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(SIZES["vocab_size"])}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t0").save_pretrained(folder)

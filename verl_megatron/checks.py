@@ -1,6 +1,257 @@
-from omegaconf import OmegaConf
-def structured(o, schema): return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), o))
-def check_config(c, *, world_size): return []
-def check_sft_config(c, *, world_size): return []
-def refuse(p): assert not p
-def batch_arithmetic(c, w): return ""
+"""Refuses settings that cannot work, all at once and before any model is built. A problem names the setting, its value and a remedy."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel.layout import Layout, parse_devices
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
+from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.config import MISSING, ModelConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.limits import check_values, nearest
+from verl_megatron.rewards.functions import load_reward
+from verl_megatron.tracking import check_sinks
+from verl_megatron.versions import require
+
+Schema = TypeVar("Schema")
+
+
+def refuse(problems: list[str]) -> None:
+    """ValueError that lists the problems, if there are any."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+# ---- names and types --------------------------------------------------------------------------------------------------
+
+
+def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
+    """The settings of `schema` (TrainerConfig or SFTConfig) with `overrides` put in.
+
+    Raises:
+        ValueError: unknown sections and settings, values of a wrong type and settings that have to be given, all at once.
+    """
+    given = OmegaConf.to_container(overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)), resolve=True)
+    merged = OmegaConf.structured(schema)
+    problems = []
+    for section, values in given.items():
+        if section not in merged:
+            problems.append(f"{section} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}")
+        elif not isinstance(values, dict):
+            problems.append(f"{section}={values!r} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}")
+        else:
+            problems += [problem for name, value in values.items() if (problem := _put(merged[section], section, name, value))]
+    problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
+    refuse(problems)
+    return OmegaConf.to_object(merged)
+
+
+def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
+    """Set one setting; the problem with it, or nothing."""
+    known = list(section.keys())
+    if name not in known:
+        return f"{section_name}.{name} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
+    try:
+        section[name] = value
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        return f"{section_name}.{name}={value!r} has a wrong type ({reason}); give a value like {_example(section, name)}"
+    return ""
+
+
+def _example(section: DictConfig, name: str) -> str:
+    default = getattr(OmegaConf.get_type(section)(), name)
+    return f"{default!r}" if default != [] else "[a, b]"
+
+
+# ---- contradictions ---------------------------------------------------------------------------------------------------
+
+
+def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
+    """Everything that is wrong with the settings of a reinforcement-learning run on `world_size` ranks; empty: nothing."""
+    problems = check_values(config) + _check_run(config.run, config.data)
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    needs_critic = algorithm is not None and algorithm.needs_critic
+    actor, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
+    layouts = {"actor": actor}
+    if needs_critic:
+        critic = ModelConfig(path=config.critic.path or config.actor.path, layout=config.critic.layout, stage_layers=config.critic.stage_layers, devices=config.critic.devices)
+        layouts["critic"], _ = _check_model(critic, "critic", world_size, problems)
+    problems += _check_reward(config, world_size)
+    problems += _check_rollout(config, arch, world_size)
+    problems += _check_rows(config, layouts)
+    problems += _check_algorithm(config, needs_critic)
+    if config.engine.spec == "te":
+        problems += _said_by(require, "transformer_engine", feature="engine.spec=te")
+    return problems
+
+
+def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
+    """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
+    problems = check_values(config) + _check_run(config.run, config.data)
+    layout, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
+    data = config.data
+    if layout is not None and data.rows_per_step < layout.dp:
+        problems.append(f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; give at least {layout.dp}")
+    if arch is not None and data.max_tokens > arch.max_positions:
+        problems.append(f"data.max_tokens={data.max_tokens} exceeds the model's {arch.max_positions} positions; lower it")
+    if config.run.save_interval:
+        problems.append(f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, only its model at the end; leave it at 0")
+    if config.engine.spec == "te":
+        problems += _said_by(require, "transformer_engine", feature="engine.spec=te")
+    return problems
+
+
+def _said_by(check, *args, **kwargs) -> list[str]:
+    """The message of the ValueError that `check` raises, as a list of problems."""
+    try:
+        check(*args, **kwargs)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _check_run(run: RunConfig, data: Any) -> list[str]:
+    """Files that are read, sinks that are written, and when validation happens."""
+    problems = _said_by(check_sinks, run.track_metrics)
+    if not run.output_dir or Path(run.output_dir).is_file():
+        problems.append(f"run.output_dir={run.output_dir!r} is no folder; name one (it is made if need be)")
+    if data.train == MISSING:
+        problems.append("data.train has to be given; name a .jsonl file")
+    for name in ("train", "validation"):
+        path = getattr(data, name)
+        if path not in ("", MISSING) and not Path(path).is_file():
+            problems.append(f"data.{name}={path!r} does not exist; name a .jsonl file")
+    if run.validate_interval > 0 and not data.validation:
+        problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
+    return problems
+
+
+def _check_model(model: Any, name: str, world_size: int, problems: list[str], *, required: bool = False) -> tuple[Layout | None, Architecture | None]:
+    """The layout and the architecture of a section with path, layout and devices, where they can be read; adds to `problems`."""
+    layout = arch = None
+    try:
+        layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ())))
+    except ValueError as error:
+        problems.append(f"{name}.layout={model.layout!r}, {name}.devices={model.devices!r}, {world_size} ranks started: {error}")
+    if model.path:
+        found = _said_by(read_architecture, model.path)
+        problems += [f"{name}.path={model.path!r}: {problem}" for problem in found]
+        arch = None if found else read_architecture(model.path)
+    elif required:
+        problems.append(f"{name}.path has to be given; name a Hugging Face folder")
+    if layout is not None and arch is not None:
+        problems += [f"{name}.layout={model.layout!r}: {problem}" for problem in _check_split(arch, layout)]
+    return layout, arch
+
+
+def _check_split(arch: Architecture, layout: Layout) -> list[str]:
+    """What keeps the model from being split this way."""
+    problems = _check_tp(arch, layout.tp) + _said_by(layout.layers_of, arch.num_layers)
+    if len(set(layout.stage_layers[1:-1])) > 1:
+        problems.append(f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may differ from the others; make those between alike")
+    return problems
+
+
+def _check_tp(arch: Architecture, tp: int) -> list[str]:
+    sizes = ((arch.num_heads, "attention heads"), (arch.intermediate_size, "feed-forward channels"))
+    problems = [f"tp={tp} must divide the model's {size} {what}; choose a divisor" for size, what in sizes if size % tp]
+    if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
+        problems.append(f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them")
+    return problems
+
+
+def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
+    reward = config.reward
+    if not reward.function and not reward.path:
+        return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
+    problems = _said_by(load_reward, reward.function) if reward.function else []
+    if reward.path:
+        _check_model(reward, "reward", world_size, problems)
+    return problems
+
+
+def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: int) -> list[str]:
+    rollout, problems = config.rollout, []
+    if rollout.tp < 1:
+        return problems  # said by its interval
+    if world_size % rollout.tp:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        problems.append(f"rollout.tp={rollout.tp} must divide the {world_size} ranks that were started; choose one of {divisors} or start another number")
+    if rollout.min_tokens > rollout.max_tokens:
+        problems.append(f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; lower it")
+    if rollout.top_k == 0:
+        problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
+    if arch is None:
+        return problems
+    problems += [f"rollout.tp={rollout.tp}: {problem}" for problem in _check_tp(arch, rollout.tp)]
+    vocab = padded_vocab(arch.vocab_size, 1)
+    if vocab % rollout.tp:
+        problems.append(f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of {VOCAB_MULTIPLE}); choose a divisor")
+    tokens = config.data.max_prompt_tokens + rollout.max_tokens
+    if tokens > arch.max_positions:
+        problems.append(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_tokens={rollout.max_tokens} make rows of {tokens} tokens, "
+            f"more than the model's {arch.max_positions} positions; lower one of them"
+        )
+    return problems
+
+
+def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
+    """Rows of an iteration against mini-batches and data-parallel ranks."""
+    data, algorithm = config.data, config.algorithm
+    rows, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.mini_batches
+    product = f"data.prompts_per_iteration={data.prompts_per_iteration} x data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
+    if parts < 1 or rows < 1:
+        return []  # said by their intervals
+    if rows % parts:
+        return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {rows}"]
+    return [
+        f"{product} in {parts} mini-batches of {rows // parts} leave some of the {layout.dp} data-parallel ranks of {name}.layout={layout} without a row; "
+        f"use fewer mini-batches, more rows or a layout with less dp"
+        for name, layout in layouts.items()
+        if layout is not None and rows // parts < layout.dp
+    ]
+
+
+def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
+    algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
+    if algorithm.name == "grpo" and samples < 2:
+        problems.append(f"data.samples_per_prompt={samples} with algorithm.name=grpo compares a row with no other; use at least 2")
+    if algorithm.critic_warmup and not needs_critic:
+        problems.append(f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, which has no critic; leave it at 0")
+    if algorithm.kl_target and not algorithm.kl_coef:
+        problems.append(f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; set algorithm.kl_coef above 0")
+    return problems
+
+
+def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
+    """How an iteration's rows are divided, in one line; `config` has passed `check_config`."""
+    data, algorithm, engine = config.data, config.algorithm, config.engine
+    rows = data.prompts_per_iteration * data.samples_per_prompt
+    roles = {"actor": config.actor} | ({"critic": config.critic} if ALGORITHMS[algorithm.name].needs_critic else {})
+    shares = []
+    for name, model in roles.items():
+        layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers))
+        shares.append(f"{name} {layout}: {_about(rows // algorithm.mini_batches, layout.dp)} of a mini-batch a data-parallel rank")
+    steps = algorithm.epochs * algorithm.mini_batches
+    return (
+        f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = {_count(rows, 'row')}"
+        f" = {_count(algorithm.mini_batches, 'mini-batch', 'mini-batches')} of {rows // algorithm.mini_batches}; {'; '.join(shares)};"
+        f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; {_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
+        f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of tp{config.rollout.tp}"
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _about(rows: int, parts: int) -> str:
+    return _count(rows // parts, "row") if rows % parts == 0 else f"about {rows / parts:.1f} rows"

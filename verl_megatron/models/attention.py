@@ -4,6 +4,7 @@ Letters: T packed tokens on this rank, n heads, k key/value heads, d head size.
 """
 
 import math
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-try:  # flash attention over packed sequences without transformer-engine: torch 2.10 and later, CUDA only
+try:  # flash attention over packed sequences without transformer-engine; CUDA, half precision
     from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_OPTIONS = signature(varlen_attn).parameters
+    HAS_VARLEN = "window_size" in _VARLEN_OPTIONS  # how it is told to be causal, from torch 2.11 on
 except ImportError:
-    varlen_attn = None
+    HAS_VARLEN = False
 
 
 class PackedAttention(MegatronModule):
@@ -36,13 +40,19 @@ class PackedAttention(MegatronModule):
         lengths = packed_seq_params.lengths  # set by packing.py: no read back from the GPU
         if self.cp.size() > 1:
             out = self._context_parallel(query, key, value, lengths)
-        elif varlen_attn is not None and query.is_cuda and query.dtype != torch.float32 and key.size(1) == query.size(1):
-            cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            out = varlen_attn(query, key, value, cu, cu, longest, longest, is_causal=True, scale=self.scale)
+        elif HAS_VARLEN and query.is_cuda and query.dtype != torch.float32:
+            out = self._varlen(query, key, value, packed_seq_params)
         else:
             parts = zip(query.split(lengths), key.split(lengths), value.split(lengths))
             out = torch.cat([self._attend(q, k, v, causal=True) for q, k, v in parts])
         return out.flatten(1)
+
+    def _varlen(self, query, key, value, params) -> Tensor:
+        grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
+        if not grouped and key.size(1) != query.size(1):
+            key, value = (x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))
+        cu, longest = params.cu_seqlens_q, params.max_seqlen_q
+        return varlen_attn(query, key, value, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, **grouped)
 
     def _attend(self, q, k, v, *, causal) -> Tensor:
         """One sequence or piece: [Tq, n, d] against [Tk, k, d]; `causal` aligns the last query with the last key."""

@@ -1,31 +1,292 @@
-import os, sys
-sys.path.insert(0, "/work/shared/proofs/vllm_cpu")
-import torch, torch.distributed as dist
+"""vLLM inside this process: alone, or as one tensor-parallel rank of a replica in every rank of a torchrun world."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import device
+from verl_megatron.config import RolloutConfig
+from verl_megatron.rollout import vllm_cpu
+from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
+from verl_megatron.rollout.state import preserved_environment, preserved_random_state
+from verl_megatron.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: its weights are written in place
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is optional
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent anywhere
+}
+_TAGS = ("weights", "kv_cache")  # what sleep gives back, in the order in which it wakes
+
+
 class VLLMActor:
-    def __init__(self, model, tp=1, *, config=None, max_model_len=None, dtype="auto", seed=0, load_weights=True):
-        for k, v in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1").items(): os.environ.setdefault(k, v)
-        from vcpu_engine import make_llm, model_of
-        rng = torch.get_rng_state()
-        self.tp = tp; self.rank = dist.get_rank(); self.world = dist.get_world_size()
-        self.llm = make_llm(model, tp=tp, load_format="auto" if load_weights else "dummy", kv_cache_memory_bytes=64<<20, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs")
-        torch.set_rng_state(rng); self.model = model_of(self.llm)
+    """A vLLM engine, or this rank's part of one.
+
+    Without torchrun (no RANK and no process group) it generates alone. In a torchrun world every rank constructs it;
+    `tensor_parallel_size` consecutive ranks are one replica, and all replicas draw rows from one queue.
+
+    Args:
+        model_name: Hugging Face folder.
+        config: how vLLM is set up; `config.tp` is not read, sampling is given to `generate`.
+        max_model_len: tokens of prompt and response together; None: what the model allows.
+        dtype: of the weights; "auto": `config.dtype`, and if that is auto too bfloat16 on GPUs and float32 on CPUs.
+        seed: of dummy weights and of `generate_text`.
+        load_weights: False starts from random weights without reading files; the trainer writes them later.
+
+    Raises:
+        ValueError: `tensor_parallel_size` does not divide the world or the model's heads, or the folder has no config.json.
+    """
+
+    _alone = 0  # engines of this process that live outside of any world
+
+    def __init__(
+        self,
+        model_name: str | os.PathLike,
+        tensor_parallel_size: int = 1,
+        *,
+        config: RolloutConfig | None = None,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+        load_weights: bool = True,
+    ):
+        self.model_name, self.tp, self.seed = str(model_name), tensor_parallel_size, seed
+        self.config = config or RolloutConfig()
+        self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._alone)
+        if self._in_world:
+            device.initialize()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if self._in_world else (0, 1)
+        _check_split(self.model_name, self.tp, world)
+        self.replica, self.num_replicas, self.tp_rank = rank // self.tp, world // self.tp, rank % self.tp
+        self._asleep: set[str] = set()
+        self._tokenizer = None
+        options = dict(max_model_len=max_model_len, dtype=_resolve_dtype(dtype, self.config.dtype), load_format="auto" if load_weights else "dummy")
+        with self._guarded(), vllm_cpu.importing() if not device.is_gpu() else contextlib.nullcontext():
+            self._llm = self._start(options)
+        model_config = self._llm.llm_engine.model_config
+        self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
+
+    def _start(self, options: dict[str, object]):
+        from vllm import LLM
+        from vllm.distributed.parallel_state import get_tp_group
+
+        config = self.config
+        if device.is_gpu():
+            options |= dict(gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager, enable_sleep_mode=config.sleep)
+        else:
+            vllm_cpu.prepare()
+            options |= vllm_cpu.engine_options(kv_cache_mib=config.kv_cache_mib, max_model_len=options["max_model_len"])
+        if self._in_world:
+            options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
+        self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
+        llm = LLM(
+            model=self.model_name,
+            skip_tokenizer_init=not self.has_tokenizer,
+            max_num_seqs=config.max_num_seqs,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
+            seed=self.seed,
+            **options,
+        )
+        # Newer engines destroy the default process group when they are collected or the process ends: here it is the caller's.
+        finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
+        VLLMActor._alone += not self._in_world
+        self._tp_group = get_tp_group().cpu_group
+        if self._in_world:
+            expected = list(range(self.replica * self.tp, (self.replica + 1) * self.tp))
+            assert get_tp_group().ranks == expected, f"vLLM's group {get_tp_group().ranks} is not {expected}"
+        return llm
+
     @property
-    def is_home(self): return self.rank % self.tp == 0
-    def parameters(self): return {n: p.data for n, p in self.model.named_parameters()}
-    def generate(self, requests, sampling, on_finish=None):
-        from vllm import SamplingParams
-        n = self.world // self.tp; mine = requests[self.rank // self.tp::n]
-        with torch.random.fork_rng(devices=[]):
-            outs = self.llm.generate([{"prompt_token_ids": list(r.prompt_token_ids)} for r in mine], [SamplingParams(temperature=sampling.temperature, seed=r.seed, max_tokens=sampling.max_tokens, logprobs=0, detokenize=False) for r in mine], use_tqdm=False)
-        res = []
-        for r, o in zip(mine, outs):
-            c = o.outputs[0]
-            res.append(Generation(r.row_id, r.prompt_token_ids, list(c.token_ids), [next(iter(d.values())).logprob for d in c.logprobs], c.finish_reason))
-            if on_finish: on_finish(res[-1])
-        return res
-    def sleep(self): pass
-    def wake_weights(self): pass
-    def wake_kv_cache(self): pass
-    def reset_prefix_cache(self): assert self.llm.reset_prefix_cache()
-    def close(self): pass
-from verl_megatron.rollout.sampling import Generation
+    def is_home(self) -> bool:
+        """Whether this rank is the home of its replica's rows."""
+        return self.tp_rank == 0
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's shards by vLLM's names. Writing into them changes the model; call `reset_prefix_cache` afterwards."""
+        model = self._llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        on_finish: Callable[[Generation], None] | None = None,
+        shared: bool = True,
+    ) -> list[Generation]:
+        """Generate the rows of `requests`, divided among the replicas as they get free. Collective: every rank passes the same.
+
+        Args:
+            on_finish: called with each row as it finishes, on the replica's home rank only.
+            shared: False: every replica generates all of the rows it is given.
+
+        Returns:
+            The rows that this replica took, in the order of `requests`; the same on each of its ranks.
+
+        Raises:
+            ValueError: a prompt that is empty, too long or of another vocabulary, or stop strings without a tokenizer;
+                before anything is generated.
+        """
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError(f"rollout.stop={list(sampling.stop)!r} needs a tokenizer, and {self.model_name} has none; add its files or use rollout.stop_token_ids")
+        budgets = [token_budget(request, sampling, max_model_len=self.max_model_len, vocab_size=self.vocab_size) for request in requests]
+        assert not self._asleep, f"vLLM sleeps: wake {sorted(self._asleep)} first"
+        queue = WorkQueue(len(requests), num_replicas=self.num_replicas if shared else 1)
+        dispatcher = Dispatcher(queue, limit=self.config.max_num_seqs, group=self._tp_group if self.tp > 1 else None)
+        done: dict[int, Generation] = {}
+        finished = self._finished(dispatcher, requests, sampling, budgets)
+        with self._guarded(), contextlib.closing(finished):
+            for index, completion in finished:
+                request = requests[index]
+                assert len(completion.logprobs.logprobs) == len(completion.token_ids)
+                done[index] = Generation(
+                    request.row_id, request.prompt_token_ids, list(completion.token_ids), list(completion.logprobs.logprobs), completion.finish_reason
+                )
+                if on_finish and self.is_home:
+                    on_finish(done[index])
+        rows = [done[index] for index in sorted(done)]
+        self._check_same_rows(rows)
+        return rows
+
+    def _finished(self, dispatcher: Dispatcher, requests: Sequence[Request], sampling: Sampling, budgets: list[int]) -> Iterator[tuple[int, object]]:
+        """(index of the request, vLLM's completion) as rows finish, until the queue and this replica are empty."""
+        from vllm.inputs import tokens_input
+
+        engine = self._llm.llm_engine
+        running: set[str] = set()  # vLLM's request ids: the request's index
+        try:
+            while True:
+                for index in dispatcher.draw(len(running)):
+                    request = requests[index]
+                    params = _sampling_params(sampling, seed=request.seed, max_tokens=budgets[index])
+                    engine.add_request(str(index), tokens_input(list(request.prompt_token_ids)), params)
+                    running.add(str(index))
+                if not running:
+                    return
+                for output in engine.step():
+                    if output.finished:
+                        running.remove(output.request_id)
+                        yield int(output.request_id), output.outputs[0]
+        finally:
+            if running:  # something was raised: leave a usable engine behind
+                engine.abort_request(sorted(running))
+
+    def _check_same_rows(self, rows: list[Generation]) -> None:
+        """The ranks of a replica sample for themselves: prove that they agreed."""
+        if self.tp == 1:
+            return
+        text = json.dumps([(row.row_id, row.token_ids) for row in rows]).encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+        mine_1, all_R = torch.tensor([digest]), torch.empty(self.tp, dtype=torch.int64)
+        dist.all_gather_into_tensor(all_R, mine_1, group=self._tp_group)
+        assert (all_R == digest).all(), f"the tensor-parallel ranks of rollout replica {self.replica} generated different tokens"
+
+    def generate_text(self, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+        """Responses to `prompts` in their order, with the folder's tokenizer; in a world every replica generates all.
+
+        Raises:
+            ValueError: the folder has no tokenizer, or as in `generate`.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.model_name)
+        requests = [Request(i, self._tokenizer.encode_prompt(prompt), row_seed(self.seed, 0, i)) for i, prompt in enumerate(prompts)]
+        texts = [self._tokenizer.decode(row.token_ids) for row in self.generate(requests, sampling, shared=False)]
+        for stop in sampling.stop:
+            texts = [text.split(stop)[0] for text in texts]
+        return texts
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the GPU; their contents are lost. Nothing on a CPU or without `config.sleep`."""
+        if device.is_gpu() and self.config.sleep and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = set(_TAGS)
+
+    def wake_weights(self) -> None:
+        """Memory for the weights again, at the same addresses; write them before generating."""
+        self._wake("weights")
+
+    def wake_kv_cache(self) -> None:
+        """Memory for the KV cache again."""
+        self._wake("kv_cache")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prompts; needed after the weights changed."""
+        assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests are still under way"
+
+    def close(self) -> None:
+        """Free the engine. Process groups of a world stay as they are."""
+        if self._llm is None:
+            return
+        with self._guarded():
+            self._llm.llm_engine.model_executor.shutdown()
+            self._llm = self._tp_group = None
+            VLLMActor._alone -= not self._in_world
+            if not self._in_world and not VLLMActor._alone:
+                from vllm.distributed import cleanup_dist_env_and_memory
+
+                cleanup_dist_env_and_memory()  # the groups were vLLM's own
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Environment, random states and threads as they were, whatever vLLM does to them."""
+        environment = dict(_ENVIRONMENT)
+        if self._in_world:  # the external launcher reads these; a world that torchrun did not start may lack them
+            environment |= dict(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+            environment |= dict(LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else dist.get_rank()))
+        with preserved_environment(environment), preserved_random_state():
+            with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
+                yield
+
+
+def _check_split(model_name: str, tp: int, world: int) -> None:
+    if tp < 1 or world % tp:
+        raise ValueError(f"rollout.tp={tp} must divide the world of {world} ranks; choose a divisor or start vLLM in a torchrun world of tp ranks")
+    file = Path(model_name) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{model_name} is no Hugging Face folder: it has no config.json")
+    heads = json.loads(file.read_text()).get("num_attention_heads", tp)
+    if heads % tp:
+        raise ValueError(f"rollout.tp={tp} must divide the model's {heads} attention heads; choose a divisor")
+
+
+def _resolve_dtype(*wishes: str) -> str:
+    """The first that is not "auto", else this machine's usual one."""
+    return next((wish for wish in wishes if wish != "auto"), "bfloat16" if device.is_gpu() else "float32")
+
+
+def _sampling_params(sampling: Sampling, *, seed: int, max_tokens: int):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_tokens=min(sampling.min_tokens, max_tokens),
+        max_tokens=max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=seed,  # always: the ranks of a replica would otherwise draw from their own global generators, and differ
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

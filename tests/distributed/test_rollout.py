@@ -1,0 +1,24 @@
+"""vLLM alone, as one replica of two ranks and as two such replicas: the same rows, whoever generates them."""
+
+from tests.tiny import write_hf
+from tests.worlds import run_world
+
+
+def write_tokenizer(folder, vocab_size):
+    """One word per token id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def test_rollout(tmp_path):
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=2)
+    write_hf(tmp_path / "a", "llama", seed=1, **sizes)
+    write_hf(tmp_path / "b", "llama", seed=2, **sizes)
+    write_tokenizer(tmp_path / "b", 150)
+    for nproc, name in ((1, "alone"), (2, "tp2"), (4, "two replicas of tp2")):
+        assert f"{name}: all rollout checks passed" in run_world("tests/distributed/rollout_worker.py", nproc, tmp_path, name, timeout=120)

@@ -1,0 +1,103 @@
+"""One toy job for all tests here, and the run that several of them look at."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import Ended, run, start
+from tools.make_toy import make_toy
+
+TRAIN = "verl_megatron.train"
+REWARDS = '''
+import math
+import time
+
+
+def letters(prompt, response, answer, extra):
+    """Something that random answers differ in: the share of bytes above the middle."""
+    return {"score": sum(byte > 127 for byte in response.encode()) / 32, "length": len(response)}
+
+
+def tenth(prompt, response, answer, extra):
+    return len(response) / 10
+
+
+def bad(prompt, response, answer, extra):
+    if extra["kind"] == "raises":
+        raise RuntimeError("this reward is broken")
+    if extra["kind"] == "hangs":
+        time.sleep(60)
+    return math.nan if extra["kind"] == "nan" else 1.0
+'''
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory) -> Path:
+    """Folder with model/, train.jsonl, val.jsonl, sft.jsonl and rewards.py."""
+    folder = tmp_path_factory.mktemp("toy")
+    make_toy(folder)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters") -> list[str]:
+    """A tiny PPO run on the toy job."""
+    common = [
+        *("--config-path", "../recipes", "--config-name", "ppo_toy_cpu"),
+        f"run.output_dir={output_dir}",
+        *(f"data.train={toy}/train.jsonl", f"data.validation={toy}/val.jsonl", "data.validation_rows=8", "data.prompts_per_iteration=16"),
+        *(f"actor.path={toy}/model", f"reward.function={toy}/rewards.py:{reward}"),
+    ]
+    return common + list(more)
+
+
+def adaptive_settings(toy: Path, output_dir: Path) -> list[str]:
+    """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2 on the same ranks; everything that a checkpoint has to hold changes."""
+    learning = ["algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64", "engine.schedule=cosine", "engine.warmup_steps=2"]
+    return settings_of(toy, output_dir, "run.iterations=4", "run.save_interval=2", "rollout.max_tokens=6", *learning)
+
+
+@dataclass(kw_only=True)
+class Finished:
+    """A finished run: where its files are and how the command ended."""
+
+    output_dir: Path
+    ended: Ended
+
+
+@pytest.fixture(scope="session")
+def whole_run(toy, tmp_path_factory) -> Finished:
+    """Four iterations without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    return Finished(output_dir=folder / "run", ended=run(4, TRAIN, *adaptive_settings(toy, folder / "run"), folder=folder))
+
+
+@dataclass(kw_only=True)
+class Killed:
+    """A run of which one rank was killed after the checkpoint of iteration 2."""
+
+    output_dir: Path
+    settings: list[str]
+    ended: Ended
+    seconds: float  # from the kill to the end of the command
+    leftovers: list[str]  # command lines of processes that outlived it
+
+
+@pytest.fixture(scope="session")
+def killed_run(toy, tmp_path_factory) -> Killed:
+    """The same as `whole_run` until rank 2 gets SIGKILL."""
+    folder = tmp_path_factory.mktemp("killed")
+    settings = adaptive_settings(toy, folder / "run")
+    started = start(4, TRAIN, *settings, folder=folder)
+    deadline = time.monotonic() + 120
+    while not (folder / "run/checkpoint/step_2/manifest.json").exists():
+        assert started.process.poll() is None and time.monotonic() < deadline, started.wait(timeout_s=0).text
+        time.sleep(0.01)
+    os.kill(started.rank(2), signal.SIGKILL)
+    killed = time.monotonic()
+    ended = started.wait(timeout_s=90)
+    return Killed(output_dir=folder / "run", settings=settings, ended=ended, seconds=time.monotonic() - killed, leftovers=started.leftovers())

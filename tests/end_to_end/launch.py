@@ -1,0 +1,105 @@
+"""Start `python -m verl_megatron...` under torchrun as a user does, and see what becomes of its processes."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.worlds import ROOT
+
+MARK = "VERL_MEGATRON_TEST"
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def last_line(self) -> str:
+        """Of what it printed for the user."""
+        return self.stdout.strip().splitlines()[-1]
+
+    @property
+    def error_lines(self) -> list[str]:
+        return [line for line in (self.stdout + self.stderr).splitlines() if line.startswith("error:")]
+
+    @property
+    def text(self) -> str:
+        """For a failing test to show."""
+        return f"exit code {self.code}\n{self.stdout[-4000:]}\n{self.stderr[-8000:]}"
+
+
+@dataclass(kw_only=True)
+class Started:
+    """A running command: torchrun, its ranks and whatever these start, recognised by a mark in their environment."""
+
+    process: subprocess.Popen
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """Process id and environment of all that are alive."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = dict(entry.split("=", 1) for entry in (path / "environ").read_bytes().decode(errors="replace").split("\0") if "=" in entry)
+                dead = (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue  # it has just ended
+            if environment.get(MARK) == self.mark and not dead:
+                found[int(path.name)] = environment
+        return found
+
+    def rank(self, number: int) -> int:
+        """Process id of a rank: torchrun's child with that RANK."""
+        for pid, environment in self.processes().items():
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == self.process.pid and environment.get("RANK") == str(number):
+                return pid
+        raise AssertionError(f"no process of rank {number}")
+
+    def wait(self, *, timeout_s: float) -> Ended:
+        """Wait for the end; past the time everything is ended and the test fails."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait(60)
+            raise AssertionError(f"not done within {timeout_s} s\n{self._ended(-1).text}") from None
+        return self._ended(code)
+
+    def _ended(self, code: int) -> Ended:
+        return Ended(code=code, stdout=(self.folder / "stdout").read_text(), stderr=(self.folder / "stderr").read_text())
+
+    def leftovers(self, *, patience_s: float = 5) -> list[str]:
+        """Command lines of processes that are still there some seconds after the end."""
+        deadline = time.monotonic() + patience_s
+        while (alive := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [(Path(f"/proc/{pid}/cmdline").read_bytes()).replace(b"\0", b" ").decode() for pid in alive]
+
+
+def start(nproc: int, module: str, *settings: str, folder: Path) -> Started:
+    """`torchrun --nproc-per-node nproc -m module settings...` with its output in files of `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", module, *settings]
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path, MARK: mark}
+    with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
+    return Started(process=process, folder=folder, mark=mark)
+
+
+def run(nproc: int, module: str, *settings: str, folder: Path, timeout_s: float = 180) -> Ended:
+    """The same, until it has ended with code 0."""
+    ended = start(nproc, module, *settings, folder=folder).wait(timeout_s=timeout_s)
+    assert ended.code == 0, ended.text
+    return ended

@@ -1,0 +1,105 @@
+"""Whole runs of the toy job from the command line, as a user starts them."""
+
+import csv
+import json
+import re
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+
+from tests.end_to_end.conftest import TRAIN, settings_of
+from tests.end_to_end.launch import run
+from verl_megatron.tracking import read_metrics
+
+MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$")  # keys that no two runs agree on
+
+
+def learned(output_dir, *steps: int) -> dict[int, dict]:
+    """The metrics of these iterations that say something about the mathematics."""
+    rows = {row["step"]: row for row in read_metrics(output_dir) if row["step"] in steps}
+    return {step: {key: value for key, value in row.items() if not MEASURED.match(key)} for step, row in rows.items()}
+
+
+def test_killed_run_resumes_bit_by_bit(whole_run, killed_run, tmp_path):
+    """4 iterations equal 2, a kill, and 2 more: weights, optimizer, schedule, KL coefficient, random states and data order."""
+    resumed = run(4, TRAIN, *killed_run.settings, folder=tmp_path)
+    assert "resuming after iteration 2" in resumed.stdout
+    expected, found = (learned(folder, 1, 2, 3, 4) for folder in (whole_run.output_dir, killed_run.output_dir))
+    assert list(found) == [1, 2, 3, 4] and found == expected
+    assert len({row["kl/coef"] for row in expected.values()}) == 4, "the KL coefficient did not adapt"
+    for role in ("actor", "critic"):
+        whole, again = (load_file(folder / role / "model.safetensors") for folder in (whole_run.output_dir, killed_run.output_dir))
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(whole[name], again[name]) for name in whole), role
+
+
+def test_whole_run_leaves_what_it_promises(whole_run, toy):
+    folder = whole_run.output_dir
+    assert re.fullmatch(r"validation accuracy \d\.\d\d -> \d\.\d\d", whole_run.ended.last_line), whole_run.ended.text
+    assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3, 4]
+    with (folder / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3", "4"]
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    report = (folder / "report.png").read_bytes()
+    assert report.startswith(b"\x89PNG\r\n\x1a\n") and len(report) > 10_000
+    for step in (0, 4):
+        rows = [json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()]
+        assert [row["row"] for row in rows] == list(range(8))
+        assert all(row["prompt"].startswith("sort ") and row["response"] and row["answer"] for row in rows)
+    before, after = load_file(folder / "actor/model.safetensors"), AutoModelForCausalLM.from_pretrained(toy / "model").state_dict()
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_metrics_have_their_keys(whole_run):
+    keys = {"rollout/throughput_tokens_per_sec", "reward/latency_ms", "train/step_time_ms", "memory/actor_gpu_mem_mb", "reshard/ms", "reshard/bytes", "critic/update_ms"}
+    keys |= {"reward/mean", "reward/length", "kl/ref", "kl/coef", "policy/entropy", "policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "rollout/logprob_gap_mean"}
+    for row in read_metrics(whole_run.output_dir)[1:]:
+        assert not keys - row.keys(), keys - row.keys()
+        assert all(value is not None for value in row.values()), row
+        assert row["rollout/logprob_gap_max"] < 1e-4  # two engines, float32
+
+
+def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
+    """Actor on ranks 0-1, critic on 2-3, a reward model on rank 1 beside a reward function; Hugging Face gives the same scores."""
+    torch.manual_seed(7)
+    config = LlamaConfig.from_pretrained(toy / "model", num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    model.save_pretrained(tmp_path / "reward_model")
+    places = ["actor.layout=tp2", "actor.devices=0-1", "critic.layout=pp2", "critic.devices=cuda:2-3", "reward.devices=1"]
+    more = ["run.iterations=1", "data.validation_temperature=0", "algorithm.mini_batches=1", "algorithm.kl_coef=0", f"reward.path={tmp_path}/reward_model"]
+    run(4, TRAIN, *settings_of(toy, tmp_path / "run", *places, *more, reward="tenth"), folder=tmp_path)
+
+    row = read_metrics(tmp_path / "run")[1]
+    assert abs(row["policy/ratio_max"] - 1) < 1e-6  # the first mini-batch is on policy
+    assert row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 and "kl/ref" not in row
+    tokenizer, actor = AutoTokenizer.from_pretrained(toy / "model"), AutoModelForCausalLM.from_pretrained(toy / "model")
+    for line in (tmp_path / "run/validation/step_0.jsonl").read_text().splitlines():
+        found = json.loads(line)
+        prompt = tokenizer(found["prompt"], return_tensors="pt").input_ids
+        ids = actor.generate(prompt, do_sample=False, max_new_tokens=8)
+        assert found["response"] == tokenizer.decode(ids[0, prompt.size(1) :], skip_special_tokens=True)
+        with torch.no_grad():
+            expected = model(ids).logits.item() + len(found["response"]) / 10
+        assert abs(found["score"] - expected) < 1e-4, (found, expected)
+
+
+def test_grpo_with_a_reward_that_fails(toy, tmp_path):
+    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs its rows the score and is said, not the run."""
+    questions = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()[:4]]
+    lines = [json.dumps(question | {"kind": kind}) for question, kind in zip(questions, ("raises", "hangs", "nan", "fine"))]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    algorithm = ["algorithm.name=grpo", "data.samples_per_prompt=4", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3", "algorithm.kl_coef=0.05", "algorithm.mini_batches=2"]
+    job = [f"data.train={tmp_path}/train.jsonl", "data.validation=", "data.prompts_per_iteration=4", "run.iterations=2", "run.export=false"]
+    places = ["actor.layout=tp2", "critic.layout=tp1", "rollout.tp=1", "reward.timeout_s=1", "reward.failure_score=-1"]
+    ended = run(2, TRAIN, *settings_of(toy, tmp_path / "run", *algorithm, *job, *places, reward="bad"), folder=tmp_path)
+
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["reward/failed"] == 12 / 16 and row["reward/mean"] == (4 - 12) / 16
+        assert "critic/loss" not in row and row["policy/steps"] == 2
+        assert row["kl/loss"] >= 0 and row["policy/entropy"] > 0
+    for text in ("this reward is broken", "no answer within 1", "score is nan"):
+        assert text in ended.stdout, ended.text
+    assert ended.stdout.count("prompt: ") <= 2 * 3  # each kind once a replica

@@ -1,0 +1,129 @@
+"""On GPUs: both layer specs against Hugging Face, under every layout that fits the ranks; training equals one rank."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel import device
+
+device.initialize()
+
+from parallel.collectives import all_max, all_names, all_sum  # noqa: E402
+from parallel.groups import ProcessGroups  # noqa: E402
+from parallel.layout import Layout  # noqa: E402
+from parallel.weights.architecture import read_architecture  # noqa: E402
+from tests.tiny import make_hf, write_hf  # noqa: E402
+from verl_megatron.batch import RolloutBatch  # noqa: E402
+from verl_megatron.config import AlgorithmConfig, EngineConfig  # noqa: E402
+from verl_megatron.losses import PolicyTokens, policy_loss  # noqa: E402
+from verl_megatron.packing import balance, micro_batches  # noqa: E402
+from verl_megatron.roles.engine import Engine  # noqa: E402
+
+SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+LAYOUTS = {1: ["tp1"], 2: ["tp2", "tp2sp", "pp2", "tp1", "cp2", "pp2vpp2"], 4: ["tp4sp", "tp2pp2", "tp2pp2sp", "pp4", "tp2", "cp2tp2sp"]}
+
+
+def say(*what):
+    if dist.get_rank() == 0:
+        print(*what, flush=True)
+
+
+def make_batch(vocab_size: int) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(3, vocab_size, (n,), generator=generator).tolist()  # noqa: E731
+    return RolloutBatch.from_rows(list(range(8)), [draw(n) for n in (1, 5, 3, 9, 2, 30, 4, 6)], [draw(n) for n in (7, 1, 12, 4, 20, 40, 3, 9)])
+
+
+def share_of(batch, layout, budget):
+    rows = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
+    mine = batch.select(torch.tensor(rows))
+    return mine, micro_batches(mine.lengths.tolist(), tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+
+
+def hf_log_probs(model, batch) -> list[torch.Tensor]:
+    """By row: log p of each token from the second on, in float32."""
+    rows = []
+    for ids, mask in zip(batch.generated_ids, batch.attention_mask):
+        ids = ids[mask].cuda()
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
+        rows.append(log_p[:-1].gather(1, ids[1:, None]).squeeze(1).cpu())
+    return rows
+
+
+def error_of(results, mine, truth) -> torch.Tensor:
+    """[2] float64: summed absolute difference and number of compared tokens."""
+    total, count = 0.0, 0
+    for b, row in enumerate(mine.row_id.tolist() if results is not None else []):
+        asked = mine.response_mask[b].nonzero().squeeze(1)
+        total += (results["logprobs"][b, asked] - truth[row][asked - 1]).abs().sum().item()
+        count += len(asked)
+    return torch.tensor([total, count], dtype=torch.float64)
+
+
+def check_family(folder: Path, family: str) -> None:
+    """Mean log-prob error: float32 local spec under 1e-4; bfloat16 specs under one and a half times Hugging Face's own in bfloat16."""
+    model, arch = make_hf(family, **SIZES).cuda(), None
+    if dist.get_rank() == 0:
+        write_hf(folder, family, **SIZES)
+    dist.barrier()
+    arch = read_architecture(folder)
+    batch = make_batch(arch.vocab_size)
+    truth = hf_log_probs(model, batch)
+    rough = hf_log_probs(model.bfloat16(), batch)
+    compared = [(truth[b] - rough[b])[mask[1 : len(truth[b]) + 1]].abs() for b, mask in enumerate(batch.response_mask)]
+    limit = 1.5 * torch.cat(compared).mean().item()
+    for text in LAYOUTS[dist.get_world_size()]:
+        layout = Layout.parse(text, tuple(range(dist.get_world_size())))
+        groups = ProcessGroups(layout)
+        for spec, dtype, worst in (("local", "float32", 1e-4), ("local", "bfloat16", limit), ("te", "bfloat16", limit)):
+            engine = Engine(arch=arch, folder=str(folder), groups=groups, config=EngineConfig(spec=spec, dtype=dtype), head="lm", seed=1)
+            mine, micro = share_of(batch, layout, 64)
+            total, count = all_sum(error_of(engine.infer(mine, micro), mine, truth)).tolist()
+            say(f"{family} {layout} {spec} {dtype}: mean log-prob error {total / count:.1e} (limit {worst:.1e})")
+            assert total / count <= worst, (family, str(layout), spec, dtype)
+
+
+def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
+    """Losses of five steps towards fixed rows."""
+    arch, layout = read_architecture(folder), Layout.parse(text, tuple(range(dist.get_world_size())))
+    engine = Engine(arch=arch, folder=str(folder), groups=ProcessGroups(layout), config=config, head="lm", seed=1)
+    engine.prepare_training(lr=1e-3, total_steps=5)
+    batch = make_batch(arch.vocab_size)
+    batch.logprobs, batch.advantages = -5.0 * batch.response_mask, 1.0 * batch.response_mask
+    algorithm, losses = AlgorithmConfig(clip_high=10.0, clip_low=0.99), []
+
+    def loss(outputs, fields):
+        return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens(fields["logprobs"], fields["advantages"]), algorithm, 0.0)
+
+    mine, micro = share_of(batch, layout, 64)
+    for _ in range(5):
+        sums = engine.train_step(mine, micro, loss, fields=("logprobs", "advantages"), num_tokens=int(batch.response_mask.sum()))
+        losses.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)["policy/loss"])
+    return losses
+
+
+def check_training(folder: Path) -> None:
+    world = dist.get_world_size()
+    want = train(folder, "tp1", EngineConfig(spec="local", dtype="float32"))
+    for text in LAYOUTS[world]:
+        for spec, dtype, limit in (("local", "float32", 2e-3), ("te", "bfloat16", 5e-2)):
+            for recompute in ("none", "full") if spec == "te" else ("selective",):
+                got = train(folder, text, EngineConfig(spec=spec, dtype=dtype, recompute=recompute))
+                worst = max(abs(a / b - 1) for a, b in zip(got, want))
+                say(f"train {text} {spec} {dtype} recompute {recompute}: losses {got[0]:.4f} -> {got[-1]:.4f}, relative difference {worst:.1e} (limit {limit:.0e})")
+                assert worst <= limit
+
+
+if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = False
+    scratch = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(scratch)
+    for name in ("qwen2_tied_yarn", "qwen3", "llama_tied_llama3"):
+        check_family(Path(scratch[0]) / name, name)
+    check_training(Path(scratch[0]) / "qwen3")
+    say("all passed")
+    os._exit(0)

@@ -1,0 +1,11 @@
+"""Megatron-Core models against Hugging Face's and plain PyTorch, on four gloo processes; a world checks many cases, because starting one takes longest."""
+
+from tests.worlds import run_world
+
+
+def test_logits_log_probs_and_heads_equal_hugging_face():
+    assert "all passed" in run_world("tests/parity/models_worker.py", 4)
+
+
+def test_training_equals_one_rank_and_plain_pytorch():
+    assert "all passed" in run_world("tests/parity/training_worker.py", 4)

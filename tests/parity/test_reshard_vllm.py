@@ -1,0 +1,10 @@
+"""Weights from Megatron-Core into vLLM and back on four gloo processes; a world for each tensor-parallel size of vLLM."""
+
+import pytest
+
+from tests.worlds import run_world
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_vllm_holds_what_a_fresh_engine_would(tp):
+    assert "all passed" in run_world("tests/parity/reshard_worker.py", 4, tp)

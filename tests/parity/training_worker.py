@@ -1,0 +1,178 @@
+"""On four ranks: optimizer steps under every layout against one rank, and against plain PyTorch written out here.
+
+Letters: N tokens asked about in a row.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.collectives import all_max, all_names, all_sum
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.weights.architecture import read_architecture
+from parallel.weights.rules import hf_shapes
+from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.config import AlgorithmConfig, EngineConfig
+from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
+from verl_megatron.roles.engine import Engine
+
+FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
+CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification"}
+ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, entropy_coef=0.01, kl_in="loss", kl_estimator="k3", value_clip=0.2)
+KL_COEF, LR = 0.1, 3e-3
+
+
+def full_weights(engine: Engine) -> dict[str, Tensor]:
+    """Hugging Face tensors put together from all ranks' shards; the same on every rank."""
+    mine = [(p, engine.tensors[p.chunk, p.name]) for p in engine.parameters if p.owner] if engine.groups.is_member else []
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    full = {name: torch.full(shape, torch.nan).view(shape[0], -1) for name, shape in hf_shapes(engine.arch, engine.head).items()}
+    for parameter, tensor in (pair for part in gathered for pair in part):
+        matrix = tensor.view(tensor.shape[0], -1)
+        for block in parameter.blocks:
+            height, width = block.rows[1] - block.rows[0], block.cols[1] - block.cols[0]
+            full[block.tensor][slice(*block.rows), slice(*block.cols)] = matrix[block.row : block.row + height, block.col : block.col + width]
+    return full
+
+
+def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> RolloutBatch:
+    """Rows with everything that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
+    batch = make_batch(vocab_size)
+    generator = torch.Generator().manual_seed(5)
+
+    def noise() -> Tensor:
+        return torch.randn(batch.generated_ids.shape, generator=generator) * batch.response_mask
+
+    batch.logprobs, batch.advantages, batch.ref_logprobs = logprobs_BT + 0.3 * noise(), noise(), logprobs_BT + 0.3 * noise()
+    batch.values, batch.returns = noise(), noise()
+    return batch
+
+
+def policy(outputs, fields):
+    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens(fields["logprobs"], fields["advantages"], fields["ref_logprobs"]), ALGORITHM, KL_COEF)
+
+
+def value(outputs, fields):
+    return value_loss(outputs["values"], fields["values"], fields["returns"], ALGORITHM)
+
+
+def train(folder: Path, head: str, layout: Layout, batch: RolloutBatch, config: EngineConfig, *, steps: int = 3, temperature: float = 1.0):
+    """Optimizer steps on all ranks' rows; the metrics of each and the weights afterwards."""
+    arch = read_architecture(folder)
+    engine = Engine(arch=arch, folder=str(folder), groups=ProcessGroups(layout), config=config, head=head, seed=1, temperature=temperature)
+    engine.prepare_training(lr=LR, total_steps=6)
+    mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
+    history = []
+    for _ in range(steps):
+        sums = engine.train_step(mine, micro, policy if head == "lm" else value, fields=FIELDS[head], num_tokens=int(batch.response_mask.sum()))
+        history.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names))
+    return history, full_weights(engine)
+
+
+def check_layouts() -> None:
+    """Losses, gradient norms and weights after three steps do not depend on the layout, the packing or the optimizer's sharding."""
+    folder = shared_folder()
+    for head, family in (("lm", "qwen2_tied_yarn"), ("lm", "qwen3"), ("token", "llama_tied_llama3")):
+        path = folder / f"{head}_{family}"
+        batch = experience(write_once(path, family, CLASSES[head]).config.vocab_size)
+        common = {"clip_grad": 0.5, "adam_eps": 1e-4, "schedule": "cosine", "warmup_steps": 1}
+        alone = EngineConfig(tokens_per_micro_batch=1000, distributed_optimizer=False, **common)
+        want, weights = train(path, head, Layout(), batch, alone)
+        for text, count, stage_layers, budget, extra in (
+            ("tp1", 1, (), 40, {}), ("tp1", 4, (), 64, {}), ("tp2pp2", 4, (), 64, {}), ("tp2pp2sp", 4, (), 64, {"recompute": "full"}), ("tp4sp", 4, (), 64, {}),
+            ("pp2vpp2", 4, (), 64, {}), ("pp2", 4, (1, 3), 64, {"distributed_optimizer": False}), ("cp2tp2sp", 4, (), 64, {}), ("cp2", 4, (), 64, {"recompute": "selective"}),
+        ):  # fmt: skip
+            config = EngineConfig(tokens_per_micro_batch=budget, **common, **extra)
+            got, trained = train(path, head, Layout.parse(text, tuple(range(count)), stage_layers), batch, config)
+            metric = max(abs(a[key] - b[key]) for a, b in zip(got, want) for key in b)
+            moved = max((trained[name] - weights[name]).abs().max().item() for name in weights)
+            check(f"train {head} {family} {text} on {count} {extra or ''}", limit=5e-5, metrics=metric, weights=moved)
+
+
+# ---- the same in plain PyTorch ----------------------------------------------------------------------------------------
+
+
+def plain_policy_loss(logits_NV: Tensor, labels_N: Tensor, old_N: Tensor, advantages_N: Tensor, ref_N: Tensor, temperature: float) -> Tensor:
+    """Sum over the tokens of PPO's clipped loss, the entropy bonus and the k3 penalty."""
+    distribution = torch.distributions.Categorical(logits=logits_NV / temperature)
+    logprob_N = distribution.log_prob(labels_N)
+    ratio_N = torch.exp(logprob_N - old_N)
+    clipped_N = torch.clamp(ratio_N, 0.8, 1.3)
+    surrogate_N = torch.where(ratio_N * advantages_N < clipped_N * advantages_N, ratio_N, clipped_N) * advantages_N
+    kl_N = torch.exp(ref_N - logprob_N) - 1 - (ref_N - logprob_N)
+    return (-surrogate_N - 0.01 * distribution.entropy() + KL_COEF * kl_N).sum()
+
+
+def plain_value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor) -> Tensor:
+    """Sum over the tokens of half the squared error, the larger of the free and the limited one."""
+    limited_N = torch.minimum(torch.maximum(value_N, old_N - 0.2), old_N + 0.2)
+    return torch.stack([(value_N - return_N) ** 2, (limited_N - return_N) ** 2]).amax(0).sum() / 2
+
+
+def plain_loss(model, batch: RolloutBatch, head: str, temperature: float) -> Tensor:
+    """Mean over all response tokens."""
+    total = torch.zeros(())
+    for b, logits in enumerate(row_logits(model, batch)):
+        asked = batch.response_mask[b].nonzero().squeeze(1)
+        known = [getattr(batch, name)[b, asked] for name in FIELDS[head]]
+        if head == "lm":
+            total = total + plain_policy_loss(logits[asked - 1], batch.generated_ids[b, asked], *known, temperature)
+        else:
+            total = total + plain_value_loss(logits[asked - 1, 0], *known)
+    return total / batch.response_mask.sum()
+
+
+def plain_steps(model, batch: RolloutBatch, head: str, config: EngineConfig, temperature: float) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms of two AdamW steps, and the weights afterwards."""
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay}, {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain_loss(model, batch, head, temperature).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad).item())
+        optimizer.step()
+    return norms, {name: p.detach().view(len(p), -1) for name, p in model.named_parameters()}
+
+
+def initial_logprobs(model, batch: RolloutBatch, temperature: float) -> Tensor:
+    """[B, T]: what the model says of each token but the first."""
+    logprobs_BT = torch.zeros(batch.generated_ids.shape)
+    with torch.no_grad():
+        for b, logits in enumerate(row_logits(model, batch)):
+            ids = batch.generated_ids[b, 1 : len(logits)]
+            logprobs_BT[b, 1 : len(logits)] = torch.log_softmax(logits[:-1] / temperature, -1).gather(1, ids[:, None]).squeeze(1)
+    return logprobs_BT
+
+
+def check_plain() -> None:
+    """Two steps of the engine are two steps of autograd and torch.optim.AdamW on the Hugging Face model."""
+    folder, temperature = shared_folder(), 0.7
+    config = EngineConfig(tokens_per_micro_batch=64, clip_grad=0.5, adam_eps=1e-4, weight_decay=0.1)
+    for head, family in (("lm", "qwen2_tied_yarn"), ("lm", "qwen3"), ("token", "llama_tied_llama3")):
+        path = folder / f"{head}_{family}"
+        model = write_once(path, family, CLASSES[head])
+        batch = make_batch(model.config.vocab_size)
+        batch = experience(model.config.vocab_size, logprobs_BT=initial_logprobs(model, batch, temperature) if head == "lm" else 0.0)
+        norms, want = plain_steps(model, batch, head, config, temperature)
+        assert min(norms) > config.clip_grad, "the gradients have to be clipped, or clipping is not compared"
+        for text, count in (("tp1", 1), ("tp2pp2", 4)):
+            history, weights = train(path, head, Layout.parse(text, tuple(range(count))), batch, config, steps=2, temperature=temperature)
+            kind = "policy" if head == "lm" else "critic"
+            clipped = history[0][f"{kind}/clip_fraction"]
+            assert 0.05 < clipped < 0.95, f"both branches of the clip have to be taken: {clipped}"
+            norm = max(abs(step[f"{kind}/grad_norm"] - x) / x for step, x in zip(history, norms))
+            moved = max((weights[name] - want[name]).abs().max().item() for name in want)
+            say(f"gradient norms {norms}, clipped {clipped:.2f}")
+            check(f"plain {head} {family} {text} on {count}", limit=1e-5, weights=moved, relative_norm=norm)
+
+
+if __name__ == "__main__":
+    run_checks({"layouts": check_layouts, "plain": check_plain}, sys.argv[1:])

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs the CPU suite, quick tests first; arguments go to pytest. Tests of GPUs run where there are some.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=$(bash tools/install.sh dev)
+export PATH="$(dirname "$PYTHON"):$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1
+
+"$PYTHON" -m ruff check .
+suites=()
+for suite in unit architecture distributed parity end_to_end gpu; do
+  if compgen -G "tests/$suite/test_*.py" >/dev/null; then suites+=("tests/$suite"); fi
+done
+exec "$PYTHON" -m pytest -ra --durations=10 "${suites[@]}" "$@"

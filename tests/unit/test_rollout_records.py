@@ -1,0 +1,56 @@
+"""Seeds, token budgets and the queue of rows, without an engine."""
+
+import pytest
+
+from verl_megatron.config import RolloutConfig
+from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
+from verl_megatron.rollout.sampling import Request, Sampling, row_seed, token_budget
+
+
+def test_row_seeds_are_distinct_and_mixed():
+    seeds = [row_seed(run, iteration, row) for run in (1, 2) for iteration in range(40) for row in range(256)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 63 for seed in seeds)
+    low_bits = [seed & 0xFFFFFFFF for seed in seeds]  # all that a Mersenne Twister takes
+    assert len(set(low_bits)) == len(low_bits)
+    flips = [(a ^ b).bit_count() for a, b in zip(seeds, seeds[1:], strict=False)]
+    assert 31 < sum(flips) / len(flips) < 32  # of 63
+
+
+def test_the_mixing_loses_nothing():
+    """Seeds far apart in (iteration, row) stay distinct, because every step can be undone."""
+    assert len({row_seed(-3, 1 << i, (1 << j) - 1) for i in range(31) for j in range(33)}) == 31 * 33
+
+
+def test_sampling_from_config_takes_every_field():
+    config = RolloutConfig(temperature=0.0, top_p=0.5, top_k=7, min_tokens=2, max_tokens=9, stop=["."], stop_token_ids=[4], ignore_eos=True)
+    expected = Sampling(temperature=0.0, top_p=0.5, top_k=7, min_tokens=2, max_tokens=9, stop=(".",), stop_token_ids=(4,), ignore_eos=True)
+    assert Sampling.from_config(config) == expected and expected.greedy and not Sampling().greedy
+
+
+def test_token_budget():
+    sampling = Sampling(max_tokens=20)
+    assert token_budget(Request(0, [1] * 10, 0), sampling, max_model_len=40, vocab_size=9) == 20
+    assert token_budget(Request(0, [1] * 39, 0), sampling, max_model_len=40, vocab_size=9) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "row 3 has an empty prompt"), ([1] * 40, "row 3: a prompt of 40 tokens .* max_model_len=40"), ([1, 9], "row 3: token id 9 .* vocabulary of 9"), ([-1, 3], "row 3: token id -1")],
+)
+def test_token_budget_refuses(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        token_budget(Request(3, prompt, 0), Sampling(), max_model_len=40, vocab_size=9)
+
+
+def test_local_queue_gives_each_number_once():
+    queue = WorkQueue(10)
+    assert [list(queue.take(4)) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and not queue.take(4)
+    assert not WorkQueue(0).take(1)
+
+
+def test_one_replica_keeps_its_slots_full():
+    dispatcher = Dispatcher(WorkQueue(10), limit=4, group=None)
+    assert dispatcher.draw(0) == range(4)
+    assert dispatcher.draw(4) == range(0) and not dispatcher.exhausted
+    assert dispatcher.draw(1) == range(4, 7)
+    assert dispatcher.draw(0) == range(7, 10) and dispatcher.draw(0) == range(0) and dispatcher.exhausted

@@ -1,0 +1,26 @@
+"""Reinforcement learning of language models with Megatron-Core and vLLM. Names are imported when they are first used."""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "RLTrainer": "trainer",
+    "TrainerConfig": "config",
+    "get_trainer_config": "presets",
+    "RolloutBatch": "batch",
+    "DataCollector": "collector",
+    "VLLMActor": "rollout.vllm",
+    "MetricsTracker": "tracking",
+}
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
