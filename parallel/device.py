@@ -4,6 +4,7 @@ Megatron-Core is written for CUDA. `prepare()` makes it run on CPU tensors and g
 Everything it changes is one entry of `CPU_PATCHES`, and a test shows that Megatron-Core fails without each.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -58,16 +59,20 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def peak_memory_bytes(*, reset: bool = False) -> int:
-    """The highest number of bytes that tensors of this rank have occupied since the last reset; on a CPU the process's peak."""
+def used_memory_bytes() -> int:
+    """Bytes taken on this rank's GPU, by whomever, freed blocks that PyTorch keeps included; on a CPU the process's peak."""
     if is_gpu():
-        peak = torch.cuda.max_memory_allocated()
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return peak
+        free, total = torch.cuda.mem_get_info()
+        return total - free
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def release_cached_memory() -> None:
+    """Give freed blocks back to the GPU: another allocator (vLLM's) is about to need them."""
+    if is_gpu():
+        torch.cuda.empty_cache()
 
 
 # ---- Megatron-Core on a CPU -------------------------------------------------------------------------------------------

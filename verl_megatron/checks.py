@@ -1,6 +1,7 @@
 """Refuses settings that cannot work, all at once and before any model is built. A problem names the setting, its value and a remedy."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from parallel.layout import Layout, parse_devices
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.config import MISSING, ModelConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.config import MISSING, RunConfig, SFTConfig, TrainerConfig
 from verl_megatron.limits import check_values, nearest
 from verl_megatron.rewards.functions import load_reward
 from verl_megatron.tracking import check_sinks
@@ -81,7 +82,8 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     actor, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
     layouts = {"actor": actor}
     if needs_critic:
-        critic = ModelConfig(path=config.critic.path or config.actor.path, layout=config.critic.layout, stage_layers=config.critic.stage_layers, devices=config.critic.devices)
+        path = config.critic.path or (config.actor.path if arch is not None else "")
+        critic = replace(config.critic, path=path)
         layouts["critic"], _ = _check_model(critic, "critic", world_size, problems)
     problems += _check_reward(config, world_size)
     problems += _check_rollout(config, arch, world_size)
@@ -98,7 +100,7 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     layout, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
     data = config.data
     if layout is not None and data.rows_per_step < layout.dp:
-        problems.append(f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; give at least {layout.dp}")
+        problems.append(f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; raise it")
     if arch is not None and data.max_tokens > arch.max_positions:
         problems.append(f"data.max_tokens={data.max_tokens} exceeds the model's {arch.max_positions} positions; lower it")
     if config.run.save_interval:

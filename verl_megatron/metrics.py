@@ -83,11 +83,13 @@ def to_floats(values: list[Scalar]) -> list[float]:
 
 
 class PhaseTimer:
-    """Wall-clock seconds per phase of an iteration, in the order in which they first began."""
+    """Wall-clock seconds per phase of an iteration, in the order in which they first began, and memory in use after each."""
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None):
+    def __init__(self, synchronize: Callable[[], None] = lambda: None, used_memory: Callable[[], int] = lambda: 0):
         self._synchronize = synchronize  # waits for the device, so that a phase owns the kernels it queued
+        self._used_memory = used_memory
         self._seconds: dict[str, float] = {}
+        self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,6 +101,7 @@ class PhaseTimer:
             self._synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self.memory_bytes[name] = self._used_memory()
 
     def pop(self) -> dict[str, float]:
         """The seconds per phase since the last call."""
@@ -128,15 +131,16 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     return sums
 
 
-def iteration_metrics(seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, actor_memory_bytes: int) -> dict[str, float]:
+def iteration_metrics(seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, memory_bytes: dict[str, int]) -> dict[str, float]:
     """Costs of an iteration from the seconds of its phases ("rollout", "reshard", "critic_update", ...) and its global amounts."""
     costs = {
         "rollout/throughput_tokens_per_sec": response_tokens / seconds["rollout"],
         "train/step_time_ms": 1e3 * sum(seconds.values()),
-        "memory/actor_gpu_mem_mb": actor_memory_bytes / 2**20,
+        "memory/actor_gpu_mem_mb": memory_bytes.get("actor_update", 0) / 2**20,
         "reshard/ms": 1e3 * seconds["reshard"],
         "reshard/bytes": float(reshard_bytes),
     }
     if "critic_update" in seconds:
         costs["critic/update_ms"] = 1e3 * seconds["critic_update"]
+    costs |= {f"memory/{phase}_mb": value / 2**20 for phase, value in memory_bytes.items()}
     return costs | {f"time/{phase}_s": value for phase, value in seconds.items()}

@@ -48,7 +48,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         clock.pop(),
         response_tokens=int(rows.response_R.sum()),
         reshard_bytes=report.bytes_received + report.bytes_local,
-        actor_memory_bytes=run.actor_memory_bytes(),
+        memory_bytes=run.used_memory(),
     )
     return metrics | costs
 

@@ -42,7 +42,7 @@ class Run:
     sync: WeightSync
     algorithm: Algorithm
     kl: KLController
-    clock: PhaseTimer = field(default_factory=lambda: PhaseTimer(device.synchronize))
+    clock: PhaseTimer = field(default_factory=lambda: PhaseTimer(device.synchronize, device.used_memory_bytes))
     stale: bool = True  # vLLM's weights are not the actor's
     shown_failures: set[str] = field(default_factory=set)
 
@@ -75,6 +75,7 @@ class Run:
 
     def hand_over(self) -> ReshardReport:
         """The actor's weights into vLLM, slice by slice, proved."""
+        device.release_cached_memory()
         self.vllm.wake_weights()
         report = self.sync.run()
         self.stale = False
@@ -107,9 +108,11 @@ class Run:
             self.kl.update(metrics["kl/ref"], self.num_rows)
             metrics["kl/coef"] = self.kl.coef
 
-    def actor_memory_bytes(self) -> int:
-        peak = torch.tensor([float(device.peak_memory_bytes(reset=True))], dtype=torch.float64)
-        return int(all_max(peak))
+    def used_memory(self) -> dict[str, int]:
+        """Bytes in use after each phase, on the fullest rank."""
+        phases = self.clock.memory_bytes
+        fullest = all_max(torch.tensor([float(value) for value in phases.values()], dtype=torch.float64))
+        return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
         if self.pool is not None:

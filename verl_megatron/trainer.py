@@ -49,6 +49,7 @@ class RLTrainer:
         self.say(batch_arithmetic(config, dist.get_world_size()))
         self.run: Run | None = None
         self.step = 0
+        self.before: dict[str, float] = {}  # what the untrained actor reached
 
     def say(self, text: str) -> None:
         """Print from the first rank."""
@@ -63,7 +64,9 @@ class RLTrainer:
             self._resume()
             validation = PromptDataset(config.data.validation, run.tokenizer, config.data) if config.data.validation else None
             tracker = MetricsTracker(self.output_dir, config.run.track_metrics, first_step=self.step + 1 if self.step else 0, total_steps=config.run.iterations) if self.is_first else None
-            before = after = self.validate(validation, tracker)
+            after: dict[str, float] = {}
+            if self.step == 0:
+                self.before = after = self.validate(validation, tracker)
             while self.step < config.run.iterations:
                 metrics = iterate(run, self.step + 1)
                 self.step += 1
@@ -81,7 +84,7 @@ class RLTrainer:
                 draw_report(self.output_dir)
         finally:
             run.close()
-        return metrics | before_and_after(before, after)
+        return metrics | before_and_after(self.before, after)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -129,7 +132,7 @@ class RLTrainer:
     def save(self) -> Path:
         """Write a checkpoint of everything that the next iteration depends on."""
         state = {name: role.engine.state_dict() for name, role in self._learning().items()}
-        state |= {"rng": checkpoint.rng_state(), "cursor": self.run.cursor.state_dict(), "kl": self.run.kl.state_dict()}
+        state |= {"before": self.before, "rng": checkpoint.rng_state(), "cursor": self.run.cursor.state_dict(), "kl": self.run.kl.state_dict()}
         return checkpoint.save(self.output_dir / "checkpoint", step=self.step, state=state, manifest=self._manifest())
 
     def _resume(self) -> None:
@@ -142,7 +145,7 @@ class RLTrainer:
         self.run.cursor.load_state_dict(state["cursor"])
         self.run.kl.load_state_dict(state["kl"])
         checkpoint.set_rng_state(state["rng"])
-        self.run.stale = True
+        self.run.stale, self.before = True, state["before"]
         self.say(f"resuming after iteration {self.step} from {path}")
 
     def export(self) -> None:
@@ -155,6 +158,6 @@ class RLTrainer:
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """The validation accuracy of the untrained and of the trained actor."""
-    if not after:
+    if not before or not after:
         return {}
     return {"validation/before": before["validation/accuracy"], "validation/after": after["validation/accuracy"]}

@@ -1,5 +1,6 @@
-"""One world of test_rollout.py: `rollout_worker.py FOLDER WORLD`. "alone" writes the rows that the others have to reproduce."""
+"""The processes of test_rollout.py: `rollout_worker.py FOLDER`. One process writes the rows that a world of four has to reproduce."""
 
+import gc
 import json
 import os
 import random
@@ -7,10 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-folder, world_name = Path(sys.argv[1]), sys.argv[2]
-if world_name == "alone":
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+folder = Path(sys.argv[1])
+TORCHRUN = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -41,8 +40,8 @@ def tokens_of(rows):
 
 
 def process_state():
-    cuda = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-    return cuda, dict(os.environ), torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled(), torch.get_default_dtype()
+    generators = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    return generators, gc.isenabled(), dict(os.environ), torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled(), torch.get_default_dtype()
 
 
 def write_all(target, source):
@@ -159,6 +158,11 @@ def alone():
     check_text(fresh)
     fresh.close()
     assert process_state() == before and not dist.is_initialized()
+    os.environ.update(TORCHRUN)
+    joined = actor_of("a")  # joins torchrun's world by itself
+    assert dist.get_world_size() == 1 and tokens_of(joined.generate(REQUESTS[:4], SAMPLING)) == tokens_of(rows[:4])
+    joined.close()
+    assert dist.is_initialized()
 
 
 def check_rows(actor, mine, expected, expected_logprobs):
@@ -176,9 +180,9 @@ def check_rows(actor, mine, expected, expected_logprobs):
 
 
 def world():
-    if world_name != "tp2":  # there the actor joins torchrun's world by itself
-        dist.init_process_group("gloo")
-    torch.manual_seed(100 + int(os.environ["RANK"]))  # ranks whose generators differ, as a trainer's do
+    os.environ.update(TORCHRUN)
+    dist.init_process_group("gloo")
+    torch.manual_seed(100 + dist.get_rank())  # ranks whose generators differ, as a trainer's do
     expected, expected_logprobs = json.loads((folder / "alone.json").read_text())
     before = process_state()
     actor = actor_of("a", 2, load_weights=False)
@@ -192,26 +196,29 @@ def world():
     assert (actor.replica, actor.num_replicas, actor.tp_rank) == (dist.get_rank() // 2, dist.get_world_size() // 2, dist.get_rank() % 2)
     finished = []
     shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
-    assert len(finished) == (shares[actor.replica] if actor.is_home else 0)
-    if actor.num_replicas > 1:
-        assert min(shares) >= 8, shares
+    assert min(shares) >= 8 and len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
 
-        def slow(row):
-            time.sleep(0.3)
+    def slow(row):
+        time.sleep(0.3)
 
-        shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None), expected, expected_logprobs)
-        assert shares[0] < 12 and shares[1] > 20, shares
+    shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None), expected, expected_logprobs)
+    assert shares[0] < 12 and shares[1] > 20, shares
     assert tokens_of(actor.generate(REQUESTS[:6], SAMPLING, shared=False)) == {str(row): expected[str(row)] for row in range(6)}
     assert process_state() == before
     store = dist.distributed_c10d._get_default_store()
     assert not any(store.check([f"verl_megatron/rows/{i}"]) or store.check([f"verl_megatron/rows/{i}/finished"]) for i in range(4))
     actor.close()
+    for tp in (4, 1):  # more ranks than key-value heads; four replicas
+        actor = actor_of("a", tp)
+        check_rows(actor, actor.generate(REQUESTS, SAMPLING), expected, expected_logprobs)
+        actor.close()
     total = torch.ones(1)
     dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
-    dist.destroy_process_group()
+    assert total.item() == dist.get_world_size() == 4
 
 
-alone() if world_name == "alone" else world()
-if os.environ.get("RANK", "0") == "0":
-    print(f"{time.monotonic() - STARTED:.1f} s. {world_name}: all rollout checks passed", flush=True)
+alone() if TORCHRUN["WORLD_SIZE"] == "1" else world()
+dist.barrier()
+if dist.get_rank() == 0:
+    print(f"{time.monotonic() - STARTED:.1f} s: all rollout checks passed", flush=True)
+dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""vLLM alone, as one replica of two ranks and as two such replicas: the same rows, whoever generates them."""
+"""vLLM alone and as one, two or four replicas in a world of four ranks: the same rows, whoever generates them."""
 
 from tests.tiny import write_hf
 from tests.worlds import run_world
@@ -20,5 +20,5 @@ def test_rollout(tmp_path):
     write_hf(tmp_path / "a", "llama", seed=1, **sizes)
     write_hf(tmp_path / "b", "llama", seed=2, **sizes)
     write_tokenizer(tmp_path / "b", 150)
-    for nproc, name in ((1, "alone"), (2, "tp2"), (4, "two replicas of tp2")):
-        assert f"{name}: all rollout checks passed" in run_world("tests/distributed/rollout_worker.py", nproc, tmp_path, name, timeout=120)
+    for nproc in (1, 4):
+        assert "all rollout checks passed" in run_world("tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180)

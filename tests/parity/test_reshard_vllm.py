@@ -7,4 +7,4 @@ from tests.worlds import run_world
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_vllm_holds_what_a_fresh_engine_would(tp):
-    assert "all passed" in run_world("tests/parity/reshard_worker.py", 4, tp)
+    assert "all passed" in run_world("tests/parity/reshard_worker.py", 4, tp, timeout=600)

@@ -108,12 +108,13 @@ def test_batch_sums_match_a_loop():
 
 def test_iteration_metrics_have_the_documented_keys():
     seconds = {"rollout": 2.0, "critic_update": 0.5, "actor_update": 1.0, "reshard": 0.25}
-    costs = iteration_metrics(seconds, response_tokens=300, reshard_bytes=77, actor_memory_bytes=3 * 2**20)
+    costs = iteration_metrics(seconds, response_tokens=300, reshard_bytes=77, memory_bytes={"rollout": 2 * 2**20, "actor_update": 3 * 2**20})
     assert costs == {
         "rollout/throughput_tokens_per_sec": 150.0,
-        "reward/latency_ms": 10.0,
         "train/step_time_ms": 3750.0,
         "memory/actor_gpu_mem_mb": 3.0,
+        "memory/rollout_mb": 2.0,
+        "memory/actor_update_mb": 3.0,
         "reshard/ms": 250.0,
         "reshard/bytes": 77.0,
         "critic/update_ms": 500.0,

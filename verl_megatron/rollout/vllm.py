@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout import vllm_cpu
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
-from verl_megatron.rollout.state import preserved_environment, preserved_random_state
+from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 from verl_megatron.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 _ENVIRONMENT = {
@@ -46,7 +47,8 @@ class VLLMActor:
         ValueError: `tensor_parallel_size` does not divide the world or the model's heads, or the folder has no config.json.
     """
 
-    _alone = 0  # engines of this process that live outside of any world
+    _open = 0  # engines of this process; they share vLLM's process groups, so their tensor parallel sizes are alike
+    _groups_are_ours = False  # vLLM made the default process group, too
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class VLLMActor:
     ):
         self.model_name, self.tp, self.seed = str(model_name), tensor_parallel_size, seed
         self.config = config or RolloutConfig()
-        self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._alone)
+        self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
         if self._in_world:
             device.initialize()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._in_world else (0, 1)
@@ -70,14 +72,16 @@ class VLLMActor:
         self._asleep: set[str] = set()
         self._tokenizer = None
         options = dict(max_model_len=max_model_len, dtype=_resolve_dtype(dtype, self.config.dtype), load_format="auto" if load_weights else "dummy")
-        with self._guarded(), vllm_cpu.importing() if not device.is_gpu() else contextlib.nullcontext():
+        with self._guarded():
             self._llm = self._start(options)
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
     def _start(self, options: dict[str, object]):
-        from vllm import LLM
-        from vllm.distributed.parallel_state import get_tp_group
+        with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
+            warnings.simplefilter("ignore", FutureWarning)
+            from vllm import LLM
+            from vllm.distributed.parallel_state import get_tp_group
 
         config = self.config
         if device.is_gpu():
@@ -88,20 +92,24 @@ class VLLMActor:
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
-        llm = LLM(
-            model=self.model_name,
-            skip_tokenizer_init=not self.has_tokenizer,
-            max_num_seqs=config.max_num_seqs,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
-            seed=self.seed,
-            **options,
-        )
+        with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
+            warnings.simplefilter("ignore", FutureWarning)
+            llm = LLM(
+                model=self.model_name,
+                skip_tokenizer_init=not self.has_tokenizer,
+                max_num_seqs=config.max_num_seqs,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
+                seed=self.seed,
+                use_tqdm_on_load=False,
+                **options,
+            )
         # Newer engines destroy the default process group when they are collected or the process ends: here it is the caller's.
         finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        VLLMActor._alone += not self._in_world
+        VLLMActor._open += 1
+        VLLMActor._groups_are_ours = not self._in_world
         self._tp_group = get_tp_group().cpu_group
         if self._in_world:
             expected = list(range(self.replica * self.tp, (self.replica + 1) * self.tp))
@@ -231,17 +239,18 @@ class VLLMActor:
         assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests are still under way"
 
     def close(self) -> None:
-        """Free the engine. Process groups of a world stay as they are."""
+        """Free the engine; the last one also frees vLLM's process groups. The caller's stay as they are. Collective."""
         if self._llm is None:
             return
+        from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
+
         with self._guarded():
             self._llm.llm_engine.model_executor.shutdown()
             self._llm = self._tp_group = None
-            VLLMActor._alone -= not self._in_world
-            if not self._in_world and not VLLMActor._alone:
-                from vllm.distributed import cleanup_dist_env_and_memory
-
-                cleanup_dist_env_and_memory()  # the groups were vLLM's own
+            VLLMActor._open -= 1
+            if not VLLMActor._open:
+                cleanup_dist_env_and_memory() if VLLMActor._groups_are_ours else destroy_model_parallel()
+                VLLMActor._groups_are_ours = False
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -1,0 +1,110 @@
+"""Packing, written out by hand for small rows.
+
+Row 0 is [10 11 | 12 13 14], row 1 is [20 21 22 | 23], row 2 is [30 | 31]: prompt | response.
+"""
+
+import pytest
+import torch
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.micro_batch import MicroBatch, pack
+
+
+@pytest.fixture
+def batch() -> RolloutBatch:
+    rows = RolloutBatch.from_rows([5, 6, 7], [[10, 11], [20, 21, 22], [30]], [[12, 13, 14], [23], [31]])
+    rows.advantages = rows.generated_ids / 10  # the advantage of token 13 is 1.3
+    return rows
+
+
+def asked(micro: MicroBatch) -> list[tuple[int, int, int, int]]:
+    """For each question: the packed token whose hidden state answers, the token asked about, its row and position."""
+    tokens = micro.tokens.squeeze(0)[micro.index]
+    return list(zip(tokens.tolist(), micro.labels.tolist(), micro.row.tolist(), micro.column.tolist()))
+
+
+def test_rows_lie_one_after_the_other_without_their_last_tokens(batch):
+    micro = pack(batch, [0, 1], fields=("advantages",))
+    assert micro.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22]]
+    assert micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert micro.lengths == [4, 3]
+    assert micro.cu_seqlens.tolist() == [0, 4, 7] and micro.cu_seqlens.dtype == torch.int32
+    assert micro.index.tolist() == [1, 2, 3, 6]
+    assert asked(micro) == [(11, 12, 0, 2), (12, 13, 0, 3), (13, 14, 0, 4), (22, 23, 1, 3)]
+    assert torch.allclose(micro.fields["advantages"], torch.tensor([1.2, 1.3, 1.4, 2.3]))
+
+
+def test_rows_come_in_the_order_asked_for(batch):
+    micro = pack(batch, [2, 0])
+    assert micro.tokens.tolist() == [[30, 10, 11, 12, 13]]
+    assert asked(micro) == [(30, 31, 2, 1), (11, 12, 0, 2), (12, 13, 0, 3), (13, 14, 0, 4)]
+    assert micro.fields == {}
+
+
+def test_fields_that_are_not_set_are_left_out(batch):
+    assert pack(batch, [0], fields=("advantages", "returns")).fields.keys() == {"advantages"}
+
+
+def test_sequence_parallelism_fills_up_with_a_sequence_of_its_own(batch):
+    micro = pack(batch, [0, 1], tp=4)
+    assert micro.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22, 0]]
+    assert micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert (micro.lengths, micro.cu_seqlens.tolist()) == ([4, 3, 1], [0, 4, 7, 8])
+    assert asked(micro) == asked(pack(batch, [0, 1]))
+    assert pack(batch, [0], tp=4).lengths == [4]  # nothing to fill
+
+
+def test_context_parallel_ranks_hold_the_outer_and_the_inner_pieces(batch):
+    """cp=2: rows become multiples of 4 tokens; rank 0 has quarters 0 and 3 of each, rank 1 quarters 1 and 2."""
+    first, second = (pack(batch, [0, 1], fields=("advantages",), cp=2, cp_rank=rank) for rank in (0, 1))
+    assert first.tokens.tolist() == [[10, 13, 20, 0]] and second.tokens.tolist() == [[11, 12, 21, 22]]
+    assert first.positions.tolist() == [[0, 3, 0, 3]] and second.positions.tolist() == [[1, 2, 1, 2]]
+    for micro in (first, second):
+        assert (micro.lengths, micro.cu_seqlens.tolist()) == ([4, 4], [0, 4, 8])  # whole sequences
+    assert asked(first) == [(13, 14, 0, 4)]
+    assert asked(second) == [(11, 12, 0, 2), (12, 13, 0, 3), (22, 23, 1, 3)]
+    assert torch.allclose(second.fields["advantages"], torch.tensor([1.2, 1.3, 2.3]))
+
+
+@pytest.mark.parametrize("last_token", [False, True])
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 1), (3, 2)])
+def test_context_parallel_ranks_together_ask_each_question_once(batch, cp, tp, last_token):
+    parts = [pack(batch, [0, 1, 2], cp=cp, cp_rank=rank, tp=tp, last_token=last_token) for rank in range(cp)]
+    assert len({part.tokens.size(1) for part in parts}) == 1 and parts[0].tokens.size(1) % tp == 0
+    assert all(length % (2 * cp) == 0 for length in parts[0].lengths)
+    assert sorted(sum(map(asked, parts), [])) == sorted(asked(pack(batch, [0, 1, 2], last_token=last_token)))
+
+
+@pytest.mark.parametrize(("sizes", "packed", "length"), [({}, 1, 1), ({"tp": 4}, 4, 4), ({"cp": 2}, 2, 4), ({"cp": 2, "tp": 2}, 4, 8)])
+def test_an_empty_micro_batch_is_filler_and_asks_nothing(batch, sizes, packed, length):
+    micro = pack(batch, [], fields=("advantages",), **sizes)
+    assert micro.tokens.tolist() == [[0] * packed]
+    assert (micro.lengths, micro.cu_seqlens.tolist()) == ([length], [0, length])
+    assert not len(micro.index) and not len(micro.labels) and not len(micro.fields["advantages"])
+
+
+@pytest.mark.xfail(raises=IndexError, strict=True, reason="filler tokens are looked up in row 0, which an empty batch does not have")
+def test_an_empty_batch_packs_too(batch):
+    """A data-parallel rank that got no rows takes part with filler."""
+    nothing = batch.select(torch.zeros(0, dtype=torch.int64))
+    assert pack(nothing, []).tokens.tolist() == [[0]]
+
+
+def test_a_reward_model_reads_every_token_and_is_asked_at_the_last(batch):
+    micro = pack(batch, [0, 1, 2], last_token=True)
+    assert micro.tokens.tolist() == [[10, 11, 12, 13, 14, 20, 21, 22, 23, 30, 31]]
+    assert micro.lengths == [5, 4, 2]
+    assert asked(micro) == [(14, 14, 0, 4), (23, 23, 1, 3), (31, 31, 2, 1)]
+
+
+def test_a_row_without_response_asks_nothing():
+    batch = RolloutBatch.from_rows([0, 1], [[10, 11, 12], [20]], [[], [21]])
+    assert asked(pack(batch, [0, 1])) == [(20, 21, 1, 1)]
+    assert asked(pack(batch, [0])) == []
+
+
+def test_moving_keeps_everything(batch):
+    micro = pack(batch, [0, 1], fields=("advantages",))
+    moved = micro.to(torch.device("cpu"))
+    assert asked(moved) == asked(micro) and moved.lengths == micro.lengths and torch.equal(moved.cu_seqlens, micro.cu_seqlens)
+    assert torch.equal(moved.fields["advantages"], micro.fields["advantages"])
