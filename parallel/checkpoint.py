@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 from parallel.megatron import get_cuda_rng_tracker
 
-MANIFEST = "manifest.json"
+MANIFEST, PARTIAL = "manifest.json", ".partial"
 
 
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step in `folder`."""
-    found = {int(path.parent.name.removeprefix("step_")): path.parent for path in folder.glob(f"step_*/{MANIFEST}")}
+    found = {int(path.parent.name.removeprefix("step_")): path.parent for path in folder.glob(f"step_*/{MANIFEST}") if path.parent.suffix != PARTIAL}
     return found[max(found)] if found else None
 
 
 def save(folder: Path, *, step: int, state: dict, manifest: dict) -> Path:
     """Write this rank's `state` (tensors, numbers, strings and containers of them) and, once all ranks have, the manifest."""
-    path, scratch = folder / f"step_{step}", folder / f"step_{step}.partial"
+    path, scratch = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}"
     if dist.get_rank() == 0:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)

@@ -57,10 +57,12 @@ def write_hf(folder: Path, family: str, head: str = "ForCausalLM", **settings):
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer whose words are t0, t1, ..., one a token of the models' vocabulary."""
+    """Save a tokenizer that turns "w3 w149" into [3, 149], over the vocabulary of the models."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(SIZES["vocab_size"])}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t0").save_pretrained(folder)
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    names = [*special.values(), *(f"w{i}" for i in range(len(special), SIZES["vocab_size"]))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)

@@ -17,7 +17,7 @@ is_complete() { # python: every package can be found and the versions go togethe
   PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$1" - "$PURPOSE" >/dev/null 2>&1 <<'PYTHON'
 import importlib.util, sys
 names = "torch megatron.core vllm transformers hydra omegaconf pebble safetensors sentencepiece matplotlib tensorboard tqdm jinja2 numpy"
-names += " pytest pytest_timeout ruff" if sys.argv[1] == "dev" else ""
+names += " pytest" if sys.argv[1] == "dev" else ""
 assert all(importlib.util.find_spec(name) for name in names.split())
 from verl_megatron.versions import check_versions
 check_versions()
@@ -81,9 +81,10 @@ if [[ ! -x $PYTHON && -z ${VERL_MEGATRON_VENV:-} ]] && command -v python3 >/dev/
   exit
 fi
 
-STAMP=$VENV/.verl_megatron_$PURPOSE
+STAMP=$VENV/.verl_megatron # what was installed here, and for what; absent in an environment that something else made
 HASH=$(cat "$ROOT/setup.py" "$ROOT/tools/install.sh" | sha256sum | cut -d ' ' -f 1)
-if [[ -x $PYTHON ]] && { [[ $(cat "$STAMP" 2>/dev/null) == "$HASH" ]] || { [[ ! -e $STAMP ]] && is_complete "$PYTHON"; }; }; then
+DONE=$(cat "$STAMP" 2>/dev/null || true)
+if [[ -x $PYTHON ]] && { [[ $DONE == "$HASH $PURPOSE" || $DONE == "$HASH dev" ]] || { [[ -z $DONE ]] && is_complete "$PYTHON"; }; }; then
   say "using $VENV, which has everything"
 else
   started=$SECONDS
@@ -97,12 +98,13 @@ else
   fi
   LOG=$VENV/install.log
   say "installing for $DEVICE into $VENV: once, a few minutes and gigabytes; the log is $LOG"
+  echo "unfinished" >"$STAMP"
   install_all "$DEVICE"
   if ! is_complete "$PYTHON"; then
     say "packages are missing or do not go together after the installation; the log is $LOG"
     exit 1
   fi
-  echo "$HASH" >"$STAMP"
+  echo "$HASH $PURPOSE" >"$STAMP"
   say "done in $((SECONDS - started)) s"
 fi
 echo "$PYTHON"

@@ -84,7 +84,7 @@ def write_tokenizer(folder: Path, texts: list[str]):
     settings |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}  # as in Llama
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **settings)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
-    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False, "model_max_length": 256}
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False, "model_max_length": 1048576}
     settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,8 @@ def run_command(main: Callable[[DictConfig], None]) -> None:
     """Compose the recipe named on the command line and hand it to `main`.
 
     `--track_metrics` stands for run.track_metrics with every file sink. Relative paths count from where the command was typed.
-    A ValueError is the user's: the first rank prints it and all exit with 2.
+    A ValueError is the user's: one rank prints it and all exit with 2. Of other errors those are shown that began it, not those
+    of ranks which lost a peer by it.
     """
     quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -27,10 +30,14 @@ def run_command(main: Callable[[DictConfig], None]) -> None:
         try:
             main(config)
         except ValueError as error:
-            if os.environ.get("RANK", "0") == "0":
-                print(f"error: {error}", file=sys.stderr, flush=True)
+            rank = int(os.environ.get("RANK", "0"))
+            if rank:
+                _let_others_speak(2, seconds=5)
+            print(f"error: {error}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)
             _leave(2)
-        except Exception:
+        except Exception as error:
+            if "peer" in str(error) or "NCCL" in str(error):
+                _let_others_speak(1, seconds=15)
             traceback.print_exc()
             _leave(1)
         _leave(0)
@@ -49,6 +56,12 @@ def _override(argument: str) -> str:
         argument = "run.track_metrics=[console,jsonl,csv,tensorboard]"
     is_setting = "=" in argument and argument[0] not in "+~-" and not argument.startswith("hydra")
     return "++" + argument if is_setting else argument
+
+
+def _let_others_speak(code: int, *, seconds: float) -> None:
+    """Wait for the rank that has the message: when it is gone torchrun ends this one. If nobody speaks, the caller does."""
+    signal.signal(signal.SIGTERM, lambda *_: _leave(code))
+    time.sleep(seconds)
 
 
 def _leave(code: int) -> None:

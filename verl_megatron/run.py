@@ -8,7 +8,7 @@ from torch import Tensor
 from parallel import device
 from parallel.collectives import all_max
 from parallel.reshard.execute import ReshardReport
-from parallel.weights.architecture import read_architecture
+from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import Algorithm, get_algorithm
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import ModelConfig, TrainerConfig
@@ -16,6 +16,7 @@ from verl_megatron.data import Prompt, PromptCursor, PromptDataset
 from verl_megatron.kl import KLController, make_controller
 from verl_megatron.metrics import PhaseTimer, Sums, reduce_over_world
 from verl_megatron.rewards.pool import RewardPool
+from verl_megatron.roles.engine import check_weights
 from verl_megatron.roles.role import Role, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.generate import generate_rows
@@ -32,6 +33,7 @@ class Run:
     config: TrainerConfig
     tokenizer: Tokenizer
     prompts: PromptDataset
+    validation: PromptDataset | None
     cursor: PromptCursor
     vllm: VLLMActor
     actor: Role
@@ -127,8 +129,13 @@ def build_run(config: TrainerConfig) -> Run:
     """
     arch = read_architecture(config.actor.path)
     tokenizer = load_tokenizer(config.actor.path)
-    prompts = PromptDataset(config.data.train, tokenizer, config.data)
+    if not config.critic.path:
+        config.critic.path = config.actor.path
+    prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
     seed, algorithm = config.run.seed, get_algorithm(config.algorithm.name)
+    for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
+        if model is not None and model.path:
+            check_weights(model.path, head)
     vllm = VLLMActor(
         config.actor.path,
         config.rollout.tp,
@@ -144,8 +151,6 @@ def build_run(config: TrainerConfig) -> Run:
     actor = make_role(config.actor, arch=arch, head="lm", train_steps=steps, **common)
     critic = reference = reward_model = None
     if algorithm.needs_critic:
-        if not config.critic.path:
-            config.critic.path = config.actor.path
         critic = make_role(config.critic, arch=read_architecture(config.critic.path), head="token", train_steps=steps, **common)
     if config.algorithm.kl_coef > 0:
         reference = make_role(config.actor, arch=arch, head="lm", **common)
@@ -160,6 +165,7 @@ def build_run(config: TrainerConfig) -> Run:
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
+        validation=validation,
         cursor=PromptCursor(num_prompts=len(prompts), seed=seed, shuffle=config.data.shuffle),
         vllm=vllm,
         actor=actor,
@@ -171,6 +177,22 @@ def build_run(config: TrainerConfig) -> Run:
         algorithm=algorithm,
         kl=make_controller(config.algorithm),
     )
+
+
+def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture, *, validation: bool = False) -> PromptDataset | None:
+    """The prompts to learn from or to validate with (None: none are given).
+
+    Raises:
+        ValueError: as PromptDataset, or a token that the model has no embedding for.
+    """
+    path = config.data.validation if validation else config.data.train
+    if validation and not path:
+        return None
+    prompts = PromptDataset(path, tokenizer, config.data)
+    largest = max(max(prompt.prompt_token_ids) for prompt in prompts)
+    if largest >= arch.vocab_size:
+        raise ValueError(f"the tokenizer in {config.actor.path} gives token {largest} for {path}, and the model has vocab_size={arch.vocab_size}; use the model's own tokenizer")
+    return prompts
 
 
 def _rollout_dtype(config: TrainerConfig) -> str:

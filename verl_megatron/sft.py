@@ -32,6 +32,7 @@ class SFTTrainer:
         from parallel.weights.architecture import read_architecture
         from verl_megatron.data import DemonstrationDataset, PromptCursor
         from verl_megatron.metrics import PhaseTimer
+        from verl_megatron.roles.engine import check_weights
         from verl_megatron.roles.role import make_role
         from verl_megatron.tokenizer import load_tokenizer
         from verl_megatron.tracking import MetricsTracker
@@ -41,6 +42,7 @@ class SFTTrainer:
         rows = DemonstrationDataset(config.data.train, tokenizer, config.data)
         held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
         arch = read_architecture(config.actor.path)
+        check_weights(config.actor.path, "lm")
         actor = make_role(config.actor, arch=arch, engine=config.engine, head="lm", seed=run.seed, temperature=1.0, train_steps=run.iterations)
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
         tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from parallel import checkpoint, device
-from parallel.export import export_folder
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import batch_arithmetic, check_config, refuse
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data import Prompt, PromptDataset
+from verl_megatron.data import Prompt
 from verl_megatron.metrics import Sums
 from verl_megatron.ppo import iterate
 from verl_megatron.report import draw_report
@@ -62,17 +61,19 @@ class RLTrainer:
         run = self.run = build_run(config)
         try:
             self._resume()
-            validation = PromptDataset(config.data.validation, run.tokenizer, config.data) if config.data.validation else None
-            tracker = MetricsTracker(self.output_dir, config.run.track_metrics, first_step=self.step + 1 if self.step else 0, total_steps=config.run.iterations) if self.is_first else None
+            tracker = None
+            if self.is_first:
+                first_step = self.step + 1 if self.step else 0
+                tracker = MetricsTracker(self.output_dir, config.run.track_metrics, first_step=first_step, total_steps=config.run.iterations)
             after: dict[str, float] = {}
             if self.step == 0:
-                self.before = after = self.validate(validation, tracker)
+                self.before = after = self.validate(tracker)
             while self.step < config.run.iterations:
                 metrics = iterate(run, self.step + 1)
                 self.step += 1
                 is_last = self.step == config.run.iterations
                 if is_last or self._due(config.run.validate_interval):
-                    after = self.validate(validation, tracker, metrics)
+                    after = self.validate(tracker, metrics)
                 elif tracker is not None:
                     tracker.log(self.step, metrics)
                 if self._due(config.run.save_interval) or (is_last and config.run.save_interval):
@@ -89,12 +90,12 @@ class RLTrainer:
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
-    def validate(self, dataset: PromptDataset | None, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None) -> dict[str, float]:
+    def validate(self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None) -> dict[str, float]:
         """Answer the validation prompts, score them, keep them as JSON lines and log the mean score beside `metrics`."""
         found = {}
-        if dataset is not None:
+        if self.run.validation is not None:
             config, run, sums = self.config, self.run, Sums()
-            prompts = list(dataset)[: config.data.validation_rows or None]
+            prompts = list(run.validation)[: config.data.validation_rows or None]
             sampling = dataclasses.replace(Sampling.from_config(config.rollout), temperature=config.data.validation_temperature)
             batch = run.generate(prompts, iteration=0, samples=1, sampling=sampling)
             rows = RowTable.gather(batch, num_rows=len(prompts), num_mini_batches=1)

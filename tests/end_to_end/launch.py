@@ -98,7 +98,7 @@ def start(nproc: int, module: str, *settings: str, folder: Path) -> Started:
     return Started(process=process, folder=folder, mark=mark)
 
 
-def run(nproc: int, module: str, *settings: str, folder: Path, timeout_s: float = 180) -> Ended:
+def run(nproc: int, module: str, *settings: str, folder: Path, timeout_s: float = 300) -> Ended:
     """The same, until it has ended with code 0."""
     ended = start(nproc, module, *settings, folder=folder).wait(timeout_s=timeout_s)
     assert ended.code == 0, ended.text

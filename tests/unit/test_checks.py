@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from tests.worlds import ROOT
 from verl_megatron.checks import batch_arithmetic, check_config, check_sft_config, refuse, structured
 from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, SFTConfig, TrainerConfig
-from verl_megatron.limits import CHOICES, INTERVALS, inside
+from verl_megatron.limits import CHOICES, INTERVALS, check_values, inside
 from verl_megatron.presets import get_trainer_config
 
 LLAMA = dict(
@@ -206,6 +208,14 @@ def test_all_wrong_names_and_types_are_said_at_once():
 def test_a_single_problem_is_the_whole_message():
     with pytest.raises(ValueError, match="^data.train has to be given; add data.train=...$"):
         structured({}, SFTConfig)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_hold_known_settings_within_their_limits(recipe):
+    schema = SFTConfig if recipe.stem.startswith("sft") else TrainerConfig
+    settings = OmegaConf.load(recipe)
+    settings.data.setdefault("train", "given.jsonl")
+    assert check_values(structured(settings, schema)) == []
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,12 @@ def test_token_budget():
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "row 3 has an empty prompt"), ([1] * 40, "row 3: a prompt of 40 tokens .* max_model_len=40"), ([1, 9], "row 3: token id 9 .* vocabulary of 9"), ([-1, 3], "row 3: token id -1")],
+    [
+        ([], "row 3 has an empty prompt"),
+        ([1] * 40, "row 3: a prompt of 40 tokens .* max_model_len=40"),
+        ([1, 9], "row 3: token id 9 .* vocabulary of 9"),
+        ([-1, 3], "row 3: token id -1"),
+    ],
 )
 def test_token_budget_refuses(prompt, message):
     with pytest.raises(ValueError, match=message):

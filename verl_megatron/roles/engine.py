@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel import checkpoint, device, megatron
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
-from parallel.weights.architecture import Architecture, read_config
+from parallel.weights.architecture import Architecture, read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from verl_megatron.batch import RolloutBatch
@@ -44,6 +44,16 @@ def compute_of(config: EngineConfig) -> Compute:
     return Compute(dtype=dtype, spec=choose_spec(config.spec), recompute=config.recompute)
 
 
+def check_weights(folder: str, head: Head) -> None:
+    """Compare a folder's weights with its config.json; reads no weights.
+
+    Raises:
+        ValueError: a file is missing or broken, or a tensor is missing, unknown or of another shape.
+    """
+    with CheckpointFolder(folder) as files:
+        files.check_shapes(hf_shapes(read_architecture(folder), head), optional={"score.weight", "score.bias"} if head != "lm" else set())
+
+
 class Engine:
     """A model on its ranks. Every rank of the world constructs it; what non-members call returns nothing."""
 
@@ -63,7 +73,6 @@ class Engine:
         built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         assert described == built, f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
         with CheckpointFolder(folder) as files:
-            files.check_shapes(hf_shapes(arch, head), optional={"score.weight", "score.bias"} if head != "lm" else set())
             load_parameters(files, self.parameters, self.tensors)
 
     # ---- learning -----------------------------------------------------------------------------------------------------
@@ -109,9 +118,7 @@ class Engine:
 
     def _wrap(self) -> None:
         overlap = device.is_gpu() and self.layout.dp * self.layout.cp > 1
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.distributed_optimizer, overlap_grad_reduce=overlap
-        )
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.distributed_optimizer, overlap_grad_reduce=overlap)
         view = megatron.collection(self.groups)
         self.chunks = [DistributedDataParallel(self.model_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=view) for i, chunk in enumerate(self.chunks)]
         if overlap:

@@ -64,7 +64,7 @@ class VLLMActor:
         self.model_name, self.tp, self.seed = str(model_name), tensor_parallel_size, seed
         self.config = config or RolloutConfig()
         self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
-        if self._in_world:
+        if self._in_world and not dist.is_initialized():
             device.initialize()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._in_world else (0, 1)
         _check_split(self.model_name, self.tp, world)
@@ -78,8 +78,7 @@ class VLLMActor:
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
     def _start(self, options: dict[str, object]):
-        with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
-            warnings.simplefilter("ignore", FutureWarning)
+        with _starting():
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
 
@@ -92,8 +91,7 @@ class VLLMActor:
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
-        with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
-            warnings.simplefilter("ignore", FutureWarning)
+        with _starting():
             llm = LLM(
                 model=self.model_name,
                 skip_tokenizer_init=not self.has_tokenizer,
@@ -159,9 +157,7 @@ class VLLMActor:
             for index, completion in finished:
                 request = requests[index]
                 assert len(completion.logprobs.logprobs) == len(completion.token_ids)
-                done[index] = Generation(
-                    request.row_id, request.prompt_token_ids, list(completion.token_ids), list(completion.logprobs.logprobs), completion.finish_reason
-                )
+                done[index] = Generation(request.row_id, request.prompt_token_ids, list(completion.token_ids), list(completion.logprobs.logprobs), completion.finish_reason)
                 if on_finish and self.is_home:
                     on_finish(done[index])
         rows = [done[index] for index in sorted(done)]
@@ -262,6 +258,14 @@ class VLLMActor:
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
                 yield
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Around imports and construction of vLLM: quicker, and without other authors' deprecation notes."""
+    with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _check_split(model_name: str, tp: int, world: int) -> None:

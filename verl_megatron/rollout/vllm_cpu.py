@@ -4,6 +4,7 @@ Each entry of `CPU_PATCHES` says what goes wrong without it; `engine_options` do
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,10 @@ def _plain_all_reduce():
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
+def _free_memory_policy():
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+
+
 # What fails without the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "keep_weights": ("linear weights are repacked into opaque handles, so they cannot be written in place; tied ones go wrong silently", _keep_weights),
@@ -30,19 +35,22 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
         "which is erratic where ranks outnumber cores; gloo takes its place",
         _plain_all_reduce,
     ),
+    "free_memory_policy": ("memory of the whole process, the trainer's too, is bound to one NUMA node, with a warning from every rank", _free_memory_policy),
 }
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around the first import of vLLM: its sampler would otherwise compile a C++ kernel at the first request (1 to 40 s a rank)."""
+    """Around the import of vLLM's parts: its sampler would otherwise compile a C++ kernel at the first request (1 to 40 s a rank)."""
     import torch._dynamo
 
     disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
+    triton = logging.getLogger("torch._library.triton")  # its absence, which every rank would report, is no fault here
+    level, triton.level = triton.level, logging.ERROR
     try:
         yield
     finally:
-        torch._dynamo.config.disable = disabled
+        torch._dynamo.config.disable, triton.level = disabled, level
 
 
 def prepare() -> None:
@@ -75,4 +83,3 @@ def engine_options(*, kv_cache_mib: int, max_model_len: int | None) -> dict[str,
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise ValueError("VLLM_CPU_KVCACHE_SPACE overrides rollout.kv_cache_mib; unset it and give the size in MiB as rollout.kv_cache_mib")
     return options
-
