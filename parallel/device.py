@@ -146,6 +146,7 @@ def prepare(*, leave_out: str = "") -> None:
     Raises:
         RuntimeError: megatron.core was imported before.
     """
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # notices for Megatron's own developers, once a rank
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # every module says once a rank that Apex is missing
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names that Megatron-Core still uses
     if is_gpu() or _applied:

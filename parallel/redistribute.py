@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def exchange_rows(
-    tensors: dict[str, Tensor], destinations: Sequence[Sequence[int]], group: ProcessGroup | None, *, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
+def exchange_rows(tensors: dict[str, Tensor], destinations: Sequence[Sequence[int]], group: ProcessGroup | None, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Send row b of every tensor to the ranks `destinations[b]`; return the rows received, by source rank, then source order.
 
     Args:

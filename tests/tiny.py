@@ -43,7 +43,7 @@ def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{stem}{head}")(config).float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model

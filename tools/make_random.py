@@ -1,10 +1,10 @@
 """Writes a model of a published shape with random weights, and prompts for it: enough to measure speed without a download.
 
-    python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 512] [--rows 4096]
+python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 512] [--rows 4096]
 
-    OUT/model         config.json, bfloat16 weights in several safetensors files with their index, the toy job's tokenizer
-    OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
-    OUT/reward.py     `score`: share of vowels in the response, so that rows differ
+OUT/model         config.json, bfloat16 weights in several safetensors files with their index, the toy job's tokenizer
+OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
+OUT/reward.py     `score`: share of vowels in the response, so that rows differ
 """
 
 import argparse

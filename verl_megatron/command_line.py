@@ -1,6 +1,7 @@
 """What the entry points share: Hydra reads the recipe, and what a user did wrong is said once, without a traceback."""
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def run_command(main: Callable[[DictConfig], None]) -> None:
     A ValueError is the user's: one rank prints it and all exit with 2. Of other errors those are shown that began it, not those
     of ranks which lost a peer by it.
     """
+    gc.disable()  # the imports and engines to come make millions of objects that stay: collecting them again and again doubles the start; trainers start it again
     quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", default="../recipes")

@@ -36,9 +36,7 @@ class MicroBatch:
         return MicroBatch(lengths=self.lengths, fields={name: x.to(device, non_blocking=True) for name, x in self.fields.items()}, **moved)
 
 
-def pack(
-    batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, tp: int = 1, cp: int = 1, cp_rank: int = 0
-) -> MicroBatch:
+def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, tp: int = 1, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
     """Pack the rows `rows` of a batch (on the CPU).
 
     Args:
@@ -47,6 +45,8 @@ def pack(
         tp: packed tokens on this rank become a multiple of it (sequence parallelism).
     """
     take = torch.tensor(rows, dtype=torch.int64)
+    if len(batch) == 0:  # a rank without rows still runs its part of the pipeline; the filler looks at one row
+        batch = RolloutBatch.from_rows([0], [[0]], [[]])
     lengths_R = batch.attention_mask[take].sum(1)
     used_R = lengths_R if last_token else lengths_R - 1
     unit = 2 * cp if cp > 1 else 1

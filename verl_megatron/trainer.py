@@ -1,6 +1,7 @@
 """The Python interface: a run from its settings, from the first validation to the exported model."""
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -59,6 +60,8 @@ class RLTrainer:
         """Run all iterations; returns the last metrics, with `validation/before` and `validation/after` where there is validation data."""
         config, metrics = self.config, {}
         run = self.run = build_run(config)
+        gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
+        gc.enable()
         try:
             self._resume()
             tracker = None

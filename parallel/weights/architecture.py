@@ -97,11 +97,12 @@ FIXED: dict[str, tuple[Any, str]] = {
 READ_SEPARATELY = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 OF_THE_HEAD = {"architectures", "id2label", "label2id", "num_labels", "problem_type", "classifier_dropout"}
 # Keys that do not change what the trunk computes; carried over to a written config.json.
-_LABELS = "dtype torch_dtype transformers_version name_or_path _name_or_path tokenizer_class prefix task_specific_params unsloth_fixed unsloth_version is_llama_config transformers.js_config"
+_LABELS = "dtype torch_dtype transformers_version name_or_path _name_or_path tokenizer_class prefix task_specific_params is_llama_config"
+_TOOLS = "unsloth_fixed unsloth_version transformers.js_config"
 _TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id"
 _RUNNING = "use_cache attn_implementation _attn_implementation return_dict output_hidden_states output_attentions output_scores chunk_size_feed_forward"
 _GENERATION = "max_length min_length max_new_tokens do_sample num_beams num_return_sequences temperature top_k top_p typical_p repetition_penalty length_penalty"
-HARMLESS = {key for keys in (_LABELS, _TOKENS, _RUNNING, _GENERATION) for key in keys.split(" ")}
+HARMLESS = {key for keys in (_LABELS, _TOOLS, _TOKENS, _RUNNING, _GENERATION) for key in keys.split(" ")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ OWNERS = {
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
     ("train", "sft"),
-    ("command_line", "trainer"),
+    ("command_line", "trainer", "sft_trainer"),
     ("ppo",),
     ("run",),
     ("roles", "rollout", "checks", "report"),

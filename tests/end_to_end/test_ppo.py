@@ -12,7 +12,8 @@ from tests.end_to_end.conftest import TRAIN, settings_of
 from tests.end_to_end.launch import run
 from verl_megatron.tracking import read_metrics
 
-MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$")  # keys that no two runs agree on
+# Keys that no two runs agree on: seconds, memory, and the last bit of vLLM's log-probs, which depends on the rows that a replica decodes together.
+MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob_gap")
 
 
 def learned(output_dir) -> list[dict]:

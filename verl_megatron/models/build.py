@@ -54,8 +54,7 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
     """Megatron's description of the architecture under a layout."""
     stages = [len(layers) for layers in layout.layers_of(arch.num_layers).values()]
     uneven = dict(num_layers_in_first_pipeline_stage=stages[0] * layout.vpp, num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp)
-    if len(set(stages[1 : layout.pp - 1])) > 1:
-        raise ValueError(f"stage_layers={list(layout.stage_layers)}: Megatron-Core lets the first and the last stage differ, the stages between must be alike")
+    assert len(set(stages[1 : layout.pp - 1])) <= 1, "Megatron-Core lets only the first and the last stage differ"
     recompute = {"none": {}, "selective": dict(recompute_granularity="selective"), "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)}
     on_gpu = torch.cuda.is_available()
     _, attention_factor = rope_frequencies(arch)

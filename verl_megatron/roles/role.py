@@ -48,9 +48,7 @@ class Role:
         names = ("logprobs", "entropy") if self.engine.head == "lm" else ("values",)
         return {name: self.collector.to_home(results[name] if results else None, borrowed.batch.row_id, rows.home_R, batch) for name in names}
 
-    def update(
-        self, batch: RolloutBatch, rows: RowTable, loss: Loss, *, fields: tuple[str, ...], epochs: int, stop: Callable[[Sums], bool] | None = None
-    ) -> tuple[Sums, int]:
+    def update(self, batch: RolloutBatch, rows: RowTable, loss: Loss, *, fields: tuple[str, ...], epochs: int, stop: Callable[[Sums], bool] | None = None) -> tuple[Sums, int]:
         """Optimizer steps over all mini-batches, `epochs` times; returns the metrics and the number of steps taken.
 
         Args:

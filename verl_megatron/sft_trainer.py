@@ -1,0 +1,84 @@
+"""Supervised fine-tuning through the same engine as reinforcement learning."""
+
+import gc
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import device
+from parallel.collectives import all_sum
+from parallel.weights.architecture import read_architecture
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.checks import check_sft_config, refuse
+from verl_megatron.config import SFTConfig
+from verl_megatron.data import Demonstration, DemonstrationDataset, PromptCursor
+from verl_megatron.losses import cross_entropy
+from verl_megatron.metrics import PhaseTimer, reduce_over_world
+from verl_megatron.roles.engine import check_weights
+from verl_megatron.roles.role import Role, make_role
+from verl_megatron.roles.rows import RowTable
+from verl_megatron.tokenizer import load_tokenizer
+from verl_megatron.tracking import MetricsTracker
+from verl_megatron.versions import check_versions
+
+
+class SFTTrainer:
+    """Learns to continue prompts as demonstrated: cross-entropy over the response tokens, averaged over the tokens of a step.
+
+    Raises:
+        ValueError: everything that is wrong with the settings, at once, before a model is built.
+    """
+
+    def __init__(self, config: SFTConfig):
+        check_versions(vllm=False)
+        device.initialize()
+        self.config, self.is_first = config, dist.get_rank() == 0
+        refuse(check_sft_config(config, world_size=dist.get_world_size()))
+
+    def train(self) -> dict[str, float]:
+        """All optimizer steps, then the export; returns the last metrics."""
+        config, run = self.config, self.config.run
+        tokenizer = load_tokenizer(config.actor.path)
+        rows = DemonstrationDataset(config.data.train, tokenizer, config.data)
+        held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
+        arch = read_architecture(config.actor.path)
+        check_weights(config.actor.path, "lm")
+        actor = make_role(config.actor, arch=arch, engine=config.engine, head="lm", seed=run.seed, temperature=1.0, train_steps=run.iterations)
+        gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
+        gc.enable()
+        cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
+        tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None
+        clock, metrics = PhaseTimer(device.synchronize), {}
+        for step in range(1, run.iterations + 1):
+            with clock.phase("update"):
+                metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.rows_per_step)])
+            if held_out is not None and (step == run.iterations or (run.validate_interval and step % run.validate_interval == 0)):
+                with clock.phase("validation"):
+                    metrics["validation/loss"] = self._loss(actor, list(held_out))
+            seconds = clock.pop()
+            if tracker is not None:
+                tracker.log(step, metrics | {f"time/{name}_s": value for name, value in seconds.items()})
+        if run.export:
+            actor.engine.export(Path(run.output_dir) / "actor", template=config.actor.path)
+        if tracker is not None:
+            tracker.close()
+        return metrics
+
+    def _step(self, actor: Role, rows: list[Demonstration]) -> dict[str, float]:
+        batch, table = spread(rows)
+        sums, _ = actor.update(batch, table, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), epochs=1)
+        return reduce_over_world(sums)
+
+    def _loss(self, actor: Role, rows: list[Demonstration]) -> float:
+        """Mean negative log-probability of a response token."""
+        batch, table = spread(rows)
+        logprobs_BT: Tensor = actor.infer(batch, table)["logprobs"]
+        return -all_sum(logprobs_BT.double().sum()).item() / int(table.response_R.sum())
+
+
+def spread(rows: list[Demonstration]) -> tuple[RolloutBatch, RowTable]:
+    """Demonstrations dealt over the ranks of the world as rows at home, and the table of all of them."""
+    mine = range(dist.get_rank(), len(rows), dist.get_world_size())
+    batch = RolloutBatch.from_rows(list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine])
+    return batch, RowTable.gather(batch, num_rows=len(rows), num_mini_batches=1)
