@@ -77,11 +77,11 @@ def set_rng_state(state: dict) -> None:
 
 
 def optimizer_state(optimizer) -> list[list[dict]]:
-    """What each torch optimizer under Megatron's holds: by group its settings, and of each parameter the value it keeps and its moments."""
+    """What each torch optimizer under Megatron's holds: by group its step, and of each parameter the value it keeps and its moments."""
     return [
         [
             {
-                "settings": {name: value for name, value in group.items() if name != "params"},
+                "step": {name: value for name, value in group.items() if name == "step"},  # rates and decays come from this run's settings
                 "parameters": [{"value": p.data.cpu(), "moments": _moved(inner.state.get(p, {}), "cpu")} for p in group["params"]],
             }
             for group in inner.param_groups
@@ -93,7 +93,7 @@ def optimizer_state(optimizer) -> list[list[dict]]:
 def set_optimizer_state(optimizer, state: list[list[dict]]) -> None:
     for inner, groups in zip(_inner(optimizer), state, strict=True):
         for group, saved in zip(inner.param_groups, groups, strict=True):
-            group.update(saved["settings"])
+            group.update(saved["step"])
             for p, kept in zip(group["params"], saved["parameters"], strict=True):
                 p.data.copy_(kept["value"])
                 inner.state[p] = _moved(kept["moments"], p.device)

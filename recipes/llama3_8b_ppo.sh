@@ -15,6 +15,6 @@ else
 fi
 if [ "$GPUS" = 2 ]; then  # two 8B models with their optimizers do not fit two GPUs of 141 GB: the critic is a 1B model
   [ -n "${CRITIC:-}" ] || { CRITIC=${SCRATCH}_critic/model; [ -d "$CRITIC" ] || PYTHONPATH=. python tools/make_random.py "${SCRATCH}_critic" --shape llama3-1b --rows 1; }
-  settings+=(actor.layout=tp2sp critic.layout=tp2sp critic.path="$CRITIC")
+  settings+=(actor.layout=tp2sp critic.layout=tp2sp critic.path="$CRITIC" rollout.gpu_memory_utilization=0.25)
 fi
 python -m torch.distributed.run --standalone --nproc_per_node "$GPUS" -m verl_megatron.train --config-name llama3_8b_ppo "${settings[@]}" "$@"

@@ -14,9 +14,11 @@ MANIFEST = {"layouts": {"actor": "tp2pp2"}, "models": {"actor": {"hidden_size": 
 
 
 @pytest.fixture
-def world():
+def world(monkeypatch):
     """A world of one rank, if this process is in none."""
     joined = dist.is_initialized()
+    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(device._free_port())).items():
+        monkeypatch.setenv(name, value)  # what initialize() would set is taken back afterwards
     device.initialize()
     assert dist.get_world_size() == 1
     yield

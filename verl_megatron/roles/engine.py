@@ -114,11 +114,16 @@ class Engine:
             end_wd=config.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,  # a resumed run takes its place from the checkpoint and its rates from the settings
         )
 
     def _wrap(self) -> None:
         overlap = device.is_gpu() and self.layout.dp * self.layout.cp > 1
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.distributed_optimizer, overlap_grad_reduce=overlap)
+        for module in (module for chunk in self.chunks for module in chunk.modules()):
+            if hasattr(module, "fuse_wgrad_accumulation"):  # transformer-engine adds weight gradients straight into the buffer
+                module.fuse_wgrad_accumulation = True
         view = megatron.collection(self.groups)
         self.chunks = [DistributedDataParallel(self.model_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=view) for i, chunk in enumerate(self.chunks)]
         if overlap:
