@@ -59,6 +59,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def host_of(rank: int) -> int:
+    """The host that world rank `rank` runs on: torchrun starts the same number of ranks on each."""
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def used_memory_bytes() -> int:
     """Bytes taken on this rank's GPU, by whomever, freed blocks that PyTorch keeps included; on a CPU the process's peak."""
     if is_gpu():

@@ -71,6 +71,7 @@ class Run:
             pool=self.pool,
         )
         if device.is_gpu() and self.config.rollout.sleep:
+            self.clock.note_memory()
             self.vllm.sleep()
             self.stale = True
         return batch

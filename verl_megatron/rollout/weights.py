@@ -22,7 +22,7 @@ class WeightSync:
         held = {(0, name): tensor for name, tensor in vllm.parameters().items()}
         _compare(destination[rank], held)
         dtype = next(iter(held.values())).dtype
-        plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20)
+        plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.resharder = Resharder(
             plan,
             rank=rank,
