@@ -1,46 +1,22 @@
 """On GPUs: both layer specs against Hugging Face, under every layout that fits the ranks; training equals one rank."""
 
 import os
-import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from parallel import device
-
-device.initialize()
-
-from parallel.collectives import all_max, all_names, all_sum  # noqa: E402
-from parallel.groups import ProcessGroups  # noqa: E402
-from parallel.layout import Layout  # noqa: E402
-from parallel.weights.architecture import read_architecture  # noqa: E402
-from tests.tiny import make_hf, write_hf  # noqa: E402
-from verl_megatron.batch import RolloutBatch  # noqa: E402
-from verl_megatron.config import AlgorithmConfig, EngineConfig  # noqa: E402
-from verl_megatron.losses import PolicyTokens, policy_loss  # noqa: E402
-from verl_megatron.packing import balance, micro_batches  # noqa: E402
-from verl_megatron.roles.engine import Engine  # noqa: E402
+from parallel.collectives import all_max, all_names, all_sum
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.weights.architecture import read_architecture
+from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
+from verl_megatron.config import AlgorithmConfig, EngineConfig
+from verl_megatron.losses import PolicyTokens, policy_loss
+from verl_megatron.roles.engine import Engine
 
 SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
 LAYOUTS = {1: ["tp1"], 2: ["tp2", "tp2sp", "pp2", "tp1", "cp2", "pp2vpp2"], 4: ["tp4sp", "tp2pp2", "tp2pp2sp", "pp4", "tp2", "cp2tp2sp"]}
-
-
-def say(*what):
-    if dist.get_rank() == 0:
-        print(*what, flush=True)
-
-
-def make_batch(vocab_size: int) -> RolloutBatch:
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randint(3, vocab_size, (n,), generator=generator).tolist()  # noqa: E731
-    return RolloutBatch.from_rows(list(range(8)), [draw(n) for n in (1, 5, 3, 9, 2, 30, 4, 6)], [draw(n) for n in (7, 1, 12, 4, 20, 40, 3, 9)])
-
-
-def share_of(batch, layout, budget):
-    rows = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
-    mine = batch.select(torch.tensor(rows))
-    return mine, micro_batches(mine.lengths.tolist(), tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
 
 
 def hf_log_probs(model, batch) -> list[torch.Tensor]:
@@ -66,10 +42,7 @@ def error_of(results, mine, truth) -> torch.Tensor:
 
 def check_family(folder: Path, family: str) -> None:
     """Mean log-prob error: float32 local spec under 1e-4; bfloat16 specs under one and a half times Hugging Face's own in bfloat16."""
-    model, arch = make_hf(family, **SIZES).cuda(), None
-    if dist.get_rank() == 0:
-        write_hf(folder, family, **SIZES)
-    dist.barrier()
+    model = write_once(folder, family, **SIZES).cuda()
     arch = read_architecture(folder)
     batch = make_batch(arch.vocab_size)
     truth = hf_log_probs(model, batch)
@@ -120,10 +93,9 @@ def check_training(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.backends.cuda.matmul.allow_tf32 = False
-    scratch = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(scratch)
+    folder = shared_folder()
     for name in ("qwen2_tied_yarn", "qwen3", "llama_tied_llama3"):
-        check_family(Path(scratch[0]) / name, name)
-    check_training(Path(scratch[0]) / "qwen3")
+        check_family(folder / name, name)
+    check_training(folder / "qwen3")
     say("all passed")
     os._exit(0)

@@ -159,7 +159,8 @@ def test_resuming_drops_later_rows_and_a_cut_line_and_appends(tmp_path):
     assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "20.0", "1.0")]
 
 
-def test_console_prints_one_line_per_iteration_above_the_bar(tmp_path, capsys):
+def test_console_prints_one_line_per_iteration_above_the_bar_of_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     metrics = {"reward/mean": 0.5, "kl/ref": 0.0123, "rollout/response_tokens_mean": 12.34, "rollout/throughput_tokens_per_sec": 1234.5}
     with MetricsTracker(tmp_path, ["console"], total_steps=8, first_step=3) as tracker:
         tracker.log(3, metrics | {"time/rollout_s": 1.25, "time/actor_update_s": 2.0})
@@ -172,6 +173,13 @@ def test_console_prints_one_line_per_iteration_above_the_bar(tmp_path, capsys):
     ]
     assert "| 3/8 [" in printed.err
     assert not list(tmp_path.iterdir())
+
+
+def test_console_has_no_bar_where_there_is_no_terminal(tmp_path, capsys):
+    with MetricsTracker(tmp_path, ["console"], total_steps=8) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    printed = capsys.readouterr()
+    assert printed.out == "step 1/8: reward 0.500\n" and not printed.err
 
 
 def test_console_line_leaves_out_what_was_not_measured():
