@@ -21,8 +21,8 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     config, clock, sums = run.config.algorithm, run.clock, Sums()
     with clock.phase("rollout"):
         batch = run.generate(run.draw_prompts(), iteration=step)
+        rows = RowTable.gather(batch, num_rows=run.num_rows, num_mini_batches=config.mini_batches)  # waits for the slowest replica
     with clock.phase("reward"):
-        rows = RowTable.gather(batch, num_rows=run.num_rows, num_mini_batches=config.mini_batches)
         batch.rewards = run.score(batch, rows, sums)
     with clock.phase("log_probs"):
         batch.logprobs = run.actor.infer(batch, rows)["logprobs"]

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +80,22 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
 
 
 class Console:
-    """One line per row above a progress bar with the time that is left."""
+    """One line per row, on a terminal above a progress bar with the time that is left; elsewhere the line ends with that time."""
 
     def __init__(self, to: Destination):
         from tqdm import tqdm
 
-        self._bar = tqdm(total=to.total_steps, initial=max(to.first_step - 1, 0), unit="iteration", dynamic_ncols=True, disable=None)  # no bar where there is no terminal
+        self._total, self._done, self._first = to.total_steps, max(to.first_step - 1, 0), max(to.first_step - 1, 0)
+        self._started = time.monotonic()
+        self._bar = tqdm(total=self._total, initial=self._done, unit="iteration", dynamic_ncols=True, disable=None)  # None: only on a terminal
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._bar.write(console_line(step, self._bar.total, metrics))
-        self._bar.update(max(step - self._bar.n, 0))
+        line = console_line(step, self._total, metrics)
+        self._bar.update(max(step - self._done, 0))
+        self._done = max(step, self._done)
+        if self._bar.disable and self._first < self._done < self._total:
+            line += f", {(time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done):.0f} s left"
+        self._bar.write(line)
 
     def close(self) -> None:
         self._bar.close()

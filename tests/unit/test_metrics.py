@@ -179,7 +179,7 @@ def test_console_has_no_bar_where_there_is_no_terminal(tmp_path, capsys):
     with MetricsTracker(tmp_path, ["console"], total_steps=8) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
     printed = capsys.readouterr()
-    assert printed.out == "step 1/8: reward 0.500\n" and not printed.err
+    assert printed.out == "step 1/8: reward 0.500, 0 s left\n" and not printed.err
 
 
 def test_console_line_leaves_out_what_was_not_measured():
