@@ -17,6 +17,7 @@ FAMILIES = {
     "llama_tied_llama3": ("Llama", dict(tie_word_embeddings=True, rope="llama3", num_key_value_heads=2)),
     "llama_linear": ("Llama", dict(tie_word_embeddings=False, rope="linear")),
     "mistral": ("Mistral", dict(tie_word_embeddings=False, sliding_window=None, head_dim=16)),
+    "mistral_tied": ("Mistral", dict(tie_word_embeddings=True, sliding_window=None, head_dim=16)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=False, num_key_value_heads=2)),
     "qwen2_tied_yarn": ("Qwen2", dict(tie_word_embeddings=True, rope="yarn")),
     "qwen3": ("Qwen3", dict(tie_word_embeddings=False, head_dim=16)),

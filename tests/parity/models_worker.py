@@ -83,8 +83,8 @@ def check_logits(family: str, folder: Path, layouts) -> None:
 
 def check_families() -> None:
     folder = shared_folder()
-    for number, family in enumerate(FAMILIES):
-        check_logits(family, folder / family, LAYOUTS if number == 1 else LAYOUTS[number % 3 :: 3] + LAYOUTS[12:13])
+    for family in FAMILIES:
+        check_logits(family, folder / family, LAYOUTS)
 
 
 def check_heads() -> None:
