@@ -49,9 +49,7 @@ find_base_python() { # the interpreter a new environment is made of
 }
 
 install_torch_for_cpu() { # the CPU build where an index has it, so that no CUDA libraries are downloaded
-  pip_install torch==2.13.0+cpu ||
-    pip_install torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu ||
-    pip_install torch==2.13.0
+  pip_install torch==2.13.0+cpu || pip_install torch==2.13.0
 }
 
 pip_install() { "$PYTHON" -m pip install --disable-pip-version-check --no-input "$@"; }
