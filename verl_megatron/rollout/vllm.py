@@ -226,9 +226,18 @@ class VLLMActor:
         self._wake("kv_cache")
 
     def _wake(self, tag: str) -> None:
-        if tag in self._asleep:
+        if tag not in self._asleep:
+            return
+        try:
             self._llm.wake_up(tags=[tag])
-            self._asleep.remove(tag)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            share, used = self.config.gpu_memory_utilization, device.used_memory_bytes() / 2**30
+            raise ValueError(
+                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} beside the models, {used:.0f} GiB are in use; lower it, or raise tp or pp"
+            ) from error
+        self._asleep.remove(tag)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prompts; needed after the weights changed."""
