@@ -4,15 +4,15 @@ Both sides describe their parameters as rectangles of Hugging Face tensors (`par
 intersection of the two: each destination element is written exactly once, from the nearest rank that holds it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
 
-from parallel.weights.shard import Block, ShardedParameter
+from parallel.reshard.rectangles import Rect, area, holes, intersect, subtract
+from parallel.weights.shard import ShardedParameter
 
-Rect = tuple[int, int, int, int]  # first row, end row, first column, end column
 Place = tuple[int, str, int, int]  # model chunk, parameter, first row, first column
 
 
@@ -40,7 +40,8 @@ class Transfer:
         """Only rows `start` to `stop`, counted from this transfer's first row."""
         first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = self.rows[0], self.source, self.destination
         rows = (first + start, first + stop)
-        return replace(self, rows=rows, source=(chunk, name, row + start, col), destination=(to_chunk, to_name, to_row + start, to_col))
+        taken, written = (chunk, name, row + start, col), (to_chunk, to_name, to_row + start, to_col)
+        return Transfer(self.tensor, rows, self.cols, self.source_rank, self.destination_rank, taken, written)
 
     def __str__(self) -> str:
         return f"{self.tensor} rows {self.rows[0]}-{self.rows[1]} columns {self.cols[0]}-{self.cols[1]} from rank {self.source_rank} to rank {self.destination_rank}"
@@ -158,23 +159,29 @@ def compile_plan(
             window that cannot hold one row.
     """
     host_of = host_of or (lambda rank: 0)
-    sources = _Sources(source, host_of)
+    sources = _Sources(source, _repeated(destination), host_of)
     windows = _Windows(window_bytes, element_bytes)
     local: list[Transfer] = []
     padding: list[Padding] = []
     ranks = sorted(destination)
     # Position by position over all ranks, so that a window holds work for every rank and not for the first ones only.
     for parameters in zip_longest(*(destination[rank] for rank in ranks)):
+        # Replicas need the same: cut once for each parameter, found by identity where ranks share one and else by value.
+        same: dict[int, _Wanted] = {}
+        equal: dict[ShardedParameter, _Wanted] = {}
         for rank, parameter in zip(ranks, parameters):
             if parameter is None:
                 continue
-            padding += [Padding(rank, parameter.chunk, parameter.name, rect[:2], rect[2:]) for rect in _padding_of(parameter)]
-            for block in parameter.blocks:
-                for transfer in sources.serve(block, parameter, rank):
-                    if transfer.source_rank == rank:
-                        local.append(transfer)
-                    else:
-                        windows.place(transfer)
+            wanted = same.get(id(parameter))
+            if wanted is None:
+                wanted = equal.get(parameter) or equal.setdefault(parameter, sources.wanted(parameter))
+                same[id(parameter)] = wanted
+            padding += [Padding(rank, parameter.chunk, parameter.name, rect[:2], rect[2:]) for rect in wanted.padding]
+            for transfer in sources.serve(wanted, rank):
+                if transfer.source_rank == rank:
+                    local.append(transfer)
+                else:
+                    windows.place(transfer)
     return Plan(
         ranks=tuple(sorted({*source, *destination})),
         element_bytes=element_bytes,
@@ -187,6 +194,15 @@ def compile_plan(
     )
 
 
+def _repeated(destination: Mapping[int, Sequence[ShardedParameter]]) -> set[str]:
+    """Tensors of which some rank needs several blocks: only these can be needed twice, as a tied copy beside its owner is."""
+    repeated: set[str] = set()
+    for parameters in {id(parameters): parameters for parameters in destination.values()}.values():
+        counts = Counter(block.tensor for parameter in parameters for block in parameter.blocks)
+        repeated |= {tensor for tensor, count in counts.items() if count > 1}
+    return repeated
+
+
 @dataclass(slots=True)
 class _Replicas:
     """The ranks that hold the same rectangle of a tensor."""
@@ -195,16 +211,47 @@ class _Replicas:
     on_host: dict[int, list[int]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Piece:
+    """What a destination block takes from one source rectangle, whichever of its replicas gives it."""
+
+    rect: Rect
+    whole: Rect  # the source's rectangle
+    replicas: _Replicas
+    own: bool  # the destination rank is one of the replicas
+    destination: Place
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    taken: dict[Place, Place] = field(default_factory=dict)  # by a replica's place of `whole`: its place of `rect`
+
+
+@dataclass(slots=True)
+class _WantedBlock:
+    tensor: str
+    rect: Rect
+    place: Place
+    holders: list[tuple[Rect, _Replicas]]  # the source rectangles that meet it
+    cuts: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)  # by distances of the holders: what comes from whom
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A destination parameter, cut along the sources once for all ranks that need the same."""
+
+    padding: list[Rect]
+    blocks: list[_WantedBlock]
+
+
 class _Sources:
     """Source rectangles by tensor, and the choice among them."""
 
-    def __init__(self, source: Mapping[int, Sequence[ShardedParameter]], host_of: Callable[[int], int]):
-        self.host_of = host_of
+    def __init__(self, source: Mapping[int, Sequence[ShardedParameter]], repeated: set[str], host_of: Callable[[int], int]):
+        self.host_of, self.repeated = host_of, repeated
         self.replicas: dict[str, dict[Rect, _Replicas]] = defaultdict(dict)
         self.sent: dict[int, int] = dict.fromkeys(source, 0)  # elements, for the balance
         self.held: dict[int, int] = defaultdict(int)  # elements a rank holds as a source
         self.minimum: dict[int, int] = defaultdict(int)  # elements a rank needs and does not hold
-        self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(list)  # by rank and tensor: what came from others
+        self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(list)  # by rank and repeated tensor: what came from others
         for rank in sorted(source):
             for parameter in source[rank]:
                 if parameter.owner:
@@ -218,51 +265,64 @@ class _Sources:
             if rank not in replicas.place:
                 replicas.place[rank] = (parameter.chunk, parameter.name, block.row, block.col)
                 replicas.on_host.setdefault(self.host_of(rank), []).append(rank)
-                self.held[rank] += _area((*block.rows, *block.cols))
+                self.held[rank] += area((*block.rows, *block.cols))
 
-    def serve(self, block: Block, parameter: ShardedParameter, rank: int) -> Iterator[Transfer]:
-        """Transfers that fill `block` of rank `rank`, each element once."""
-        missing: list[Rect] = [(*block.rows, *block.cols)]
-        for distance, rect, replicas in self._nearest(block, rank):
-            if not missing:
-                return
-            rest: list[Rect] = []
-            for wanted in missing:
-                rest += _subtract(wanted, rect)
-                piece = _intersect(wanted, rect)
-                if piece:
-                    giver = rank if distance == 0 else self._choose(piece, block.tensor, replicas, rank)
-                    place = (parameter.chunk, parameter.name, block.row, block.col)
-                    taken, written = _at(replicas.place[giver], rect, piece), _at(place, (*block.rows, *block.cols), piece)
-                    yield Transfer(block.tensor, piece[:2], piece[2:], giver, rank, taken, written)
-            missing = rest
-        if missing:
-            first, end, left, right = missing[0]
-            raise ValueError(
-                f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {parameter.name} of rank {rank} and no source rank holds them;"
-                " both sides must describe the same model"
-            )
+    def wanted(self, parameter: ShardedParameter) -> _Wanted:
+        blocks = []
+        for block in parameter.blocks:
+            rect = (*block.rows, *block.cols)
+            holders = sorted(((held, replicas) for held, replicas in self.replicas.get(block.tensor, {}).items() if intersect(rect, held)), key=itemgetter(0))
+            blocks.append(_WantedBlock(block.tensor, rect, (parameter.chunk, parameter.name, block.row, block.col), holders))
+        return _Wanted(_padding_of(parameter), blocks)
 
-    def _nearest(self, block: Block, rank: int) -> list[tuple[int, Rect, _Replicas]]:
-        """The rectangles that meet `block` with their distance: 0 own rank, 1 own host, 2 elsewhere; nearest first."""
-        wanted, host = (*block.rows, *block.cols), self.host_of(rank)
-        found = []
-        for rect, replicas in self.replicas.get(block.tensor, {}).items():
-            if _intersect(wanted, rect):
-                found.append((0 if rank in replicas.place else 1 if host in replicas.on_host else 2, rect, replicas))
-        return sorted(found, key=lambda entry: entry[:2])
+    def serve(self, wanted: _Wanted, rank: int) -> Iterator[Transfer]:
+        """Transfers that fill a parameter of rank `rank`, each element once."""
+        host = self.host_of(rank)
+        for block in wanted.blocks:
+            # 0 own rank, 1 own host, 2 elsewhere; nearest first.
+            distances = tuple([0 if rank in replicas.place else 1 if host in replicas.on_host else 2 for _, replicas in block.holders])
+            pieces = block.cuts.get(distances)
+            if pieces is None:
+                pieces = block.cuts[distances] = _cut(block, distances, rank)
+            for piece in pieces:
+                giver = rank if piece.own else self._choose(piece, block.tensor, rank, host)
+                place = piece.replicas.place[giver]
+                taken = piece.taken.get(place) or piece.taken.setdefault(place, _at(place, piece.whole, piece.rect))
+                yield Transfer(block.tensor, piece.rows, piece.cols, giver, rank, taken, piece.destination)
 
-    def _choose(self, piece: Rect, tensor: str, replicas: _Replicas, rank: int) -> int:
+    def _choose(self, piece: _Piece, tensor: str, rank: int, host: int) -> int:
         """The rank that sends `piece`: of the same host if one is there, and of these the one that has sent the least."""
-        giver = min(replicas.on_host.get(self.host_of(rank), replicas.place), key=self.sent.__getitem__)
-        self.sent[giver] += _area(piece)
-        # A tied copy beside its owner needs the same elements twice; they count once.
-        fresh = [piece]
-        for earlier in self.fetched[rank, tensor]:
-            fresh = [part for rect in fresh for part in _subtract(rect, earlier)]
-        self.fetched[rank, tensor].append(piece)
-        self.minimum[rank] += sum(map(_area, fresh))
+        giver = min(piece.replicas.on_host.get(host, piece.replicas.place), key=self.sent.__getitem__)
+        elements = fresh = area(piece.rect)
+        self.sent[giver] += elements
+        if tensor in self.repeated:  # what is needed twice counts once
+            parts = [piece.rect]
+            for earlier in self.fetched[rank, tensor]:
+                parts = [part for rect in parts for part in subtract(rect, earlier)]
+            self.fetched[rank, tensor].append(piece.rect)
+            fresh = sum(map(area, parts))
+        self.minimum[rank] += fresh
         return giver
+
+
+def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Piece]:
+    """Pieces that cover `block` once, from the nearest holders first."""
+    missing, pieces = [block.rect], []
+    for distance, (whole, replicas) in sorted(zip(distances, block.holders), key=lambda entry: (entry[0], entry[1][0])):
+        rest: list[Rect] = []
+        for rect in missing:
+            rest += subtract(rect, whole)
+            piece = intersect(rect, whole)
+            if piece:
+                pieces.append(_Piece(piece, whole, replicas, distance == 0, _at(block.place, block.rect, piece), piece[:2], piece[2:]))
+        missing = rest
+    if missing:
+        first, end, left, right = missing[0]
+        raise ValueError(
+            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.place[1]} of rank {rank} and no source rank holds them;"
+            " both sides must describe the same model"
+        )
+    return pieces
 
 
 class _Windows:
@@ -272,7 +332,7 @@ class _Windows:
         self.capacity = window_bytes // element_bytes  # elements
         self.element_bytes = element_bytes
         self.windows: list[Window] = []
-        self.used: list[dict[int, int]] = []  # by window and rank, elements
+        self.used: dict[int, list[int]] = {}  # by rank and window, elements
         self.first: dict[int, int] = defaultdict(int)  # by rank: the earliest window that may have room
 
     def place(self, transfer: Transfer) -> None:
@@ -280,43 +340,40 @@ class _Windows:
         if width > self.capacity:
             need = width * self.element_bytes
             raise ValueError(f"window_bytes={self.capacity * self.element_bytes} cannot hold a row of {transfer.tensor}, {need} bytes; set it to {need} or more")
-        pair = (transfer.source_rank, transfer.destination_rank)
-        window, row = max(self.first[rank] for rank in pair), 0
+        pair = giver, taker = transfer.source_rank, transfer.destination_rank
+        given, taken = self._used(giver), self._used(taker)
+        full, row = self.capacity - width, 0  # above `full` there is no room for a row
+        window = max(self.first[giver], self.first[taker])
         while True:
-            if window == len(self.windows):
+            start, last = window, len(self.windows)
+            while window < last and (given[window] > full or taken[window] > full):
+                window += 1
+            for rank, used in ((giver, given), (taker, taken)):
+                while start <= self.first[rank] < window and used[self.first[rank]] > full:
+                    self.first[rank] += 1
+            if window == last:
                 self.windows.append({})
-                self.used.append(defaultdict(int))
-            used = self.used[window]
-            rows = min(num_rows - row, (self.capacity - max(used[rank] for rank in pair)) // width)
-            if rows:
-                self.windows[window].setdefault(pair, []).append(transfer if rows == num_rows else transfer.part(row, row + rows))
-                for rank in pair:
-                    used[rank] += rows * width
-                row += rows
+                for used in self.used.values():
+                    used.append(0)
+            rows = min(num_rows - row, (self.capacity - max(given[window], taken[window])) // width)
+            self.windows[window].setdefault(pair, []).append(transfer if rows == num_rows else transfer.part(row, row + rows))
+            given[window] += rows * width
+            taken[window] += rows * width
+            row += rows
             if row == num_rows:
                 return
-            for rank in pair:
-                if self.first[rank] == window and self.capacity - used[rank] < width:
-                    self.first[rank] += 1
-            window += 1
+
+    def _used(self, rank: int) -> list[int]:
+        return self.used.get(rank) or self.used.setdefault(rank, [0] * len(self.windows))
 
 
 def _padding_of(parameter: ShardedParameter) -> list[Rect]:
     written = tuple((b.row, b.row + b.rows[1] - b.rows[0], b.col, b.col + b.cols[1] - b.cols[0]) for b in parameter.blocks)
     height, width = matrix_shape(parameter.shape)
-    holes = _holes((0, height, 0, width), written)
-    if holes is None:
+    padding = holes((0, height, 0, width), written)
+    if padding is None:
         raise ValueError(f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it: {parameter.blocks}")
-    return holes
-
-
-@cache  # layers repeat the same few shapes
-def _holes(whole: Rect, written: tuple[Rect, ...]) -> list[Rect] | None:
-    """What `written` leaves of `whole`; None if they overlap or reach outside."""
-    holes = [whole]
-    for rect in written:
-        holes = [part for hole in holes for part in _subtract(hole, rect)]
-    return holes if sum(map(_area, holes)) + sum(map(_area, written)) == _area(whole) else None
+    return padding
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -331,24 +388,3 @@ def _at(place: Place, whole: Rect, piece: Rect) -> Place:
     """Where `piece` lies in the parameter that holds `whole` at `place`."""
     chunk, name, row, col = place
     return chunk, name, row + piece[0] - whole[0], col + piece[2] - whole[2]
-
-
-def _area(rect: Rect) -> int:
-    return (rect[1] - rect[0]) * (rect[3] - rect[2])
-
-
-def _intersect(a: Rect, b: Rect) -> Rect | None:
-    first, end, left, right = max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3])
-    return (first, end, left, right) if first < end and left < right else None
-
-
-def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
-    """What is left of `rect` without `hole`: above, below, left and right of it."""
-    cut = _intersect(rect, hole)
-    if cut is None:
-        return [rect]
-    if cut == rect:
-        return []
-    first, end, left, right = cut
-    parts = [(rect[0], first, rect[2], rect[3]), (end, rect[1], rect[2], rect[3]), (first, end, rect[2], left), (first, end, right, rect[3])]
-    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]

@@ -1,0 +1,144 @@
+"""The plan as an artefact: the numbers of `tools/reshard_plan.py` against the plan and against arithmetic, and what it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from parallel.reshard.plan import Plan, compile_plan
+from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.shapes import shape
+from tests.worlds import ROOT
+from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of
+
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 512}
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(shape("llama3-8b") | TINY))
+    return str(tmp_path)
+
+
+def planned(**options) -> tuple[Case, Plan, dict]:
+    case = read_case(**options)
+    shards = case.shards()
+    plan = compile_plan(source=shards[0], destination=shards[1], element_bytes=2, window_bytes=2**28, host_of=case.host_of)
+    return case, plan, report_of(case, plan, flows_of(plan), shards, Rates(same_gpu=1e9, same_host=1e8, other_host=1e7))
+
+
+def test_the_program_writes_numbers_and_a_picture(tmp_path):
+    options = ["--hf", "llama3-8b", "--train", "tp2pp2", "--rollout", "tp4", "--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png")]
+    run = subprocess.run([sys.executable, ROOT / "tools/reshard_plan.py", *options], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "llama3-8b: tp2pp2 -> 1 x tp4 on 4 ranks" in run.stdout and len(run.stdout.splitlines()) < 20
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert {"received_bytes", "sent_bytes", "local_bytes", "lower_bound_bytes", "gather_all_bytes", "messages", "peak_extra_bytes"} <= report.keys()
+    assert all(len(report[f"{what}_bytes"]) == 4 for what in ("received", "sent", "local"))
+    # Ranks 1 and 2 hold nothing of the quarter that they need, except for norms.
+    quarter = report["gather_all_bytes"] / 3
+    assert report["lower_bound_bytes"] == max(report["received_bytes"]) == pytest.approx(quarter, rel=1e-3)
+    assert report["peak_extra_bytes"] <= report["window_bytes"] == 2**28 and report["dtype"] == "bfloat16"
+
+
+def test_numbers_are_the_plans_and_add_up(folder):
+    case, plan, report = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=16, hosts=4)
+    assert (case.train.dp, case.rollout.dp, case.ranks_per_host) == (4, 4, 4)
+    for what in ("received", "sent"):
+        assert report[f"{what}_bytes"] == [getattr(plan, f"{what}_bytes")[rank] for rank in range(16)]
+        assert report[f"{what}_bytes"] == [a + b for a, b in zip(report[f"{what}_same_host_bytes"], report[f"{what}_other_host_bytes"])]
+    assert report["staged_bytes"] == [plan.staged_bytes[rank] for rank in range(16)] and report["peak_extra_bytes"] == plan.peak_extra_bytes
+    assert report["local_bytes"] == [plan.local_bytes[rank] for rank in range(16)]
+    other = sum(t.elements for t in plan.transfers() if case.host_of(t.source_rank) != case.host_of(t.destination_rank)) * 2
+    assert sum(report["sent_other_host_bytes"]) == sum(report["received_other_host_bytes"]) == other > 0
+    assert report["ratio_to_lower_bound"] == max(report["received_bytes"]) / plan.lower_bound_bytes >= 1
+
+
+def test_seconds_follow_the_rates(folder):
+    """One window and one busiest link: bytes over its rate, then packing and unpacking besides."""
+    _, plan, report = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=4)
+    busiest = max(max(report["received_bytes"]), max(report["sent_bytes"]))
+    assert len(plan.windows) == 1
+    assert report["seconds"]["overlapped"] == pytest.approx(busiest / 1e8)
+    assert busiest / 1e8 < report["seconds"]["one_after_another"] <= busiest / 1e8 + (2 * busiest + max(report["local_bytes"])) / 1e9
+    _, _, apart = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=4, hosts=4)
+    assert apart["seconds"]["overlapped"] == pytest.approx(busiest / 1e7)
+
+
+def test_memory_of_equal_layouts(folder):
+    """TP2 to TP2: all but QKV, whose order differs, can be shared; swapped tensor by tensor, one copy and a tensor are enough."""
+    case, _, report = planned(hf=folder, train="tp2", rollout="tp2")
+    memory, copy = report["peak_memory"], report["local_bytes"][0]
+    qkv = 4 * 2 * (8 + 2 * 8) * 8 // 2 * 64
+    assert case.ranks == 2 and not any(report["received_bytes"]) and report["seconds"]["overlapped"] == copy / 1e9
+    assert memory["larger_copy_bytes"] == copy and memory["keep"] == {"bytes": 2 * copy, "implemented": True}
+    assert memory["share"]["bytes"] == copy + qkv
+    assert copy < memory["swap"]["bytes"] <= copy + 2 * 512 * 64
+    assert not memory["swap"]["implemented"] and not memory["share"]["implemented"]
+
+
+def test_ranks_and_hosts_by_default(folder):
+    assert read_case(hf=folder, train="tp2pp2", rollout="tp8").ranks == 8
+    case = read_case(hf="llama3-405b", train="tp8pp4vpp2", rollout="tp16", stage_layers=(32, 32, 32, 30))
+    assert (case.ranks, case.hosts, case.train.vpp) == (32, 4, 2)
+    assert read_case(hf="qwen2.5-7b", train="tp4", rollout="tp2dp4", ranks=8).rollout.dp == 4
+
+
+REFUSED = [
+    (["--hf", "no-such"], r"--hf no-such is neither .*llama3-70b"),
+    (["--train", "tp3"], r"--train tp3\S*: tp=3 must divide the model's 32 attention heads; choose"),
+    (["--rollout", "tp64"], r"--rollout tp64: tp=64 must divide"),
+    (["--train", "tp2x"], r"--train tp2x .*not understood; write sizes"),
+    (["--rollout", "tp2pp2"], r"--rollout tp2pp2 names more than tp and dp.*write tp2"),
+    (["--ranks", "3"], r"--train tp2pp2 with --ranks 3: .*needs 4 ranks or a multiple"),
+    (["--ranks", "many"], r"--ranks: 'many' is not accepted; write a whole number"),
+    (["--ranks", "0"], r"--ranks: '0' is not accepted"),
+    (["--train", "tp8pp100000"], r"--train tp8pp100000 .*800000 ranks, is more than the 16384"),
+    (["--hosts", "3"], r"--hosts 3 must divide the 4 ranks; choose"),
+    (["--stage-layers", "30,3"], r"--train tp2pp2: 32 layers do not split .*--stage-layers \(sum 32\)"),
+    (["--other-host-rate", "-1"], r"--other-host-rate: '-1' is not accepted; write bytes a second"),
+    (["--dtype", "fp8"], r"--dtype: invalid choice: 'fp8' \(choose from"),
+    (["--json", "/no/such/plan.json"], r"--json /no/such/plan.json cannot be written.*name a file in a folder that exists"),
+    (["--png", "plan.jpg"], r"--png plan.jpg must end in .png"),
+]
+
+
+@pytest.mark.parametrize("changed, message", REFUSED, ids=[" ".join(changed) for changed, _ in REFUSED])
+def test_refusals_are_one_line_with_a_remedy(changed, message, capsys):
+    given = {"--hf": "llama3-8b", "--train": "tp2pp2", "--rollout": "tp4"} | dict([changed])
+    with pytest.raises(SystemExit) as stopped:
+        main([f"{option}={value}" for option, value in given.items()])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2 and captured.out == "" and len(captured.err.splitlines()) == 1
+    assert re.search(message, captured.err), captured.err
+
+
+def test_a_folder_without_config_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--hf", str(tmp_path), "--train", "tp2", "--rollout", "tp2"])
+    assert "config.json does not exist" in capsys.readouterr().err
+
+
+def test_shards_are_those_of_the_map(folder):
+    case = read_case(hf=folder, train="tp2pp2", rollout="tp2", ranks=8)
+    source, destination = case.shards()
+    for rank in range(8):
+        assert source[rank] == megatron_parameters(case.arch, case.train, rank, spec="te")
+        assert destination[rank] == vllm_parameters(case.arch, 2, rank % 2)
+
+
+def test_a_70b_plan_for_1024_ranks_fits_in_memory(tmp_path):
+    path = tmp_path / "plan.json"
+    options = ["--hf", "llama3-70b", "--train", "tp8pp8", "--rollout", "tp8", "--ranks", "1024", "--hosts", "128", "--json", str(path)]
+    process = subprocess.Popen([sys.executable, ROOT / "tools/reshard_plan.py", *options], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0 and usage.ru_maxrss < 2 * 2**20  # KiB: 2 GiB, a third of which is used
+    report = json.loads(path.read_text())
+    replicas, model, norms = 128, 2 * 70_553_706_496, 2 * (2 * 80 + 1) * 8192  # norms are on each rank of a replica
+    assert sum(report["received_bytes"]) + sum(report["local_bytes"]) == replicas * (model + 7 * norms)
+    assert max(report["received_bytes"]) == report["lower_bound_bytes"] < report["gather_all_bytes"] / 8
+    assert report["peak_extra_bytes"] <= report["window_bytes"]

@@ -1,0 +1,397 @@
+"""What a reshard from Megatron's shards to vLLM's would move, without a GPU and without weights.
+
+python tools/reshard_plan.py --hf DIR_or_NAME --train tp8pp4 --rollout tp8 [--ranks 32] [--hosts 4] [--json FILE] [--png FILE]
+
+DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON a list has one number a rank.
+"""
+
+import argparse
+import gc
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import lcm, prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
+from parallel.layout import Layout
+from parallel.reshard.plan import Plan, compile_plan, matrix_shape
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.shard import ShardedParameter
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+HOST_RANKS = 8  # of a host, where --hosts is not given
+MAX_RANKS = 2**14
+DRAWN_RANKS = 128  # the picture of more shows hosts
+IMPLEMENTED_MODES = ("keep",)  # of `peak_memory`; the others say what a run could do
+Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks that hold the same share one list
+Flows = list[dict[tuple[int, int], int]]  # by window: bytes of each (source rank, destination rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes a second and direction."""
+
+    same_gpu: float = 2.1e12  # bytes copied: 4.19 TB/s read and written, measured on an H200
+    same_host: float = 360e9  # NCCL point to point over NVLink, measured between H200s
+    other_host: float = 50e9  # of one 400 Gbit/s adapter a GPU, assumed
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model with its two layouts and the hosts they stand on."""
+
+    model: str
+    arch: Architecture
+    train: Layout
+    rollout: Layout
+    ranks_per_host: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.train.ranks)
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.ranks_per_host)
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.ranks_per_host
+
+    def shards(self) -> tuple[Shards, Shards]:
+        """What every rank holds in Megatron and in vLLM; ValueError, with the option, for a layout that does not split the model."""
+        option, held, source = "--train", {}, {}
+        try:
+            for rank in self.train.ranks:
+                place = self.train.coordinates(rank)
+                if (place.tp, place.pp) not in held:
+                    held[place.tp, place.pp] = megatron_parameters(self.arch, self.train, rank, spec="te")
+                source[rank] = held[place.tp, place.pp]
+            option = "--rollout"
+            served = [vllm_parameters(self.arch, self.rollout.tp, tp_rank) for tp_rank in range(self.rollout.tp)]
+        except ValueError as error:
+            raise ValueError(f"{option} {self.train if option == '--train' else self.rollout}: {error}".replace("stage_layers", "--stage-layers")) from None
+        return source, {rank: served[rank % self.rollout.tp] for rank in range(self.ranks)}
+
+
+def read_case(*, hf: str, train: str, rollout: str, ranks: int | None = None, hosts: int | None = None, stage_layers: tuple[int, ...] = ()) -> Case:
+    """Understand the options: `ranks` None is the smallest number that fits both layouts, `hosts` None puts 8 ranks on each.
+
+    Raises:
+        ValueError: names the option, its value and what to write in its place.
+    """
+    if hf not in SHAPES and not Path(hf).is_dir():
+        raise ValueError(f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+    arch = Architecture.from_hf(shape(hf), source=hf) if hf in SHAPES else read_architecture(hf)
+    layouts = {}
+    smallest = lcm(_num_ranks(train), _num_ranks(rollout))
+    if (ranks or smallest) > MAX_RANKS:
+        what = f"--ranks {ranks}" if ranks else f"--train {train} with --rollout {rollout}, {smallest} ranks,"
+        raise ValueError(f"{what} is more than the {MAX_RANKS} that a plan may have; choose fewer")
+    world = tuple(range(ranks or smallest))
+    for option, text, stages in (("--train", train, stage_layers), ("--rollout", rollout, ())):
+        try:
+            layouts[option] = Layout.parse(text, ranks=world, stage_layers=stages)
+        except ValueError as error:
+            raise ValueError(f"{option} {text} with --ranks {len(world)}: {error}") from None
+    if layouts["--rollout"].tp * layouts["--rollout"].dp != len(world):
+        raise ValueError(f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{layouts['--rollout'].tp}")
+    if hosts and len(world) % hosts:
+        raise ValueError(f"--hosts {hosts} must divide the {len(world)} ranks; choose a divisor or another --ranks")
+    return Case(hf, arch, layouts["--train"], layouts["--rollout"], len(world) // hosts if hosts else min(HOST_RANKS, len(world)))
+
+
+def _num_ranks(text: str) -> int:
+    """The ranks that a layout's named sizes need; whether it is one, `Layout.parse` finds out."""
+    return max(1, prod(int(size) for size in re.findall(r"(?<!v)[tpcd]p(\d+)", text.lower())))
+
+
+def flows_of(plan: Plan) -> Flows:
+    return [{pair: sum(t.elements for t in message) * plan.element_bytes for pair, message in window.items()} for window in plan.windows]
+
+
+def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards], rates: Rates) -> dict:
+    """Everything that the JSON says; lists have one number a rank, from rank 0 on."""
+    split, staged = _split(case, flows), _staged(case, flows)
+    copied = plan.local_bytes
+    local = [copied[rank] for rank in range(case.ranks)]
+    received = [sum(amounts) for amounts in zip(split["received_same_host_bytes"], split["received_other_host_bytes"])]
+    sent = [sum(amounts) for amounts in zip(split["sent_same_host_bytes"], split["sent_other_host_bytes"])]
+    return {
+        "model": case.model,
+        "train": str(case.train),
+        "rollout": f"tp{case.rollout.tp}",
+        "rollout_replicas": case.rollout.dp,
+        "ranks": case.ranks,
+        "hosts": case.hosts,
+        "ranks_per_host": case.ranks_per_host,
+        "element_bytes": plan.element_bytes,
+        "received_bytes": received,
+        "sent_bytes": sent,
+        "local_bytes": local,
+        **split,
+        "busiest_received_bytes": max(received),
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "ratio_to_lower_bound": max(received) / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0,
+        "gather_all_bytes": plan.gather_all_bytes,
+        "messages": plan.messages,
+        "windows": len(plan.windows),
+        "window_bytes": plan.window_bytes,
+        "staged_bytes": staged,
+        "peak_extra_bytes": max(staged),
+        "peak_memory": peak_memory(case, plan, shards, staged),
+        "seconds": {"overlapped": _overlapped(case, split, local, rates), "one_after_another": _one_after_another(case, flows, local, rates)},
+        "rates_bytes_per_s": asdict(rates),
+    }
+
+
+def _split(case: Case, flows: Flows) -> dict[str, list[int]]:
+    """Bytes between ranks, received and sent, by distance."""
+    split = {f"{way}_{distance}_host_bytes": [0] * case.ranks for way in ("received", "sent") for distance in ("same", "other")}
+    for window in flows:
+        for (giver, taker), size in window.items():
+            distance = "same" if case.host_of(giver) == case.host_of(taker) else "other"
+            split[f"sent_{distance}_host_bytes"][giver] += size
+            split[f"received_{distance}_host_bytes"][taker] += size
+    return split
+
+
+def _staged(case: Case, flows: Flows) -> list[int]:
+    """Bytes that each rank sends and receives in its fullest window."""
+    peak = [0] * case.ranks
+    for window in flows:
+        staged: dict[int, int] = defaultdict(int)
+        for pair, size in window.items():
+            for rank in pair:
+                staged[rank] += size
+        for rank, size in staged.items():
+            peak[rank] = max(peak[rank], size)
+    return peak
+
+
+def _overlapped(case: Case, split: dict[str, list[int]], local: list[int], rates: Rates) -> float:
+    """Seconds if every link of the busiest rank ran at its rate all the time and at once."""
+    amounts = [local] + [[max(split[f"{way}_{distance}_host_bytes"][rank] for way in ("received", "sent")) for rank in range(case.ranks)] for distance in ("same", "other")]
+    return max(max(sizes) / rate for sizes, rate in zip(amounts, (rates.same_gpu, rates.same_host, rates.other_host)))
+
+
+def _one_after_another(case: Case, flows: Flows, local: list[int], rates: Rates) -> float:
+    """Seconds if local copies come first, then window by window all ranks pack, exchange and unpack."""
+    seconds = max(local) / rates.same_gpu
+    for window in flows:
+        packed: dict[int, float] = defaultdict(float)
+        wire: dict[tuple[int, int, float], float] = defaultdict(float)  # by rank, side and link
+        for pair, size in window.items():
+            rate = rates.same_host if case.host_of(pair[0]) == case.host_of(pair[1]) else rates.other_host
+            for side, rank in enumerate(pair):
+                packed[rank] += size / rates.same_gpu
+                wire[rank, side, rate] += size / rate
+        seconds += max(packed.values()) + max(wire.values())
+    return seconds
+
+
+def peak_memory(case: Case, plan: Plan, shards: tuple[Shards, Shards], staged: list[int]) -> dict[str, dict]:
+    """Bytes of weights and staging on the fullest rank in each mode, both copies in the plan's element size; no gradients, optimizer or KV cache.
+
+    keep: both copies resident. swap: in this plan's order, a parameter of Megatron's is freed after the last transfer that
+    reads it and one of vLLM's begins with the first that writes it. share: keep, where a parameter of vLLM's that equals one
+    of Megatron's on the same rank takes its storage.
+    """
+    source, destination = shards
+    sizes = {id(held): _bytes(held, plan.element_bytes) for side in shards for held in {id(held): held for held in side.values()}.values()}
+    train, rollout = ([sizes[id(side[rank])] for rank in range(case.ranks)] for side in shards)
+    swapped = _swapped_bytes(plan, shards)
+    alike: dict[tuple[int, int], int] = {}  # few pairs of lists differ
+    for rank in range(case.ranks):
+        pair = (id(source[rank]), id(destination[rank]))
+        if pair not in alike:
+            alike[pair] = _bytes(_shared(source[rank], destination[rank]), plan.element_bytes)
+    shared = [alike[id(source[rank]), id(destination[rank])] for rank in range(case.ranks)]
+    peaks = {
+        "keep": max(train[rank] + rollout[rank] + staged[rank] for rank in range(case.ranks)),
+        "swap": max(swapped[rank] + staged[rank] for rank in range(case.ranks)),
+        "share": max(train[rank] + rollout[rank] - shared[rank] + staged[rank] for rank in range(case.ranks)),
+    }
+    return {"larger_copy_bytes": max(train + rollout)} | {mode: {"bytes": size, "implemented": mode in IMPLEMENTED_MODES} for mode, size in peaks.items()}
+
+
+def _swapped_bytes(plan: Plan, shards: tuple[Shards, Shards]) -> dict[int, int]:
+    """Each rank's peak of parameters if it frees and allocates parameter by parameter along the plan, local copies first."""
+    first_write: dict[int, dict[tuple[int, str], int]] = defaultdict(dict)
+    last_read: dict[int, dict[tuple[int, str], int]] = defaultdict(dict)
+    steps = [(step, (transfer,)) for step, transfer in enumerate(plan.local)]
+    steps += [(len(plan.local) + number, message) for number, window in enumerate(plan.windows) for message in window.values()]
+    for step, transfers in steps:
+        for transfer in transfers:
+            last_read[transfer.source_rank][transfer.source[:2]] = step
+            first_write[transfer.destination_rank].setdefault(transfer.destination[:2], step)
+    parameters = {id(held): held for side in shards for held in side.values()}
+    sizes = {key: [((p.chunk, p.name), _bytes([p], plan.element_bytes)) for p in held] for key, held in parameters.items()}
+    peaks = {}
+    for rank, held in shards[0].items():
+        reads, writes, mine, theirs = last_read[rank], first_write[rank], sizes[id(held)], sizes[id(shards[1][rank])]
+        events = [(reads.get(name, -1), 1, -size) for name, size in mine] + [(writes.get(name, 0), 0, size) for name, size in theirs]
+        peak = total = sum(size for _, size in mine)
+        for _, _, size in sorted(events):  # within a step what is written begins before what was read ends
+            total += size
+            peak = max(peak, total)
+        peaks[rank] = peak
+    return peaks
+
+
+def _shared(mine: list[ShardedParameter], theirs: list[ShardedParameter]) -> list[ShardedParameter]:
+    """Parameters of `theirs` that equal one of `mine`: the same elements at the same places."""
+    held = {(matrix_shape(parameter.shape), parameter.blocks) for parameter in mine if parameter.owner}
+    return [parameter for parameter in theirs if (matrix_shape(parameter.shape), parameter.blocks) in held]
+
+
+def _bytes(parameters: list[ShardedParameter], element_bytes: int) -> int:
+    return sum(prod(parameter.shape) for parameter in parameters) * element_bytes
+
+
+def table(report: dict) -> str:
+    """The report for a reader: a few lines, whatever the number of ranks."""
+    shown = {
+        "received, same host": report["received_same_host_bytes"],
+        "received, other host": report["received_other_host_bytes"],
+        "sent, same host": report["sent_same_host_bytes"],
+        "sent, other host": report["sent_other_host_bytes"],
+        "copied on its own GPU": report["local_bytes"],
+    }
+    lines = [
+        f"{report['model']}: {report['train']} -> {report['rollout_replicas']} x {report['rollout']}"
+        f" on {report['ranks']} ranks, {report['ranks_per_host']} a host; {report['element_bytes']} bytes an element",
+        "",
+        f"{'MiB a rank':<24}{'least':>12}{'mean':>12}{'most':>12}{'all ranks':>16}",
+    ]
+    for name, sizes in shown.items():
+        numbers = (min(sizes), sum(sizes) / len(sizes), max(sizes))
+        lines.append(f"{name:<24}" + "".join(f"{size / 2**20:>12,.1f}" for size in numbers) + f"{sum(sizes) / 2**20:>16,.1f}")
+    received, bound, everything, staged = (f"{report[f'{key}_bytes'] / 2**20:,.1f}" for key in ("busiest_received", "lower_bound", "gather_all", "peak_extra"))
+    seconds, window = report["seconds"], f"{report['window_bytes'] / 2**20:g}"
+    lines += [
+        "",
+        f"busiest rank receives   {received} MiB; lower bound {bound}, ratio {report['ratio_to_lower_bound']:.3f}; gathering everything {everything}",
+        f"messages                {report['messages']:,} in {report['windows']} windows of {window} MiB; a rank stages at most {staged}",
+        f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, {seconds['one_after_another']:.4f} if copies and windows follow each other",
+        f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} GiB; on the fullest rank:",
+    ]
+    for mode in ("keep", "swap", "share"):
+        peak = report["peak_memory"][mode]
+        lines.append(f"  {mode:<22}{peak['bytes'] / 2**30:,.2f} GiB" + " (predicted from this plan's order; not implemented yet)" * (not peak["implemented"]))
+    return "\n".join(lines)
+
+
+def draw(case: Case, flows: Flows, local: list[int], path: Path) -> None:
+    """Who sends what to whom: rows give, columns take, the diagonal copies; ranks with lines between hosts, or hosts where ranks are too many."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no display
+    import numpy as np
+    from matplotlib import pyplot
+
+    of = 1 if case.ranks <= DRAWN_RANKS else case.ranks_per_host
+    size = -(-case.ranks // of)
+    sent_SD = np.zeros((size, size))  # S source, D destination; MiB
+    for pair, amount in [*(((rank, rank), amount) for rank, amount in enumerate(local)), *(item for window in flows for item in window.items())]:
+        sent_SD[pair[0] // of, pair[1] // of] += amount / 2**20
+    figure, axis = pyplot.subplots(figsize=(9, 8), layout="constrained")
+    image = axis.imshow(np.ma.masked_equal(sent_SD, 0), interpolation="nearest", vmin=0)
+    figure.colorbar(image, label="MiB (white: nothing)", shrink=0.8)
+    for edge in range(case.ranks_per_host, case.ranks, case.ranks_per_host) if of == 1 else ():
+        axis.axhline(edge - 0.5, color="black", linewidth=1.2)
+        axis.axvline(edge - 0.5, color="black", linewidth=1.2)
+    for giver, taker in zip(*sent_SD.nonzero()) if size <= 16 else ():
+        amount = sent_SD[giver, taker]
+        colour = "black" if amount > sent_SD.max() / 2 else "white"
+        axis.text(taker, giver, f"{amount:.3g}" if amount < 1000 else f"{amount:.0f}", ha="center", va="center", fontsize=8, color=colour)
+    axis.locator_params(integer=True)
+    who = "rank" if of == 1 else f"host of {of} ranks"
+    axis.set(xlabel=f"{who} that receives (vLLM)", ylabel=f"{who} that sends (Megatron)")
+    hosts = "one host" if case.hosts == 1 else f"{case.hosts} hosts" + ", parted by lines" * (of == 1)
+    axis.set_title(f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def number(kind: type, remedy: str) -> Callable[[str], float]:
+    """An argument type: a positive number, with what to write in the error."""
+
+    def read(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write {remedy}")
+        return value
+
+    return read
+
+
+def stages(text: str) -> tuple[int, ...]:
+    count = number(int, "layers of each stage such as 15,16,16,16")
+    return tuple(int(count(part)) for part in text.split(","))
+
+
+class _Options(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    options = _Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    ranks, rate = number(int, f"a whole number from 1 to {MAX_RANKS}"), number(float, "bytes a second above 0, such as 50e9")
+    options.add_argument("--hf", required=True, help=f"folder with a config.json, or a built-in shape: {', '.join(SHAPES)}")
+    options.add_argument("--train", required=True, help="Megatron's layout, such as tp8pp4 or tp4pp4vpp2")
+    options.add_argument("--rollout", required=True, help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks")
+    options.add_argument("--ranks", type=ranks, help="default: the smallest number that fits both layouts")
+    options.add_argument("--hosts", type=ranks, help=f"default: {HOST_RANKS} ranks a host")
+    options.add_argument("--stage-layers", type=stages, default=(), help="layers of each pipeline stage, such as 15,16,16,16; default: all alike")
+    options.add_argument("--dtype", default="bfloat16", choices=list(ELEMENT_BYTES), help="of the weights in both copies")
+    options.add_argument("--window-mib", type=number(int, "a whole number of MiB above 0"), default=256, help="staging memory of one exchange")
+    options.add_argument("--same-gpu-rate", type=rate, default=Rates.same_gpu, help="bytes copied a second on one GPU (half of read and written)")
+    options.add_argument("--same-host-rate", type=rate, default=Rates.same_host, help="bytes a second between GPUs of one host, each way")
+    options.add_argument("--other-host-rate", type=rate, default=Rates.other_host, help="bytes a second of a GPU to other hosts, each way")
+    options.add_argument("--json", type=Path, help="write all numbers to this file")
+    options.add_argument("--png", type=Path, help="draw who sends what to whom into this file")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser()
+    given = options.parse_args(arguments)
+    try:
+        _check_files(given.json, given.png)
+        case = read_case(hf=given.hf, train=given.train, rollout=given.rollout, ranks=given.ranks, hosts=given.hosts, stage_layers=given.stage_layers)
+        shards = case.shards()
+        plan = compile_plan(source=shards[0], destination=shards[1], element_bytes=ELEMENT_BYTES[given.dtype], window_bytes=given.window_mib << 20, host_of=case.host_of)
+        flows = flows_of(plan)
+        report = report_of(case, plan, flows, shards, Rates(same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate))
+        print(table(report))
+        if given.json:
+            given.json.write_text(json.dumps(report | {"dtype": given.dtype}, indent=1) + "\n")
+        if given.png:
+            draw(case, flows, report["local_bytes"], given.png)
+    except (ValueError, OSError) as error:
+        options.error(str(error))
+
+
+def _check_files(json_path: Path | None, png_path: Path | None) -> None:
+    """Before the work, not after it."""
+    for option, path in (("--json", json_path), ("--png", png_path)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a folder that exists")
+        if path and option == "--png" and path.suffix != ".png":
+            raise ValueError(f"--png {path} must end in .png; rename it")
+
+
+if __name__ == "__main__":
+    gc.disable()  # a plan is a million records without a cycle
+    main()
