@@ -104,3 +104,15 @@ def test_grpo_with_a_reward_that_fails(toy, tmp_path):
     for text in ("this reward is broken", "no answer within 1", "score is nan"):
         assert text in ended.stdout, ended.text
     assert ended.stdout.count("prompt: ") <= 2 * 3  # each kind once a replica
+
+
+def test_critic_warmup_and_early_stop(toy, tmp_path):
+    """The actor waits for the critic, then leaves its remaining updates out as soon as it has moved: the first step's KL is 0, the second's is not."""
+    algorithm = ["algorithm.critic_warmup=1", "algorithm.epochs=2", "algorithm.mini_batches=2", "algorithm.stop_kl=1e-7", "algorithm.importance_cap=2"]
+    job = ["actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2", "rollout.top_p=0.9", "data.validation=", "run.iterations=2", "run.export=false"]
+    run(2, TRAIN, *settings_of(toy, tmp_path / "run", *algorithm, *job), folder=tmp_path)
+
+    warmup, learning = read_metrics(tmp_path / "run")
+    assert warmup["critic/grad_norm"] > 0 and not any(key.startswith("policy/") for key in warmup)
+    assert learning["policy/steps"] == 2  # of four
+    assert 0 < learning["policy/importance_weight"] <= 2
