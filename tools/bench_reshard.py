@@ -5,7 +5,8 @@ torchrun --nproc_per_node 4 tools/bench_reshard.py --shape llama3-8b --train tp2
 Both layouts are plain tensors: our own rows start neither Megatron nor vLLM. Every source element is a function of its place in the
 Hugging Face tensor, so each rank knows what it must receive and compares it bit by bit before anything is timed. Then the methods
 take turns, repetition by repetition; each takes as long as its slowest rank. Megatron-Core's refit ends in Megatron's layout. The floor
-is the larger of what the busiest rank must receive under any plan, at this run's point-to-point rate, and what stays on a card, at its copy rate.
+is the larger of what the busiest rank must receive under any plan, at this run's point-to-point rate, and what stays on a card, at its
+copy rate. The second copy is what vLLM's parameters take beside Megatron's.
 """
 
 import argparse
@@ -15,28 +16,30 @@ import os
 import sys
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gather_everything import GatherEverything, part
 from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.placement import described, place
+from parallel.reshard.execute import Parameters, Resharder, addresses_of, allocations_of
+from parallel.reshard.overlay import overlay
+from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture, read_architecture
-from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
+from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
-from parallel.weights.shard import Block, ShardedParameter
+from parallel.weights.shard import ShardedParameter
 
 MIB = 2**20
 _PIECE = 2**24  # elements computed at a time in int64
@@ -61,11 +64,12 @@ class Case:
         return megatron_parameters(self.arch, layout or self.train, rank, spec=self.spec)
 
     def served(self, rank: int) -> list[ShardedParameter]:
-        return vllm_parameters(self.arch, self.rollout.tp, rank % self.rollout.tp)
+        return vllm_parameters(self.arch, self.rollout.tp, self.rollout.coordinates(rank).tp)
 
-    def plan(self) -> Plan:
+    def sides(self) -> dict[str, object]:
+        """What every plan is made of."""
         source, destination = ({rank: shards(rank) for rank in self.train.ranks} for shards in (self.trained, self.served))
-        return compile_plan(source=source, destination=destination, element_bytes=self.dtype.itemsize, window_bytes=self.window_bytes, host_of=device.host_of)
+        return dict(source=source, destination=destination, element_bytes=self.dtype.itemsize, window_bytes=self.window_bytes, host_of=device.host_of)
 
     def __str__(self) -> str:
         return f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> {self.rollout}"
@@ -80,8 +84,10 @@ class Contender:
     run: Callable[[], object]
     received_bytes: int
     staging_bytes: int = 0  # memory it keeps between repetitions
+    second_copy_bytes: int = 0  # of vLLM's parameters beside Megatron's
     target: Parameters = field(default_factory=dict)  # what it writes
     described: list[ShardedParameter] = field(default_factory=list)
+    in_place: bool = False  # what it writes lies over what it reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class Row:
     gb_per_s: float  # 1e9 bytes received a second
     floor_share: float  # floor / median; 0 for a link's row
     peak_extra_bytes: int  # staging, and on a GPU also what a run allocates and frees
+    second_copy_bytes: int
     bitwise: str  # yes, no, or empty for a link's row
 
 
@@ -108,7 +115,7 @@ def weights_of(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
         step = max(1, _PIECE // (block.cols[1] - block.cols[0]))
         for first in range(*block.rows, step):
             piece_RC = _content(block.tensor, range(first, min(first + step, block.rows[1])), range(*block.cols), dtype)
-            _part(matrix_RC, block)[first - block.rows[0] :][: len(piece_RC)] = piece_RC
+            part(matrix_RC, block)[first - block.rows[0] :][: len(piece_RC)] = piece_RC
     return tensor
 
 
@@ -122,16 +129,23 @@ def _content(name: str, rows: range, cols: range, dtype: torch.dtype) -> Tensor:
     return mixed_RC.to(_BITS[dtype.itemsize]).view(dtype)
 
 
+def trained_weights(case: Case) -> Parameters:
+    """This rank's source: parameters one after the other in one allocation, as Megatron's distributed optimizer keeps them."""
+    parameters, ends = case.trained(dist.get_rank()), [0]
+    for parameter in parameters:
+        ends.append(ends[-1] + -(-prod(parameter.shape) // 64) * 64)
+    memory = torch.zeros(ends[-1], dtype=case.dtype, device=device.device())
+    source = {(p.chunk, p.name): memory[start:][: prod(p.shape)].view(p.shape) for start, p in zip(ends, parameters)}
+    for parameter in parameters:
+        source[parameter.chunk, parameter.name].copy_(weights_of(parameter, case.dtype))
+    return source
+
+
 def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) -> bool:
     """Whether every parameter on every rank has exactly the bits of `weights_of`; takes one parameter's memory."""
     pairs = ((tensors[p.chunk, p.name], p) for p in described)
     wrong = sum(not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype)))) for held, p in pairs)
     return not all_max(torch.tensor(wrong)).item()
-
-
-def _part(matrix_RC: Tensor, block: Block) -> Tensor:
-    """Where `block` lies in a parameter's matrix."""
-    return matrix_RC[block.row : block.row + block.rows[1] - block.rows[0], block.col : block.col + block.cols[1] - block.cols[0]]
 
 
 def links(link_bytes: int) -> list[Contender]:
@@ -152,67 +166,6 @@ def links(link_bytes: int) -> list[Contender]:
     return [wire] * (world > 1) + [Contender(kind="link", name="on-card copy", run=copy, received_bytes=copies * link_bytes)]
 
 
-class GatherEverything:
-    """What colocated engines commonly do, re-enacted: whole Hugging Face tensors on every rank, of which the engine keeps its slice.
-
-    A bucket is broadcast from its stage, all-gathered over tensor-parallel ranks, rebuilt and cut. Unlike the originals it prepares all views once.
-    """
-
-    def __init__(self, case: Case, groups: ProcessGroups, source: Parameters, destination: Parameters, bucket_bytes: int):
-        self.case, self.groups, self.source, self.sizes = case, groups, source, hf_shapes(case.arch)
-        self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(list)  # by tensor: the places in this rank's engine
-        for parameter in case.served(groups.rank):
-            matrix_RC = destination[parameter.chunk, parameter.name].view(matrix_shape(parameter.shape))
-            for block in parameter.blocks:
-                self.wanted[block.tensor].append((_part(matrix_RC, block), block))
-        planned, tp = list(self._plan(bucket_bytes)), case.train.tp
-        largest = max(sum(prod(shards[0].shape) for shards in bucket) for _, bucket in planned)
-        self.shard, self.gathered, self.whole = (torch.empty(largest * copies, dtype=case.dtype, device=device.device()) for copies in (1, tp, tp))
-        self.staging_bytes = sum(buffer.nbytes for buffer in (self.shard, self.gathered, self.whole))
-        self.buckets = [self._resolve(stage, bucket) for stage, bucket in planned]
-        self.received_bytes = sum(shard.nbytes * ((root != groups.rank) + tp - 1) for root, shard, *_ in self.buckets)
-
-    def _plan(self, bucket_bytes: int) -> Iterator[tuple[int, list[tuple[ShardedParameter, ...]]]]:
-        """(stage, parameters with the shard of each tensor-parallel rank), about `bucket_bytes` when gathered and at least one parameter."""
-        layout = self.case.train
-        for stage in range(layout.pp):
-            owned = [shards for shards in zip(*(self.case.trained(layout.rank_of(tp=tp, pp=stage)) for tp in range(layout.tp))) if shards[0].owner]
-            ends = accumulate(prod(shards[0].shape) * layout.tp * self.case.dtype.itemsize for shards in owned)
-            for _, bucket in groupby(zip(ends, owned), key=lambda pair: pair[0] // max(1, bucket_bytes)):
-                yield stage, [shards for _, shards in bucket]
-
-    def _resolve(self, stage: int, planned: list[tuple[ShardedParameter, ...]]) -> tuple:
-        """The root of a bucket's broadcast, its buffers, and for each of packing, rebuilding and cutting what to write and what to read."""
-        place, size, at, free = self.groups.coordinates, sum(prod(shards[0].shape) for shards in planned), 0, 0
-        root = self.case.train.rank_of(tp=place.tp, cp=place.cp, dp=place.dp, pp=stage)
-        shard, gathered, pack, rebuild, cut = self.shard[:size], self.gathered[: size * self.case.train.tp], [], [], []
-        for shards in planned:
-            span, shape_RC, whole = slice(at, at + prod(shards[0].shape)), matrix_shape(shards[0].shape), {}
-            if stage == place.pp:
-                pack.append((shard[span].view(shape_RC), self.source[shards[0].chunk, shards[0].name].view(shape_RC)))
-            for name in {block.tensor: None for parameter in shards for block in parameter.blocks}:
-                rows, cols = matrix_shape(self.sizes[name])
-                whole[name] = self.whole[free : free + rows * cols].view(rows, cols)
-                free += rows * cols
-            for held, parameter in zip(gathered.view(-1, size), shards):
-                held_RC = held[span].view(shape_RC)
-                rebuild += [(whole[block.tensor][slice(*block.rows), slice(*block.cols)], _part(held_RC, block)) for block in parameter.blocks]
-            for name, tensor_RC in whole.items():
-                cut += [(target_RC, tensor_RC[slice(*block.rows), slice(*block.cols)]) for target_RC, block in self.wanted[name]]
-            at = span.stop
-        return root, shard, gathered, *(tuple(map(list, zip(*pairs))) for pairs in (pack, rebuild, cut))
-
-    def run(self) -> None:
-        for root, shard, gathered, pack, rebuild, cut in self.buckets:
-            if root == self.groups.rank:
-                torch._foreach_copy_(*pack)
-            if self.case.train.pp > 1:
-                dist.broadcast(shard, src=root, group=self.groups.pp)
-            dist.all_gather_into_tensor(gathered, shard, group=self.groups.tp)
-            torch._foreach_copy_(*rebuild)
-            torch._foreach_copy_(*cut)
-
-
 def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
     """Megatron-Core's resharding between models in the two layouts, and the tensors of the first, which serve as source for all."""
     from megatron.core.resharding.refit import swap_model_weights
@@ -224,9 +177,9 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
     for members in groups:
         megatron.seed(members, 1)
         models += [model.requires_grad_(False) for model in build_chunks(case.arch, members, Compute(dtype=case.dtype, spec=case.spec), head="lm")]
-    source, target = ({(0, name): parameter.data for name, parameter in model.named_parameters()} for model in models)
-    for parameter in case.trained(dist.get_rank()):
-        source[0, parameter.name].copy_(weights_of(parameter, case.dtype))
+    source, target = trained_weights(case), {(0, name): parameter.data for name, parameter in models[1].named_parameters()}
+    for name, parameter in models[0].named_parameters():
+        parameter.data = source[0, name]
 
     run = partial(swap_model_weights, *models, refit_method="nccl")
     run()  # plans
@@ -250,7 +203,8 @@ def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int])
 
 def check(contender: Contender) -> tuple[str, int]:
     """Spoil what it writes, run it, compare every bit: "yes" or "no", and the bytes that the run allocated on the way."""
-    torch._foreach_mul_(list(contender.target.values()), 0.5)  # zeros in the padding stay zeros
+    if not contender.in_place:
+        torch._foreach_mul_(list(contender.target.values()), 0.5)  # zeros in the padding stay zeros
     if device.is_gpu():
         torch.cuda.reset_peak_memory_stats()  # elsewhere the allocator's figures are 0
     before = torch.cuda.memory_allocated()
@@ -275,37 +229,99 @@ def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[R
     for contender in contenders * WARM_UPS:
         contender.run()
     seconds_KN = all_max(torch.tensor([[_seconds(contender.run) for contender in contenders] for _ in range(repetitions)], dtype=torch.float64)).T
-    sizes = all_max(torch.tensor([[c.received_bytes, c.staging_bytes + transient] for c, (_, transient) in zip(contenders, checks)])).tolist()
-    rates = {c.name: received / seconds_N.median().item() for c, (received, _), seconds_N in zip(contenders, sizes, seconds_KN) if c.kind == "link"}
+    sizes = all_max(torch.tensor([[c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes] for c, (_, transient) in zip(contenders, checks)])).tolist()
+    rates = {c.name: received / seconds_N.median().item() for c, (received, *_), seconds_N in zip(contenders, sizes, seconds_KN) if c.kind == "link"}
     floor = max(plan.lower_bound_bytes / rates.get("point to point, both ways", float("inf")), max(plan.local_bytes.values()) / rates["on-card copy"])
     rows = []
-    for contender, (received, extra), (bitwise, _), seconds_N in zip(contenders, sizes, checks, seconds_KN):
+    for contender, (received, extra, second), (bitwise, _), seconds_N in zip(contenders, sizes, checks, seconds_KN):
         low, median, high = torch.quantile(seconds_N, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
         times, share = [1000 * median, 1000 * low, 1000 * high], 0 if contender.kind == "link" else floor / median
-        rows.append(Row(contender.kind, contender.name, *times, received, received / median / 1e9, share, extra, bitwise))
-    return [Row("floor", "floor of any plan", *[1000 * floor] * 3, plan.lower_bound_bytes, plan.lower_bound_bytes / floor / 1e9, 1.0, 0, ""), *rows]
+        rows.append(Row(contender.kind, contender.name, *times, received, received / median / 1e9, share, extra, second, bitwise))
+    return [Row("floor", "floor of any plan", *[1000 * floor] * 3, plan.lower_bound_bytes, plan.lower_bound_bytes / floor / 1e9, 1.0, 0, 0, ""), *rows]
+
+
+class Modes:
+    """Our own rows: every mode over the same source."""
+
+    def __init__(self, case: Case, source: Parameters, verify: str):
+        self.case, self.source, self.verify, self.rank = case, source, verify, dist.get_rank()
+        self.described = case.served(self.rank)
+        self.peers = map_tensors(source, None)
+        self.plan = compile_plan(**case.sides(), peer_memory=self.peers is not None)
+        self.destination = {(0, p.name): self._empty(p.shape) for p in self.described}
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=self.case.dtype, device=device.device())
+
+    def _resharder(self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None) -> Resharder:
+        common = dict(rank=self.rank, dtype=self.case.dtype, group=None, device=device.device(), peers=peers)
+        resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
+        count = resharder.run().checked_slices  # raises and names them if one differs
+        say(f"{plan}\n  all {count} slices proved at both ends")
+        resharder.proof.verify = self.verify
+        return resharder
+
+    def _contender(self, name: str, resharder: Resharder, run: Callable[[], object], **changes) -> Contender:
+        sizes = dict(received_bytes=resharder.bytes["received"], staging_bytes=resharder.plan.staged_bytes[self.rank])
+        into = dict(target=self.destination, described=self.described, second_copy_bytes=_bytes(self.destination))
+        return Contender(kind="ours", name=f"ours, {name}", run=run, **sizes, **into | changes)
+
+    def keep(self) -> list[Contender]:
+        say(f"{self.case}, keep:")
+        found, moving = [], torch.no_grad()
+        keep = self._resharder(self.plan, self.source, self.destination, self.peers)
+        found.append(self._contender("keep", keep, moving(keep.move)))
+        if self.verify != "none":
+            found.append(self._contender(f"keep, with proof ({self.verify})", keep, keep.run))
+        if self.peers is not None:
+            by_messages = self._resharder(compile_plan(**self.case.sides()), self.source, self.destination)
+            found.append(self._contender("keep, by messages", by_messages, moving(by_messages.move)))
+        return found
+
+    def laid_over(self, mode: str) -> list[Contender]:
+        """share or swap: vLLM's parameters in Megatron's memory."""
+        say(f"{self.case}, {mode}:")
+        memory: list = [None] * dist.get_world_size()
+        dist.all_gather_object(memory, addresses_of(self.source))
+        found = overlay(**self.case.sides(), memory=dict(enumerate(memory)), in_place=mode == "swap", peer_memory=self.peers is not None)
+        allocations, taken, own = allocations_of(self.source), {}, {}
+        for parameter in self.described:
+            key = (parameter.chunk, parameter.name)
+            if key in found.addresses[self.rank]:
+                space, first = found.addresses[self.rank][key]
+                taken[key] = torch.empty(0, dtype=self.case.dtype, device=device.device()).set_(allocations[space], first // self.case.dtype.itemsize, parameter.shape)
+            else:
+                taken[key] = own[key] = self._empty(parameter.shape)
+        out = self._resharder(found.forth, self.source, taken, self.peers)
+        changes, moving = dict(target=taken, second_copy_bytes=_bytes(own), in_place=True), torch.no_grad()
+        contenders = [self._contender(f"{mode}, to rollout", out, moving(out.move), **changes)]
+        if found.back is not None:
+            home = self._resharder(found.back, taken, self.source)
+            changes |= dict(target=self.source, described=self.case.trained(self.rank))
+            contenders.append(self._contender(f"{mode}, back to training", home, moving(home.move), **changes))
+        return contenders
+
+
+def _bytes(parameters: Parameters) -> int:
+    return sum(tensor.nbytes for tensor in parameters.values())
 
 
 def bench(case: Case, options: argparse.Namespace) -> list[Row]:
     """Build both sides, collect the contenders and measure them. Collective over the world."""
-    rank, dtype, groups = dist.get_rank(), case.dtype, [ProcessGroups(case.train), ProcessGroups(case.rollout)]
-    plan, served, contenders = case.plan(), case.served(rank), links(options.link_mib * MIB)
+    groups, contenders = [ProcessGroups(case.train), ProcessGroups(case.rollout)], links(options.link_mib * MIB)
     if options.no_megatron or case.train.vpp > 1 or not device.is_gpu() or not importlib.util.find_spec("megatron.core.resharding"):
         say("Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), megatron.core.resharding and no --no-megatron")
-        source = {(p.chunk, p.name): weights_of(p, dtype) for p in case.trained(rank)}
+        source = trained_weights(case)
     else:
         refit, source = megatron_refit(case, groups)
         contenders.append(refit)
-    destination = {(0, p.name): torch.full(p.shape, torch.nan, dtype=dtype, device=device.device()) for p in served}
-    resharder = Resharder(plan, rank=rank, source=source, destination=destination, dtype=dtype, group=None, device=device.device(), verify="all")
-    say(f"{case}: {plan}\nall {resharder.run().checked_slices} slices proved at both ends")  # raises and names them if not
-    resharder.verify, into = options.verify, {"target": destination, "described": served}
-    gather, name = best_gather(lambda size: GatherEverything(case, groups[0], source, destination, size), options.gather_mib)
-    contenders.append(Contender(kind="gather", name=name, run=gather.run, received_bytes=gather.received_bytes, staging_bytes=gather.staging_bytes, **into))
-    runs = {"ours, keep, copies only": torch.no_grad()(resharder.move), f"ours, keep, with proof ({options.verify})": resharder.run}
-    for name, run in list(runs.items())[: 1 if options.verify == "none" else 2]:
-        contenders.append(Contender(kind="ours", name=name, run=run, received_bytes=resharder.bytes["received"], staging_bytes=plan.staged_bytes[rank], **into))
-    return measure(contenders, plan, max(10, options.repetitions))
+    modes = Modes(case, source, options.verify)
+    gather, name = best_gather(lambda size: GatherEverything(case, groups[0], source, modes.destination, size), options.gather_mib)
+    sizes = dict(received_bytes=gather.received_bytes, staging_bytes=gather.staging_bytes, second_copy_bytes=_bytes(modes.destination))
+    contenders.append(Contender(kind="gather", name=name, run=gather.run, target=modes.destination, described=modes.described, **sizes))
+    for mode in options.modes:
+        contenders += modes.keep() if mode == "keep" else modes.laid_over(mode)
+    return measure(contenders, modes.plan, max(10, options.repetitions))
 
 
 def say(text: str) -> None:
@@ -314,11 +330,11 @@ def say(text: str) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}{'extra MiB':>11}  bitwise"]
+    lines = [f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}{'extra MiB':>11}{'2nd copy':>10}  bitwise"]
     for row in rows:
         cells = f"{row.median_ms:>11.3f}{row.p10_ms:>10.3f}{row.p90_ms:>10.3f}{row.received_bytes / MIB:>10.1f}{row.gb_per_s:>9.2f}"
         cells += f"{row.floor_share:>9.0%}" if row.floor_share else " " * 9
-        lines.append(f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}  {row.bitwise}".rstrip())
+        lines.append(f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}".rstrip())
     return "\n".join(lines)
 
 
@@ -339,11 +355,11 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
     floor, methods = rows[0].median_ms, [row for row in rows if row.kind not in ("floor", "link")][::-1]
     colours = {"gather": "#d9730d", "megatron": "#7a5195", "ours": "#3465a4"}
     axis = Figure(figsize=(11, 1.6 + 0.7 * len(methods)), layout="constrained").subplots()
-    for place, row in enumerate(methods):
-        axis.barh(place, row.median_ms, color=colours[row.kind], height=0.6)
-        axis.plot([row.p10_ms, row.p90_ms], [place, place], color="black", linewidth=1.5, marker="|", markersize=9)
+    for height, row in enumerate(methods):
+        axis.barh(height, row.median_ms, color=colours[row.kind], height=0.6)
+        axis.plot([row.p10_ms, row.p90_ms], [height, height], color="black", linewidth=1.5, marker="|", markersize=9)
         text = f"  {row.median_ms:.3g} ms, {row.floor_share:.0%} of floor, {row.peak_extra_bytes / MIB:.3g} MiB extra"
-        axis.text(max(row.median_ms, row.p90_ms), place, text, va="center", fontsize=9)
+        axis.text(max(row.median_ms, row.p90_ms), height, text, va="center", fontsize=9)
     axis.axvline(floor, color="#2e8b57", linewidth=2)
     axis.set_yticks(range(len(methods)), [row.name.replace(": ", ":\n") for row in methods])
     axis.set_xlim(0, 1.45 * max(row.p90_ms for row in methods))
@@ -364,6 +380,8 @@ def read_options() -> tuple[argparse.Namespace, Case]:
     parser.add_argument("--window-mib", type=float, default=256, help="staging memory of one exchange")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repetitions", type=int, default=10, help="at least 10 are made")
+    parser.add_argument("--modes", nargs="+", choices=["keep", "share", "swap"], default=["keep", "share", "swap"])
+    parser.add_argument("--rank-order", choices=["auto", "plain"], default="auto", help="auto: ranks are placed so that the least has to move")
     parser.add_argument("--verify", choices=["sample", "none", "all"], default="sample", help="proof in the timed repetitions of the last row")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron-Core's refit and the memory of its second model")
     parser.add_argument("--gather-mib", type=int, nargs="+", default=[0, 64, 256, 1024] if device.is_gpu() else [0, 1, 16], help="bucket sizes tried; 0: tensor by tensor")
@@ -379,6 +397,8 @@ def read_options() -> tuple[argparse.Namespace, Case]:
         train, rollout = (Layout.parse(text, ranks=ranks) for text in (options.train, options.rollout))
         if rollout.pp * rollout.cp > 1:
             raise ValueError(f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so write tp{rollout.tp}")
+        if options.rank_order == "auto":
+            train, rollout = place(arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))))
     except ValueError as error:
         parser.error(str(error))
     spec = "te" if device.is_gpu() and importlib.util.find_spec("transformer_engine") else "local"
@@ -389,6 +409,7 @@ def read_options() -> tuple[argparse.Namespace, Case]:
 if __name__ == "__main__":
     options, case = read_options()
     device.initialize()
+    say(f"order of ranks: {described(case.train, case.rollout)}")
     rows = bench(case, options)
     if dist.get_rank() == 0:
         print(table(rows), flush=True)

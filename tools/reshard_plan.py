@@ -1,8 +1,10 @@
 """What a reshard from Megatron's shards to vLLM's would move, without a GPU and without weights.
 
-python tools/reshard_plan.py --hf DIR_or_NAME --train tp8pp4 --rollout tp8 [--ranks 32] [--hosts 4] [--json FILE] [--png FILE]
+python tools/reshard_plan.py --hf DIR_or_NAME --train tp8pp4 --rollout tp8 [--ranks 32] [--hosts 4]
+    [--rank-order plain] [--peer-memory] [--json FILE] [--png FILE]
 
-DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON a list has one number a rank.
+DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON a list has one number a rank;
+`train_ranks` and `rollout_ranks` name the rank at each place of the layout, tp fastest, then cp, dp and pp.
 """
 
 import argparse
@@ -10,28 +12,30 @@ import gc
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import lcm, prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
 from parallel.layout import Layout
+from parallel.placement import described, place
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
-from parallel.weights.shard import ShardedParameter
+from parallel.weights.shard import Block, ShardedParameter
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HOST_RANKS = 8  # of a host, where --hosts is not given
 MAX_RANKS = 2**14
 DRAWN_RANKS = 128  # the picture of more shows hosts
-IMPLEMENTED_MODES = ("keep",)  # of `peak_memory`; the others say what a run could do
+IMPLEMENTED_MODES = ("keep", "swap", "share")  # of `peak_memory`
 Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks that hold the same share one list
-Flows = list[dict[tuple[int, int], int]]  # by window: bytes of each (source rank, destination rank)
+Flow = dict[tuple[int, int], int]  # bytes of each (source rank, destination rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,15 @@ class Rates:
     same_gpu: float = 2.1e12  # bytes copied: 4.19 TB/s read and written, measured on an H200
     same_host: float = 360e9  # NCCL point to point over NVLink, measured between H200s
     other_host: float = 50e9  # of one 400 Gbit/s adapter a GPU, assumed
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """Who gives what to whom; a rank to itself: a copy on its GPU."""
+
+    direct: Flow  # straight from parameter to parameter
+    windows: list[Flow]  # staged
+    total: Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +79,23 @@ class Case:
 
     def shards(self) -> tuple[Shards, Shards]:
         """What every rank holds in Megatron and in vLLM; ValueError, with the option, for a layout that does not split the model."""
-        option, held, source = "--train", {}, {}
+        train, rollout = self.train, self.rollout
         try:
-            for rank in self.train.ranks:
-                place = self.train.coordinates(rank)
-                if (place.tp, place.pp) not in held:
-                    held[place.tp, place.pp] = megatron_parameters(self.arch, self.train, rank, spec="te")
-                source[rank] = held[place.tp, place.pp]
-            option = "--rollout"
-            served = [vllm_parameters(self.arch, self.rollout.tp, tp_rank) for tp_rank in range(self.rollout.tp)]
+            option = f"--train {train}"
+            held = {(tp, pp): megatron_parameters(self.arch, train, train.rank_of(tp=tp, pp=pp), spec="te") for tp in range(train.tp) for pp in range(train.pp)}
+            option = f"--rollout {rollout}"
+            served = [vllm_parameters(self.arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
         except ValueError as error:
-            raise ValueError(f"{option} {self.train if option == '--train' else self.rollout}: {error}".replace("stage_layers", "--stage-layers")) from None
-        return source, {rank: served[rank % self.rollout.tp] for rank in range(self.ranks)}
+            raise ValueError(f"{option}: {error}".replace("stage_layers", "--stage-layers")) from None
+        places = product(range(train.pp), range(train.dp), range(train.cp), range(train.tp))
+        source = {train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp): held[tp, pp] for pp, dp, cp, tp in places}
+        return source, {rollout.rank_of(tp=tp, dp=dp): served[tp] for dp in range(rollout.dp) for tp in range(rollout.tp)}
+
+    def placed(self) -> "Case":
+        """The same with the ranks in the order that moves least; ValueError as for `shards`."""
+        self.shards()  # it knows which option does not split the model
+        train, rollout = place(self.arch, self.train, self.rollout, ranks_per_host=self.ranks_per_host)
+        return replace(self, train=train, rollout=rollout)
 
 
 def read_case(*, hf: str, train: str, rollout: str, ranks: int | None = None, hosts: int | None = None, stage_layers: tuple[int, ...] = ()) -> Case:
@@ -113,16 +131,21 @@ def _num_ranks(text: str) -> int:
 
 
 def flows_of(plan: Plan) -> Flows:
-    return [{pair: sum(t.elements for t in message) * plan.element_bytes for pair, message in window.items()} for window in plan.windows]
+    direct: Counter[tuple[int, int]] = Counter()
+    for transfer in plan.direct:
+        direct[transfer.source_rank, transfer.destination_rank] += transfer.elements * plan.element_bytes
+    windows = [{pair: sum(t.elements for t in message) * plan.element_bytes for pair, message in window.items()} for window in plan.windows]
+    total = direct.copy()
+    for window in windows:
+        total.update(window)
+    return Flows(direct, windows, total)
 
 
 def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards], rates: Rates) -> dict:
     """Everything that the JSON says; lists have one number a rank, from rank 0 on."""
-    split, staged = _split(case, flows), _staged(case, flows)
-    copied = plan.local_bytes
-    local = [copied[rank] for rank in range(case.ranks)]
-    received = [sum(amounts) for amounts in zip(split["received_same_host_bytes"], split["received_other_host_bytes"])]
-    sent = [sum(amounts) for amounts in zip(split["sent_same_host_bytes"], split["sent_other_host_bytes"])]
+    split, peak = _split(case, flows), plan.staged_bytes
+    local, staged = [flows.total.get((rank, rank), 0) for rank in range(case.ranks)], [peak[rank] for rank in range(case.ranks)]
+    received, sent = ([sum(amounts) for amounts in zip(split[f"{way}_same_host_bytes"], split[f"{way}_other_host_bytes"])] for way in ("received", "sent"))
     return {
         "model": case.model,
         "train": str(case.train),
@@ -131,6 +154,9 @@ def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards
         "ranks": case.ranks,
         "hosts": case.hosts,
         "ranks_per_host": case.ranks_per_host,
+        "train_ranks": list(case.train.ranks),
+        "rollout_ranks": list(case.rollout.ranks),
+        "rank_order": described(case.train, case.rollout),
         "element_bytes": plan.element_bytes,
         "received_bytes": received,
         "sent_bytes": sent,
@@ -146,7 +172,7 @@ def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards
         "staged_bytes": staged,
         "peak_extra_bytes": max(staged),
         "peak_memory": peak_memory(case, plan, shards, staged),
-        "seconds": {"overlapped": _overlapped(case, split, local, rates), "one_after_another": _one_after_another(case, flows, local, rates)},
+        "seconds": {"overlapped": _overlapped(case, split, local, rates), "one_after_another": _one_after_another(case, flows, rates)},
         "rates_bytes_per_s": asdict(rates),
     }
 
@@ -154,25 +180,12 @@ def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards
 def _split(case: Case, flows: Flows) -> dict[str, list[int]]:
     """Bytes between ranks, received and sent, by distance."""
     split = {f"{way}_{distance}_host_bytes": [0] * case.ranks for way in ("received", "sent") for distance in ("same", "other")}
-    for window in flows:
-        for (giver, taker), size in window.items():
+    for (giver, taker), size in flows.total.items():
+        if giver != taker:
             distance = "same" if case.host_of(giver) == case.host_of(taker) else "other"
             split[f"sent_{distance}_host_bytes"][giver] += size
             split[f"received_{distance}_host_bytes"][taker] += size
     return split
-
-
-def _staged(case: Case, flows: Flows) -> list[int]:
-    """Bytes that each rank sends and receives in its fullest window."""
-    peak = [0] * case.ranks
-    for window in flows:
-        staged: dict[int, int] = defaultdict(int)
-        for pair, size in window.items():
-            for rank in pair:
-                staged[rank] += size
-        for rank, size in staged.items():
-            peak[rank] = max(peak[rank], size)
-    return peak
 
 
 def _overlapped(case: Case, split: dict[str, list[int]], local: list[int], rates: Rates) -> float:
@@ -181,78 +194,62 @@ def _overlapped(case: Case, split: dict[str, list[int]], local: list[int], rates
     return max(max(sizes) / rate for sizes, rate in zip(amounts, (rates.same_gpu, rates.same_host, rates.other_host)))
 
 
-def _one_after_another(case: Case, flows: Flows, local: list[int], rates: Rates) -> float:
-    """Seconds if local copies come first, then window by window all ranks pack, exchange and unpack."""
-    seconds = max(local) / rates.same_gpu
-    for window in flows:
-        packed: dict[int, float] = defaultdict(float)
+def _one_after_another(case: Case, flows: Flows, rates: Rates) -> float:
+    """Seconds if direct copies come first, then window by window all ranks pack, exchange and unpack."""
+    seconds = 0.0
+    for flow in (flows.direct, *flows.windows):
+        copied: dict[int, float] = defaultdict(float)
         wire: dict[tuple[int, int, float], float] = defaultdict(float)  # by rank, side and link
-        for pair, size in window.items():
-            rate = rates.same_host if case.host_of(pair[0]) == case.host_of(pair[1]) else rates.other_host
-            for side, rank in enumerate(pair):
-                packed[rank] += size / rates.same_gpu
-                wire[rank, side, rate] += size / rate
-        seconds += max(packed.values()) + max(wire.values())
+        for (giver, taker), size in flow.items():
+            if giver != taker:
+                rate = rates.same_host if case.host_of(giver) == case.host_of(taker) else rates.other_host
+                wire[giver, 0, rate] += size / rate
+                wire[taker, 1, rate] += size / rate
+            if giver == taker or flow is not flows.direct:
+                copied[giver] += size / rates.same_gpu
+                copied[taker] += (giver != taker) * size / rates.same_gpu
+        seconds += max(copied.values(), default=0) + max(wire.values(), default=0)
     return seconds
 
 
 def peak_memory(case: Case, plan: Plan, shards: tuple[Shards, Shards], staged: list[int]) -> dict[str, dict]:
     """Bytes of weights and staging on the fullest rank in each mode, both copies in the plan's element size; no gradients, optimizer or KV cache.
 
-    keep: both copies resident. swap: in this plan's order, a parameter of Megatron's is freed after the last transfer that
-    reads it and one of vLLM's begins with the first that writes it. share: keep, where a parameter of vLLM's that equals one
-    of Megatron's on the same rank takes its storage.
+    keep: both copies resident. share: what lies in Megatron's memory as vLLM needs it is not held twice. swap: vLLM's parameters
+    lie over Megatron's memory, permuted in place through the window.
     """
     source, destination = shards
-    sizes = {id(held): _bytes(held, plan.element_bytes) for side in shards for held in {id(held): held for held in side.values()}.values()}
-    train, rollout = ([sizes[id(side[rank])] for rank in range(case.ranks)] for side in shards)
-    swapped = _swapped_bytes(plan, shards)
-    alike: dict[tuple[int, int], int] = {}  # few pairs of lists differ
-    for rank in range(case.ranks):
-        pair = (id(source[rank]), id(destination[rank]))
-        if pair not in alike:
-            alike[pair] = _bytes(_shared(source[rank], destination[rank]), plan.element_bytes)
-    shared = [alike[id(source[rank]), id(destination[rank])] for rank in range(case.ranks)]
+    held = [(source[rank], destination[rank]) for rank in range(case.ranks)]
+    pairs = {(id(mine), id(theirs)): (mine, theirs) for mine, theirs in held}  # few differ
+    sizes = {pair: [plan.element_bytes * sum(prod(p.shape) for p in side) for side in (*sides, _shared(*sides))] for pair, sides in pairs.items()}
+    train, rollout, shared = zip(*(sizes[id(mine), id(theirs)] for mine, theirs in held))
     peaks = {
-        "keep": max(train[rank] + rollout[rank] + staged[rank] for rank in range(case.ranks)),
-        "swap": max(swapped[rank] + staged[rank] for rank in range(case.ranks)),
-        "share": max(train[rank] + rollout[rank] - shared[rank] + staged[rank] for rank in range(case.ranks)),
+        "keep": max(map(sum, zip(train, rollout, staged))),
+        "swap": max(train + rollout) + plan.window_bytes,
+        "share": max(map(sum, zip(train, rollout, staged, (-size for size in shared)))),
     }
-    return {"larger_copy_bytes": max(train + rollout)} | {mode: {"bytes": size, "implemented": mode in IMPLEMENTED_MODES} for mode, size in peaks.items()}
-
-
-def _swapped_bytes(plan: Plan, shards: tuple[Shards, Shards]) -> dict[int, int]:
-    """Each rank's peak of parameters if it frees and allocates parameter by parameter along the plan, local copies first."""
-    first_write: dict[int, dict[tuple[int, str], int]] = defaultdict(dict)
-    last_read: dict[int, dict[tuple[int, str], int]] = defaultdict(dict)
-    steps = [(step, (transfer,)) for step, transfer in enumerate(plan.local)]
-    steps += [(len(plan.local) + number, message) for number, window in enumerate(plan.windows) for message in window.values()]
-    for step, transfers in steps:
-        for transfer in transfers:
-            last_read[transfer.source_rank][transfer.source[:2]] = step
-            first_write[transfer.destination_rank].setdefault(transfer.destination[:2], step)
-    parameters = {id(held): held for side in shards for held in side.values()}
-    sizes = {key: [((p.chunk, p.name), _bytes([p], plan.element_bytes)) for p in held] for key, held in parameters.items()}
-    peaks = {}
-    for rank, held in shards[0].items():
-        reads, writes, mine, theirs = last_read[rank], first_write[rank], sizes[id(held)], sizes[id(shards[1][rank])]
-        events = [(reads.get(name, -1), 1, -size) for name, size in mine] + [(writes.get(name, 0), 0, size) for name, size in theirs]
-        peak = total = sum(size for _, size in mine)
-        for _, _, size in sorted(events):  # within a step what is written begins before what was read ends
-            total += size
-            peak = max(peak, total)
-        peaks[rank] = peak
-    return peaks
+    return {"larger_copy_bytes": max(train + rollout)} | {mode: {"bytes": peaks[mode], "implemented": True} for mode in IMPLEMENTED_MODES}
 
 
 def _shared(mine: list[ShardedParameter], theirs: list[ShardedParameter]) -> list[ShardedParameter]:
-    """Parameters of `theirs` that equal one of `mine`: the same elements at the same places."""
-    held = {(matrix_shape(parameter.shape), parameter.blocks) for parameter in mine if parameter.owner}
-    return [parameter for parameter in theirs if (matrix_shape(parameter.shape), parameter.blocks) in held]
+    """Parameters of `theirs` that lie in one of `mine` without a gap and in the same order."""
+    held: dict[str, ShardedParameter] = {block.tensor: parameter for parameter in mine if parameter.owner for block in parameter.blocks}
+    return [parameter for parameter in theirs if (whole := held.get(parameter.blocks[0].tensor)) and _lies_in(parameter, whole)]
 
 
-def _bytes(parameters: list[ShardedParameter], element_bytes: int) -> int:
-    return sum(prod(parameter.shape) for parameter in parameters) * element_bytes
+def _lies_in(part: ShardedParameter, whole: ShardedParameter) -> bool:
+    """Whether each row of `part` is a row of `whole`, all at the same distance; rows of padding have to be padding there too."""
+    (height, width), (whole_height, whole_width) = matrix_shape(part.shape), matrix_shape(whole.shape)
+    first = part.blocks[0]
+    distances = [first.rows[0] - block.rows[0] + block.row - first.row for block in whole.blocks if block.tensor == first.tensor and first.rows[0] in range(*block.rows)]
+    if width != whole_width or not distances or not 0 <= (start := distances[0]) <= whole_height - height:
+        return False
+    cut = []
+    for block in whole.blocks:
+        top, end = max(block.row, start), min(block.row + block.rows[1] - block.rows[0], start + height)
+        if top < end:
+            cut.append(Block(block.tensor, (block.rows[0] + top - block.row, block.rows[0] + end - block.row), block.cols, top - start, block.col))
+    return tuple(cut) == part.blocks
 
 
 def table(report: dict) -> str:
@@ -267,6 +264,7 @@ def table(report: dict) -> str:
     lines = [
         f"{report['model']}: {report['train']} -> {report['rollout_replicas']} x {report['rollout']}"
         f" on {report['ranks']} ranks, {report['ranks_per_host']} a host; {report['element_bytes']} bytes an element",
+        f"ranks: {report['rank_order']}",
         "",
         f"{'MiB a rank':<24}{'least':>12}{'mean':>12}{'most':>12}{'all ranks':>16}",
     ]
@@ -282,13 +280,11 @@ def table(report: dict) -> str:
         f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, {seconds['one_after_another']:.4f} if copies and windows follow each other",
         f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} GiB; on the fullest rank:",
     ]
-    for mode in ("keep", "swap", "share"):
-        peak = report["peak_memory"][mode]
-        lines.append(f"  {mode:<22}{peak['bytes'] / 2**30:,.2f} GiB" + " (predicted from this plan's order; not implemented yet)" * (not peak["implemented"]))
+    lines += [f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB" for mode in IMPLEMENTED_MODES]
     return "\n".join(lines)
 
 
-def draw(case: Case, flows: Flows, local: list[int], path: Path) -> None:
+def draw(case: Case, flows: Flows, path: Path) -> None:
     """Who sends what to whom: rows give, columns take, the diagonal copies; ranks with lines between hosts, or hosts where ranks are too many."""
     import matplotlib
 
@@ -299,14 +295,14 @@ def draw(case: Case, flows: Flows, local: list[int], path: Path) -> None:
     of = 1 if case.ranks <= DRAWN_RANKS else case.ranks_per_host
     size = -(-case.ranks // of)
     sent_SD = np.zeros((size, size))  # S source, D destination; MiB
-    for pair, amount in [*(((rank, rank), amount) for rank, amount in enumerate(local)), *(item for window in flows for item in window.items())]:
+    for pair, amount in flows.total.items():
         sent_SD[pair[0] // of, pair[1] // of] += amount / 2**20
     figure, axis = pyplot.subplots(figsize=(9, 8), layout="constrained")
     image = axis.imshow(np.ma.masked_equal(sent_SD, 0), interpolation="nearest", vmin=0)
     figure.colorbar(image, label="MiB (white: nothing)", shrink=0.8)
     for edge in range(case.ranks_per_host, case.ranks, case.ranks_per_host) if of == 1 else ():
-        axis.axhline(edge - 0.5, color="black", linewidth=1.2)
-        axis.axvline(edge - 0.5, color="black", linewidth=1.2)
+        for line in (axis.axhline, axis.axvline):
+            line(edge - 0.5, color="black", linewidth=1.2)
     for giver, taker in zip(*sent_SD.nonzero()) if size <= 16 else ():
         amount = sent_SD[giver, taker]
         colour = "black" if amount > sent_SD.max() / 2 else "white"
@@ -315,7 +311,8 @@ def draw(case: Case, flows: Flows, local: list[int], path: Path) -> None:
     who = "rank" if of == 1 else f"host of {of} ranks"
     axis.set(xlabel=f"{who} that receives (vLLM)", ylabel=f"{who} that sends (Megatron)")
     hosts = "one host" if case.hosts == 1 else f"{case.hosts} hosts" + ", parted by lines" * (of == 1)
-    axis.set_title(f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}")
+    order = f"ranks: {described(case.train, case.rollout)}"
+    axis.set_title(f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}\n{order}", fontsize=10)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -353,6 +350,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rollout", required=True, help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks")
     options.add_argument("--ranks", type=ranks, help="default: the smallest number that fits both layouts")
     options.add_argument("--hosts", type=ranks, help=f"default: {HOST_RANKS} ranks a host")
+    options.add_argument("--rank-order", default="auto", choices=["auto", "plain"], help="auto: ranks take the places that move least; plain: tp varies fastest")
+    options.add_argument("--peer-memory", action="store_true", help="ranks of one host read each other's memory: neither messages nor staging between them")
     options.add_argument("--stage-layers", type=stages, default=(), help="layers of each pipeline stage, such as 15,16,16,16; default: all alike")
     options.add_argument("--dtype", default="bfloat16", choices=list(ELEMENT_BYTES), help="of the weights in both copies")
     options.add_argument("--window-mib", type=number(int, "a whole number of MiB above 0"), default=256, help="staging memory of one exchange")
@@ -370,15 +369,17 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _check_files(given.json, given.png)
         case = read_case(hf=given.hf, train=given.train, rollout=given.rollout, ranks=given.ranks, hosts=given.hosts, stage_layers=given.stage_layers)
+        case = case.placed() if given.rank_order == "auto" else case
         shards = case.shards()
-        plan = compile_plan(source=shards[0], destination=shards[1], element_bytes=ELEMENT_BYTES[given.dtype], window_bytes=given.window_mib << 20, host_of=case.host_of)
+        sizes = {"element_bytes": ELEMENT_BYTES[given.dtype], "window_bytes": given.window_mib << 20}
+        plan = compile_plan(source=shards[0], destination=shards[1], host_of=case.host_of, peer_memory=given.peer_memory, **sizes)
         flows = flows_of(plan)
         report = report_of(case, plan, flows, shards, Rates(same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate))
         print(table(report))
         if given.json:
-            given.json.write_text(json.dumps(report | {"dtype": given.dtype}, indent=1) + "\n")
+            given.json.write_text(json.dumps(report | {"dtype": given.dtype, "peer_memory": given.peer_memory}, indent=1) + "\n")
         if given.png:
-            draw(case, flows, report["local_bytes"], given.png)
+            draw(case, flows, given.png)
     except (ValueError, OSError) as error:
         options.error(str(error))
 

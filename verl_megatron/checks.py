@@ -190,6 +190,8 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
         problems.append(f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; lower it")
     if rollout.top_k == 0:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
+    if config.reshard.offload != "none" and not rollout.sleep:
+        problems.append(f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise")
     if arch is None:
         return problems
     problems += [f"rollout.tp={rollout.tp}: {problem}" for problem in _check_tp(arch, rollout.tp)]

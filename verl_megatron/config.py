@@ -134,6 +134,7 @@ class ReshardConfig:
 
     window_mib: int = 256  # staging memory of one exchange, MiB
     verify: str = "sample"  # checksums at every sync: sample (a rotating sixteenth of the slices), all, none
+    offload: str = "none"  # what leaves the GPU while vLLM generates, for models that learn: none, grads, optimizer (to pinned host memory), all
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,13 @@
-"""Carry out a plan: pack, one message a pair of ranks and window, unpack, prove. All names are resolved once, beforehand."""
+"""Carry out a plan: straight copies, then windows of packed messages, and the proof. All names are resolved once, beforehand.
+
+Between ranks that reach each other's memory (`parallel.reshard.peers`) nothing is sent: the destination copies out of the source's
+parameters, or out of its staging memory. Elsewhere a window is one message a pair of ranks, packed and unpacked while its
+neighbours are on their way.
+"""
 
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.device import synchronize
-from parallel.reshard.plan import Place, Plan, Transfer
-from parallel.reshard.proof import SAMPLE, checksum, compare
+from parallel.reshard.kernels import Copies
+from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.plan import Place, Plan, Window
+from parallel.reshard.proof import Proof, ReshardError
 
 Parameters = dict[tuple[int, str], Tensor]  # by (model chunk, name)
 
@@ -29,13 +37,29 @@ class ReshardReport:
 
 @dataclass(slots=True)
 class _Window:
-    """One window on this rank: views to copy from and to, and a flat buffer for each peer."""
+    """One window on this rank."""
 
-    pack_to: list[Tensor] = field(default_factory=list)  # slices of the buffers
-    pack_from: list[Tensor] = field(default_factory=list)  # slices of parameters
-    unpack_to: list[Tensor] = field(default_factory=list)
-    unpack_from: list[Tensor] = field(default_factory=list)
-    messages: list[dist.P2POp] = field(default_factory=list)
+    pack: Copies  # parameters to staging memory
+    unpack: Copies  # staging memory, a peer's where it can be reached, to parameters
+    messages: list[dist.P2POp]
+    peers: list[int]
+
+
+@dataclass(slots=True)
+class _Staging:
+    """Where a window's slices lie in the staging memory of every rank: even windows from its beginning, odd ones up to its end."""
+
+    sizes: Mapping[int, int]  # elements, by rank
+    number: int = 0
+    used: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, number: int, elements: Mapping[int, int]) -> None:
+        self.number = number
+        self.used = {rank: 0 if number % 2 == 0 else self.sizes[rank] - size for rank, size in elements.items()}
+
+    def take(self, rank: int, elements: int) -> int:
+        self.used[rank] += elements
+        return self.used[rank] - elements
 
 
 class Resharder:
@@ -55,8 +79,9 @@ class Resharder:
         group: dist.ProcessGroup | None,
         device: torch.device,
         verify: Literal["sample", "all", "none"] = "sample",
+        peers: Mapping[int, Mapped] | None = None,
     ):
-        """Resolve every slice and set the padding of the destination's parameters to zero.
+        """Resolve every slice.
 
         Args:
             rank: this process's world rank. It may give, take, do both or neither.
@@ -64,107 +89,167 @@ class Resharder:
             destination: those that it writes, on `device` and of type `dtype`; others in it are left alone.
             dtype: of an element on its way; the source casts before it sends.
             group: spans every rank of the plan; None is the world.
+            peers: the sources of the other ranks, all of them, from `map_tensors`; needed by a plan compiled with `peer_memory`.
 
         Raises:
             ValueError: a parameter that the plan names is missing or of another type, or the ranks hold different plans.
         """
-        self.plan, self.rank, self.dtype, self.group, self.device, self.verify = plan, rank, dtype, group, device, verify
+        self.plan, self.rank, self.dtype, self.group, self.device, self.peers = plan, rank, dtype, group, device, peers
         if plan.element_bytes != dtype.itemsize:
             raise ValueError(f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize}; compile it with element_bytes={dtype.itemsize}")
-        self.syncs = 0
-        self.transfers: list[Transfer] = list(plan.transfers())
+        transfers = list(plan.transfers())
         # By a transfer's number: the slice of this rank's parameter that it reads, or writes.
-        self.reads = {number: _view(source, t.source, t.shape) for number, t in enumerate(self.transfers) if t.source_rank == rank}
-        self.writes = {number: _view(destination, t.destination, t.shape) for number, t in enumerate(self.transfers) if t.destination_rank == rank}
+        self.reads = {number: _view(source, t.source, t.shape) for number, t in enumerate(transfers) if t.source_rank == rank}
+        self.writes = {number: _view(destination, t.destination, t.shape) for number, t in enumerate(transfers) if t.destination_rank == rank}
         for number, write in self.writes.items():
             if write.dtype != dtype:
-                raise ValueError(f"destination parameter {self.transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same")
-        local = [number for number in range(len(plan.local)) if number in self.reads]
-        self.local_reads, self.local_writes = [self.reads[number] for number in local], [self.writes[number] for number in local]
+                raise ValueError(f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same")
         self.bytes = {name: getattr(plan, f"{name}_bytes").get(rank, 0) for name in ("received", "sent", "local")}
+        self._flag = torch.zeros(1, device=device)
         self._agree()
-        self.windows = self._resolve()
-        for hole in plan.padding:
-            if hole.rank == rank:
-                shape = (hole.rows[1] - hole.rows[0], hole.cols[1] - hole.cols[0])
-                _view(destination, (hole.chunk, hole.name, hole.rows[0], hole.cols[0]), shape).zero_()
+        self.direct = self._resolve_direct()
+        self.windows = self._resolve_windows()
+        self.holes = [_view(destination, (hole.chunk, hole.name, hole.rows[0], hole.cols[0]), hole.shape) for hole in plan.padding if hole.rank == rank]
+        self.proof = Proof(transfers, self.reads, self.writes, dtype=dtype, device=device, group=group, verify=verify)
 
     def run(self) -> ReshardReport:
-        """Write the source's present values into the destination, then prove it.
+        """Write the source's present values into the destination, zeros into its padding, and prove it.
 
         Raises:
-            ReshardError: on every rank of the group, if a checked slice differs.
+            ReshardError: on every rank of the group, if a checked slice differs; or a peer is gone.
         """
         synchronize()
         start = time.perf_counter()
         with torch.no_grad():
+            self.proof.note_sources()
             self.move()
-            checked = self.prove()
+            checked = self.proof.compare()
         synchronize()
         return ReshardReport(time.perf_counter() - start, self.bytes["received"], self.bytes["sent"], self.bytes["local"], checked)
 
     def move(self) -> None:
         """Only the copies and messages."""
-        if self.local_writes:
-            torch._foreach_copy_(self.local_writes, self.local_reads)
+        if self.peers is not None:
+            self._meet()  # everyone's source is complete
+        self.direct.run()
+        try:
+            (self._pull if self.plan.pulled else self._send)()
+        except RuntimeError as error:
+            raise ReshardError(f"reshard stopped on rank {self.rank}: {error}") from error
+        if self.peers is not None or self.plan.pulled:
+            self._meet()  # all have read: sources and staging memory may change
+        for hole in self.holes:
+            hole.zero_()
+
+    def _send(self) -> None:
+        """Window after window as messages: while one is on its way, the next is packed and the last one unpacked."""
+        if not self.windows:
+            return
+        self.windows[0].pack.run()
+        under_way = self._post(0)
+        for number, window in enumerate(self.windows):
+            following = number + 1 < len(self.windows)
+            if following:
+                self.windows[number + 1].pack.run()
+            try:
+                for message in under_way:
+                    message.wait()
+            except RuntimeError as error:
+                raise self._lost(number, error) from error
+            if following:
+                under_way = self._post(number + 1)
+            window.unpack.run()
+
+    def _post(self, number: int) -> list[dist.Work]:
+        messages = self.windows[number].messages
+        try:
+            return dist.batch_isend_irecv(messages) if messages else []
+        except RuntimeError as error:
+            raise self._lost(number, error) from error
+
+    def _lost(self, number: int, error: RuntimeError) -> RuntimeError:
+        window = self.windows[number]
+        return RuntimeError(f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one is gone or broken: {error}")
+
+    def _pull(self) -> None:
+        """Window after window out of the peers' staging memory."""
         for window in self.windows:
-            if window.pack_to:
-                torch._foreach_copy_(window.pack_to, window.pack_from)
-            for message in dist.batch_isend_irecv(window.messages):
-                message.wait()
-            if window.unpack_to:
-                torch._foreach_copy_(window.unpack_to, window.unpack_from)
+            window.pack.run()
+            self._meet()  # all have packed this window and read the one before
+            window.unpack.run()
 
-    def prove(self) -> int:
-        """Compare this sync's share of the slices at both ends, as the parameters hold them; returns how many."""
-        if self.verify == "none":
-            return 0
-        stride = 1 if self.verify == "all" else SAMPLE
-        phase = self.syncs % stride
-        self.syncs += 1
-        checked = self.transfers[phase::stride]
-        sent = {number // stride: checksum(read.to(self.dtype)) for number, read in self.reads.items() if number % stride == phase}
-        received = {number // stride: checksum(write) for number, write in self.writes.items() if number % stride == phase}
-        compare(checked, sent, received, group=self.group, device=self.device)
-        return len(checked)
+    def _meet(self) -> None:
+        """Everything queued on the GPUs of the group before is done before anything queued after; no host waits."""
+        dist.all_reduce(self._flag, group=self.group)
 
-    def _resolve(self) -> list[_Window]:
-        """This rank's part of each window that it has a part in; the windows share one staging buffer."""
-        staging = torch.empty(self.plan.staged_bytes.get(self.rank, 0) // self.dtype.itemsize, dtype=self.dtype, device=self.device)
-        windows, number = [], len(self.plan.local)
-        for planned in self.plan.windows:
-            window, start = _Window(), 0
-            for (giver, taker), message in planned.items():
-                if self.rank in (giver, taker):
-                    end = start
-                    for place, transfer in enumerate(message, number):
-                        slot = staging[end : end + transfer.elements].view(transfer.shape)
-                        end += transfer.elements
-                        if self.rank == giver:
-                            window.pack_to.append(slot)
-                            window.pack_from.append(self.reads[place])
-                        else:
-                            window.unpack_to.append(self.writes[place])
-                            window.unpack_from.append(slot)
-                    operation, peer = (dist.isend, taker) if self.rank == giver else (dist.irecv, giver)
-                    window.messages.append(dist.P2POp(operation, staging[start:end], peer, self.group))
-                    start = end
-                number += len(message)
-            if window.messages:
-                windows.append(window)
+    def _resolve_direct(self) -> Copies:
+        pairs, givers = [], []
+        for number, transfer in enumerate(self.plan.direct):
+            if transfer.destination_rank == self.rank:
+                own = transfer.source_rank == self.rank
+                pairs.append((self.writes[number], self.reads[number] if own else _view(self.peers[transfer.source_rank], transfer.source, transfer.shape)))
+                givers.append(transfer.source_rank)
+        return Copies(pairs, groups=givers, device=self.device)
+
+    def _resolve_windows(self) -> list[_Window]:
+        """Each window on this rank. All ranks count all of them: a window without a part of this one keeps its place, even or odd."""
+        staging = _Staging({rank: size // self.dtype.itemsize for rank, size in self.plan.staged_bytes.items()})
+        mine = torch.empty(staging.sizes.get(self.rank, 0), dtype=self.dtype, device=self.device)
+        theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.pulled else {}
+        buffers = {self.rank: mine} | {rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped}
+        windows, first = [], len(self.plan.direct)
+        for number, planned in enumerate(self.plan.windows):
+            staging.begin(number, self.plan.staged_elements(planned))
+            windows.append(self._resolve_window(planned, first, staging, buffers))
+            first += sum(map(len, planned.values()))
         return windows
+
+    def _resolve_window(self, planned: Window, number: int, staging: _Staging, buffers: dict[int, Tensor]) -> _Window:
+        packed, unpacked, givers, messages, peers = [], [], [], [], []
+        for (giver, taker), message in planned.items():
+            size = sum(transfer.elements for transfer in message)
+            starts = {rank: staging.take(rank, size) for rank in ({giver} if self.plan.pulled else {giver, taker})}
+            if self.rank in (giver, taker):
+                held_by = giver if self.plan.pulled else self.rank
+                held, end = buffers[held_by][starts[held_by] :][:size], 0
+                for place, transfer in enumerate(message, number):
+                    slot = held[end : end + transfer.elements].view(transfer.shape)
+                    end += transfer.elements
+                    if self.rank == giver:
+                        packed.append((slot, self.reads[place]))
+                    if self.rank == taker:
+                        unpacked.append((self.writes[place], slot))
+                        givers.append(giver)
+                if giver != taker:
+                    peers.append(taker if self.rank == giver else giver)
+                    if not self.plan.pulled:
+                        messages.append(dist.P2POp(dist.isend if self.rank == giver else dist.irecv, held, peers[-1], self.group))
+            number += len(message)
+        return _Window(Copies(packed, device=self.device), Copies(unpacked, groups=givers, device=self.device), messages, peers)
 
     def _agree(self) -> None:
         """Different plans would wait for each other for ever. The collective also makes NCCL's communicator before the first message."""
         messages = [(pair, sum(transfer.elements for transfer in message)) for window in self.plan.windows for pair, message in window.items()]
-        mark = zlib.crc32(repr([len(self.transfers), messages]).encode())
+        mark = zlib.crc32(repr([len(self.plan.direct), messages]).encode())
         marks = torch.tensor([mark, -mark], dtype=torch.int64, device=self.device)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         if marks[0] != -marks[1]:
             raise ValueError("the ranks compiled different reshard plans; give every rank the same layouts, window_bytes and parameters")
 
 
-def _view(parameters: Parameters, place: Place, shape: tuple[int, int]) -> Tensor:
+def allocations_of(parameters: Mapping[tuple[int, str], Tensor]) -> list[torch.UntypedStorage]:
+    """The distinct allocations that hold the parameters, in the order of their addresses."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in parameters.values() if tensor.numel()}
+    return [storages[address] for address in sorted(storages)]
+
+
+def addresses_of(parameters: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], tuple[int, int]]:
+    """Where each parameter lies: which of `allocations_of`, and its first byte in it."""
+    numbers = {storage.data_ptr(): number for number, storage in enumerate(allocations_of(parameters))}
+    return {key: (numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset() * tensor.element_size()) for key, tensor in parameters.items() if tensor.numel()}
+
+
+def _view(parameters: Mapping[tuple[int, str], Tensor], place: Place, shape: tuple[int, int]) -> Tensor:
     chunk, name, row, col = place
     if (chunk, name) not in parameters:
         raise ValueError(f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does not have; compile the plan for this model")

@@ -5,7 +5,7 @@ intersection of the two: each destination element is written exactly once, from 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import itemgetter
@@ -18,7 +18,7 @@ Place = tuple[int, str, int, int]  # model chunk, parameter, first row, first co
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A rectangle of a Hugging Face tensor on its way between two parameters (on one rank: a local copy)."""
+    """A rectangle of a Hugging Face tensor on its way between two parameters, of two ranks or of one."""
 
     tensor: str
     rows: tuple[int, int]  # half-open, in the Hugging Face tensor
@@ -57,79 +57,98 @@ class Padding:
     rows: tuple[int, int]  # half-open, in the parameter
     cols: tuple[int, int]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
 
 Window = dict[tuple[int, int], list[Transfer]]  # (source rank, destination rank): the transfers of one message
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a reshard does, in order: local copies, then window after window of messages.
+    """Everything a reshard does, in order: copies straight from parameter to parameter, then window after window of staged messages.
 
-    In a window a rank stages what it sends and what it receives; together at most `window_bytes`.
+    In a window a rank stages what it sends and, unless it reads from its peers' staging memory, what it receives; in two windows that
+    follow each other, together, at most `window_bytes`. A message of a rank to itself is staged because it writes over what is still
+    being read.
     """
 
     ranks: tuple[int, ...]  # every world rank that gives or takes
     element_bytes: int  # of an element on its way (the destination's dtype)
     window_bytes: int
-    local: tuple[Transfer, ...]
+    direct: tuple[Transfer, ...]  # on one rank, or between ranks that reach each other's memory
     windows: tuple[Window, ...]
+    pulled: bool  # a window's messages are not sent: the taker copies them out of the giver's staging memory
     padding: tuple[Padding, ...]
     lower_bound_bytes: int  # what the busiest rank must receive under any plan: elements it needs and does not hold
     gather_all_bytes: int  # what the busiest rank would receive if whole tensors were rebuilt on every destination rank
 
     def transfers(self) -> Iterator[Transfer]:
         """Every transfer, always in the same order: a transfer's number is its place in it."""
-        yield from self.local
+        yield from self.direct
         for window in self.windows:
             for message in window.values():
                 yield from message
 
     @property
     def messages(self) -> int:
-        return sum(len(window) for window in self.windows)
+        return sum(giver != taker for window in self.windows for giver, taker in window)
 
     @property
     def received_bytes(self) -> dict[int, int]:
         """Bytes each rank receives from others."""
-        return self._bytes(1)
+        return self._sum((taker, size) for (giver, taker), size in self._flows() if giver != taker)
 
     @property
     def sent_bytes(self) -> dict[int, int]:
         """Bytes each rank sends to others."""
-        return self._bytes(0)
+        return self._sum((giver, size) for (giver, taker), size in self._flows() if giver != taker)
 
     @property
     def local_bytes(self) -> dict[int, int]:
         """Bytes each rank copies from its own parameters into its own parameters."""
-        total = dict.fromkeys(self.ranks, 0)
-        for transfer in self.local:
-            total[transfer.source_rank] += transfer.elements * self.element_bytes
-        return total
+        return self._sum((giver, size) for (giver, taker), size in self._flows() if giver == taker)
 
     @property
     def staged_bytes(self) -> dict[int, int]:
-        """Each rank's staging memory: what it sends and receives in its fullest window."""
-        peak = dict.fromkeys(self.ranks, 0)
+        """Each rank's staging memory: what it stages in the two fullest windows that follow each other."""
+        peak, before = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
         for window in self.windows:
-            staged: dict[int, int] = defaultdict(int)
-            for pair, message in window.items():
-                elements = sum(transfer.elements for transfer in message)
-                for rank in pair:
-                    staged[rank] += elements * self.element_bytes
+            staged = {rank: elements * self.element_bytes for rank, elements in self.staged_elements(window).items()}
             for rank, size in staged.items():
-                peak[rank] = max(peak[rank], size)
+                peak[rank] = max(peak[rank], before.get(rank, 0) + size)
+            before = staged
         return peak
+
+    def staged_elements(self, window: Window) -> dict[int, int]:
+        """What each rank stages in a window."""
+        staged: dict[int, int] = defaultdict(int)
+        for pair, message in window.items():
+            elements = sum(transfer.elements for transfer in message)
+            for rank in pair[:1] if self.pulled else set(pair):
+                staged[rank] += elements
+        return staged
 
     @property
     def peak_extra_bytes(self) -> int:
         """The largest staging memory of any rank."""
         return max(self.staged_bytes.values(), default=0)
 
-    def _bytes(self, side: int) -> dict[int, int]:
-        total = dict.fromkeys(self.ranks, 0)
+    def _bytes_of(self, transfers: Iterable[Transfer]) -> int:
+        return sum(transfer.elements for transfer in transfers) * self.element_bytes
+
+    def _flows(self) -> Iterator[tuple[tuple[int, int], int]]:
+        for transfer in self.direct:
+            yield (transfer.source_rank, transfer.destination_rank), transfer.elements * self.element_bytes
         for window in self.windows:
             for pair, message in window.items():
-                total[pair[side]] += sum(transfer.elements for transfer in message) * self.element_bytes
+                yield pair, self._bytes_of(message)
+
+    def _sum(self, sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+        total = dict.fromkeys(self.ranks, 0)
+        for rank, size in sizes:
+            total[rank] += size
         return total
 
     def __str__(self) -> str:
@@ -148,11 +167,13 @@ def compile_plan(
     element_bytes: int,
     window_bytes: int,
     host_of: Callable[[int], int] | None = None,
+    peer_memory: bool = False,
 ) -> Plan:
     """Plan how the parameters of `source` fill those of `destination`; both map world ranks to parameters.
 
     A slice comes from the rank itself if it holds it, else from a rank of its host (`host_of`; None: one host), else
-    from any other; among equals from the one that has sent the least.
+    from any other; among equals from the one that has sent the least. With `peer_memory` ranks of one host read each other's
+    memory, so that their slices need neither messages nor staging.
 
     Raises:
         ValueError: an element that no source holds, destination blocks that overlap or leave their parameter, or a
@@ -161,7 +182,7 @@ def compile_plan(
     host_of = host_of or (lambda rank: 0)
     sources = _Sources(source, _repeated(destination), host_of)
     windows = _Windows(window_bytes, element_bytes)
-    local: list[Transfer] = []
+    direct: list[Transfer] = []
     padding: list[Padding] = []
     ranks = sorted(destination)
     # Position by position over all ranks, so that a window holds work for every rank and not for the first ones only.
@@ -178,16 +199,17 @@ def compile_plan(
                 same[id(parameter)] = wanted
             padding += [Padding(rank, parameter.chunk, parameter.name, rect[:2], rect[2:]) for rect in wanted.padding]
             for transfer in sources.serve(wanted, rank):
-                if transfer.source_rank == rank:
-                    local.append(transfer)
+                if transfer.source_rank == rank or (peer_memory and host_of(transfer.source_rank) == host_of(rank)):
+                    direct.append(transfer)
                 else:
                     windows.place(transfer)
     return Plan(
         ranks=tuple(sorted({*source, *destination})),
         element_bytes=element_bytes,
         window_bytes=window_bytes,
-        local=tuple(local),
+        direct=tuple(direct),
         windows=tuple(windows.windows),
+        pulled=False,
         padding=tuple(padding),
         lower_bound_bytes=max(sources.minimum.values(), default=0) * element_bytes,
         gather_all_bytes=(sources.total - min((sources.held[rank] for rank in ranks), default=0)) * element_bytes,
@@ -329,7 +351,7 @@ class _Windows:
     """Deals transfers into windows: the first one with room on both ranks, cut by rows where a window ends."""
 
     def __init__(self, window_bytes: int, element_bytes: int):
-        self.capacity = window_bytes // element_bytes  # elements
+        self.capacity = window_bytes // 2 // element_bytes  # elements of one window: the next is packed while it is on its way
         self.element_bytes = element_bytes
         self.windows: list[Window] = []
         self.used: dict[int, list[int]] = {}  # by rank and window, elements
@@ -338,8 +360,8 @@ class _Windows:
     def place(self, transfer: Transfer) -> None:
         num_rows, width = transfer.shape
         if width > self.capacity:
-            need = width * self.element_bytes
-            raise ValueError(f"window_bytes={self.capacity * self.element_bytes} cannot hold a row of {transfer.tensor}, {need} bytes; set it to {need} or more")
+            need = 2 * width * self.element_bytes
+            raise ValueError(f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more")
         pair = giver, taker = transfer.source_rank, transfer.destination_rank
         given, taken = self._used(giver), self._used(taker)
         full, row = self.capacity - width, 0  # above `full` there is no room for a row

@@ -1,58 +1,108 @@
 """Prove that slices arrived: the same checksum at the source's parameter and at the destination's, for every checked transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.reshard.checksum import checksum
+from parallel.reshard.kernels import Checksums
 from parallel.reshard.plan import Transfer
 
 SAMPLE = 16  # a sync checks one transfer in SAMPLE, and SAMPLE syncs check all of them
-_PIECE = 2**22  # elements widened to int64 at a time, so that a proof of a large slice needs 32 MiB
-_ROW_FACTOR, _COLUMN_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D  # odd; Knuth's MMIX and Vigna's xorshift* multipliers
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReshardError(RuntimeError):
     """The weights at the destination are not those of the source."""
 
 
-def checksum(slice_RC: Tensor) -> Tensor:
-    """An int64 that depends on each bit of the slice and on where it stands; any strides, any device.
+@dataclass(slots=True)
+class _Side:
+    """The checked slices of one side on this rank: what sums them up, and their places among all checked transfers."""
 
-    The sum over rows r and columns c of bits[r, c] · u[r] · v[c] modulo 2**64, where u and v are odd: an odd factor is
-    invertible, so a single changed element always changes the sum.
-    """
-    num_rows, num_cols = slice_RC.shape
-    weight_C = _weights(0, num_cols, _COLUMN_FACTOR, slice_RC.device)
-    rows = max(1, _PIECE // num_cols)
-    total = torch.zeros((), dtype=torch.int64, device=slice_RC.device)
-    for first in range(0, num_rows, rows):
-        bits_RC = slice_RC[first : first + rows].contiguous().view(_BITS[slice_RC.element_size()]).to(torch.int64)
-        weight_R = _weights(first, len(bits_RC), _ROW_FACTOR, slice_RC.device)
-        total += ((bits_RC * weight_C).sum(1) * weight_R).sum()
-    return total
+    sums: Checksums
+    places: Tensor  # [n] int64
 
 
-def compare(transfers: Sequence[Transfer], sent: dict[int, Tensor], received: dict[int, Tensor], *, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Collective over `group`: compare checksums, given by index into `transfers` where this rank is the source or the destination.
+class Proof:
+    """Checks a rotating share of the slices at every sync: `note_sources()` before they move, `compare()` after."""
 
-    Raises:
-        ReshardError: on every rank, naming the first slices that differ.
-    """
-    # The source adds and the destination subtracts; modulo 2**64 the sum over the ranks is 0 exactly if they are equal.
-    difference = torch.zeros(len(transfers), dtype=torch.int64, device=device)
-    for sums, sign in ((sent, 1), (received, -1)):
-        if sums:
-            index = torch.tensor(list(sums), device=device)
-            difference.index_add_(0, index, torch.stack(list(sums.values())), alpha=sign)
-    dist.all_reduce(difference, group=group)
-    wrong = difference.nonzero().flatten().tolist()
-    if wrong:
-        named = "; ".join(str(transfers[index]) for index in wrong[:4])
-        raise ReshardError(f"{len(wrong)} of {len(transfers)} checked slices did not arrive as they were sent: {named}{'; …' if len(wrong) > 4 else ''}")
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        reads: Mapping[int, Tensor],
+        writes: Mapping[int, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        verify: Literal["sample", "all", "none"],
+    ):
+        """
+        Args:
+            transfers: all of the plan, in its order.
+            reads: this rank's slices of the source [R, C] by a transfer's number; they are compared as `dtype`.
+            writes: its slices of the destination.
+            group: spans every rank of the plan.
+        """
+        self.transfers, self.reads, self.writes = transfers, reads, writes
+        self.dtype, self.device, self.group, self.verify = dtype, device, group, verify
+        self.syncs = 0
+        self._sides: dict[tuple[int, str], _Side] = {}  # by phase and side
+        self._difference: Tensor | None = None
 
+    @property
+    def stride(self) -> int:
+        return 1 if self.verify == "all" else SAMPLE
 
-def _weights(first: int, count: int, factor: int, device: torch.device) -> Tensor:
-    return (torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device) * factor) | 1
+    @property
+    def phase(self) -> int:
+        return self.syncs % self.stride
+
+    @property
+    def checked(self) -> Sequence[Transfer]:
+        """This sync's share."""
+        return self.transfers[self.phase :: self.stride]
+
+    def note_sources(self) -> None:
+        """Take the checksums of what is about to be moved."""
+        if self.verify == "none":
+            return
+        self._difference = torch.zeros(len(self.checked), dtype=torch.int64, device=self.device)
+        self._add("reads", self.reads, 1)
+
+    def compare(self) -> int:
+        """Take the checksums of what arrived, and compare; returns how many slices were checked. Collective over the group.
+
+        Raises:
+            ReshardError: on every rank, naming the first slices that differ.
+        """
+        if self.verify == "none":
+            return 0
+        # The source adds and the destination subtracts; modulo 2**64 the sum over the ranks is 0 exactly if they are equal.
+        self._add("writes", self.writes, -1)
+        dist.all_reduce(self._difference, group=self.group)
+        checked, wrong = self.checked, self._difference.nonzero().flatten().tolist()
+        self.syncs += 1
+        if wrong:
+            named = "; ".join(str(checked[index]) for index in wrong[:4])
+            raise ReshardError(f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent: {named}{'; …' if len(wrong) > 4 else ''}")
+        return len(checked)
+
+    def _add(self, side: str, slices: Mapping[int, Tensor], sign: int) -> None:
+        numbers = [number for number in slices if number % self.stride == self.phase]
+        if not numbers:
+            return
+        key = (self.phase if self.verify != "all" else -1, side)
+        if key not in self._sides:
+            places = torch.tensor([number // self.stride for number in numbers], device=self.device)
+            self._sides[key] = _Side(Checksums([slices[number] for number in numbers], device=self.device), places)
+        known = self._sides[key]
+        if slices[numbers[0]].dtype == self.dtype:
+            sums = known.sums.run()
+        else:  # as they look after the cast
+            sums = torch.stack([checksum(slices[number].to(self.dtype)) for number in numbers])
+        self._difference.index_add_(0, known.places, sums, alpha=sign)

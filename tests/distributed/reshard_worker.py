@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from parallel import device
 from parallel.export import export_folder
 from parallel.groups import group_of
 from parallel.layout import Layout
-from parallel.reshard.execute import Resharder
+from parallel.reshard.execute import Resharder, addresses_of, allocations_of
+from parallel.reshard.overlay import overlay
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.reshard.proof import SAMPLE, ReshardError
 from parallel.weights.architecture import Architecture
@@ -61,7 +63,7 @@ def check(source: Shards, destination: Shards, toy: Toy, **options) -> None:
         for value in given.values():
             value *= 2
     received = resharder.plan.received_bytes.get(dist.get_rank(), 0)
-    assert report.bytes_received == received and report.checked_slices == len(resharder.transfers) and report.seconds > 0
+    assert report.bytes_received == received and report.checked_slices == len(resharder.proof.transfers) and report.seconds > 0
 
 
 def trained(toy: Toy, layout: Layout) -> Shards:
@@ -128,7 +130,7 @@ def first_error(run: Callable, syncs: int) -> str:
 
 def a_sample_covers_every_slice() -> None:
     resharder, _, _, _ = make(trained(UNTIED, Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))), served(UNTIED, 2), UNTIED, verify="sample")
-    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.transfers)
+    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.proof.transfers)
 
 
 def different_plans_are_refused() -> None:
@@ -139,6 +141,31 @@ def different_plans_are_refused() -> None:
         assert "different reshard plans" in str(error)
     else:
         raise AssertionError("not noticed")
+
+
+def laid_over() -> None:
+    """One copy: the destination's parameters in the source's memory, out and back, by messages."""
+    for toy, name, tp, in_place in product((UNTIED, TIED), ("tp2pp2", "pp2dp2", "tp4"), (2, 4), (True, False)):
+        layout = Layout.parse(name, ranks=(0, 2, 1, 3))
+        source, destination, rank, tensors = trained(toy, layout), served(toy, tp), dist.get_rank(), whole_tensors(toy)
+        given = filled(source[rank], tensors, 0, torch.float32)
+        everyone: list = [None] * 4
+        dist.all_gather_object(everyone, addresses_of(given))
+        found = overlay(source=source, destination=destination, memory=dict(enumerate(everyone)), element_bytes=4, window_bytes=2**16, in_place=in_place)
+        storages = allocations_of(given)
+        taken = {(p.chunk, p.name): torch.full(p.shape, torch.nan, device=device.device()) for p in destination[rank]}
+        for key, (space, first) in found.addresses[rank].items():
+            taken[key] = torch.empty(0, device=device.device()).set_(storages[space], first // 4, taken[key].shape)
+        common = dict(rank=rank, dtype=torch.float32, group=None, device=device.device(), verify="all")
+        out = Resharder(found.forth, source=given, destination=taken, **common)
+        home = Resharder(found.back, source=taken, destination=given, **common) if found.back else None
+        for _ in range(2):
+            out.run()
+            assert all(torch.equal(taken[key], value) for key, value in filled(destination[rank], tensors, 0, torch.float32).items())
+            if home:
+                home.run()
+            wrong = [key for key, value in filled(source[rank], tensors, 0, torch.float32).items() if not torch.equal(given[key], value)]
+            assert not wrong, (toy, name, tp, in_place, rank, wrong)
 
 
 def exported(layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_file_bytes=2**30) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
@@ -192,6 +219,7 @@ CHECKS = [
     every_layout_both_ways,
     disjoint_ranks,
     small_windows_and_cast,
+    laid_over,
     corruption_is_named,
     a_sample_covers_every_slice,
     different_plans_are_refused,

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from verl_megatron.config import RolloutConfig  # noqa: E402
-from verl_megatron.rollout import vllm_cpu  # noqa: E402
+from verl_megatron.rollout import vllm_cpu, vllm_weights  # noqa: E402
 from verl_megatron.rollout.sampling import Request, Sampling, row_seed  # noqa: E402
 from verl_megatron.rollout.vllm import VLLMActor  # noqa: E402
 
@@ -43,6 +43,11 @@ def tokens_of(rows):
 def process_state():
     generators = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
     return generators, gc.isenabled(), dict(os.environ), torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def seven(tensor):
+    """A trainer's buffer of the same layout, filled with something that no initialisation writes."""
+    return torch.full_like(tensor, 7.0)
 
 
 def write_all(target, source):
@@ -144,6 +149,59 @@ def check_weights_need_their_patch():
     vllm_cpu.CPU_PATCHES["keep_weights"] = (name, patch)
 
 
+def check_shared_memory():
+    """What happens to each kind of parameter between construction and use, on modules that stand for vLLM's."""
+    emptying = vllm_weights.Emptying()
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(emptying)
+    embedding, linear, head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 8), torch.nn.Linear(4, 6, bias=False)  # they register first and fill then
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, linear, head, torch.nn.LayerNorm(4))
+    hook.remove()
+    parameters = dict(model.named_parameters())
+    assert [name for name, parameter in parameters.items() if parameter.untyped_storage().nbytes()] == ["3.weight", "3.bias"]  # perhaps unfinished
+    wrong = {
+        "0.weight": (torch.zeros(6, 3), r"0.weight is \(6, 3\) .* parameter is \(6, 4\)"),
+        "1.weight": (torch.zeros(4, 8).T, r"strides \(1, 8\).*strides \(4, 1\)"),
+        "1.bias": (torch.zeros(9)[1:], "no multiple of 16 bytes"),
+        "2.weight": (torch.zeros(6, 4), "no parameter 2.weight"),
+        "3.weight": (torch.zeros(4, dtype=torch.float64), "float64.*float32"),
+    }
+    for name, (tensor, message) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            vllm_weights.share(model, {"3.bias": torch.ones(4), name: tensor}, emptying.num_bytes)
+    given = {"0.weight": torch.randn(6, 4), "1.bias": torch.randn(8), "3.bias": torch.randn(4)}
+    rest = vllm_weights.share(model, given, emptying.num_bytes)
+    assert len(rest) == 2 and rest[0] is model[1].weight and rest[1] is model[3].weight
+    model[1].weight.data.fill_(0.5)  # has memory again
+    assert model[2].weight is model[0].weight and all(parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())
+    hidden = torch.nn.functional.layer_norm(given["0.weight"][[5]], (4,), torch.ones(4), given["3.bias"])
+    assert torch.equal(model[3](model[0](torch.tensor([5]))), hidden)
+    torch.testing.assert_close(model[1](hidden), 0.5 * hidden.sum() + given["1.bias"][None])
+
+
+def check_sleeping_bytes():
+    from vllm.device_allocator import AllocationData
+
+    sizes = (("weights", True), ("weights", False), ("kv_cache", True), ("runtime", True))
+    allocations = [AllocationData((0, 10**i, 0, 0), tag, is_asleep=asleep) for i, (tag, asleep) in enumerate(sizes)]
+    assert [vllm_weights.sleeping_bytes(allocations, tag) for tag in ("weights", "kv_cache")] == [1001, 1100]
+
+
+def check_tied():
+    """One parameter under two names, in memory of ours."""
+    own = actor_of("tied")
+    shared = {name: seven(tensor) for name, tensor in own.parameters().items()}
+    assert "lm_head.weight" not in shared
+    expected = own.generate(REQUESTS[:4], SAMPLING)
+    weights = {name: tensor.clone() for name, tensor in own.parameters().items()}
+    own.close()
+    actor = actor_of("tied", load_weights=False, shared_weights=shared)
+    for name, tensor in shared.items():
+        tensor.copy_(weights[name])
+    assert actor.generate(REQUESTS[:4], SAMPLING) == expected
+    actor.close()
+
+
 def check_text(fresh):
     prompts = ["w5 w6 w7", "w9"]
     whole = fresh.generate_text(prompts, SAMPLING)
@@ -171,7 +229,10 @@ def alone():
     check_text(fresh)
     fresh.close()
     check_weights_need_their_patch()
+    check_tied()
     assert process_state() == before and not dist.is_initialized()
+    check_shared_memory()
+    check_sleeping_bytes()
     os.environ.update(TORCHRUN)
     joined = actor_of("a")  # joins torchrun's world by itself
     assert dist.get_world_size() == 1 and tokens_of(joined.generate(REQUESTS[:4], SAMPLING)) == tokens_of(rows[:4])
@@ -183,14 +244,58 @@ def check_rows(actor, mine, expected, expected_logprobs):
     """Each row is some replica's, with the tokens and log-probabilities that one rank alone gives it."""
     taken = [None] * dist.get_world_size()
     dist.all_gather_object(taken, {row.row_id: row.token_ids for row in mine})
-    for rank, rows in enumerate(taken):
-        assert rows == taken[rank - rank % actor.tp]
+    taken = [taken[rank] for rank in actor.ranks]
+    for place, rows in enumerate(taken):
+        assert rows == taken[place - place % actor.tp]
     homes = taken[:: actor.tp]
     assert sorted(row for rows in homes for row in rows) == list(range(32))
     for row in mine:
         assert row.token_ids == expected[str(row.row_id)]
         torch.testing.assert_close(torch.tensor(row.logprobs), torch.tensor(expected_logprobs[str(row.row_id)]), rtol=0, atol=1e-4)
     return [len(rows) for rows in homes]
+
+
+def shards_of(actor):
+    """Weights of each tensor-parallel slot, on every rank."""
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, {name: tensor.clone() for name, tensor in actor.parameters().items()})
+    return [held[rank] for rank in actor.ranks[: actor.tp]]
+
+
+def check_refused_options():
+    """While an engine in the usual order is open."""
+    wrong = {(2, 0, 1, 3): r"must increase, and \[2, 0\]", (0, 1, 2, 2): "each of the world's 4 ranks once", (0, 1): "4 ranks once", (0, 2, 1, 3): "close it first"}
+    for ranks, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            actor_of("a", 2, ranks=ranks)
+    with pytest.raises(ValueError, match="pass load_weights=False"):
+        actor_of("a", 2, shared_weights={"model.norm.weight": torch.zeros(64)})
+
+
+def check_shared(shards, expected, expected_logprobs):
+    """An engine in another order of ranks and in our memory, but for two tensors, generates what the others do."""
+    ranks = (0, 2, 1, 3)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight is \(7, 7\) torch.float32, .* parameter is \("):
+        actor_of("a", 2, load_weights=False, shared_weights={"model.embed_tokens.weight": torch.zeros(7, 7)})
+    weights = shards[ranks.index(dist.get_rank()) % 2]
+    kept = {"model.norm.weight", "model.layers.1.self_attn.o_proj.weight"}
+    assert kept < weights.keys()
+    shared = {name: seven(tensor) for name, tensor in weights.items() if name not in kept}
+    actor = actor_of("a", 2, load_weights=False, ranks=ranks, shared_weights=shared)
+    assert (actor.replica, actor.tp_rank, actor.is_home) == {0: (0, 0, True), 2: (0, 1, False), 1: (1, 0, True), 3: (1, 1, False)}[dist.get_rank()]
+    held = actor.parameters()
+    assert held.keys() == weights.keys() and all((tensor == 7).all() for tensor in shared.values()), "they were written to"
+    addresses = {tensor.data_ptr() for tensor in shared.values()}
+    assert all(held[name].data_ptr() not in addresses and held[name].abs().max() < 0.01 for name in kept)
+    for name, tensor in weights.items():
+        (held[name] if name in kept else shared[name]).copy_(tensor)
+    finished = []
+    shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
+    assert len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
+    held = actor.parameters()
+    assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in shared.items())
+    actor.close()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in shared.items())
 
 
 def world():
@@ -206,7 +311,8 @@ def world():
     source = actor_of("a", 2)
     write_all(actor, source)
     source.close()
-    dist.barrier()
+    shards = shards_of(actor)
+    check_refused_options()
     assert (actor.replica, actor.num_replicas, actor.tp_rank) == (dist.get_rank() // 2, dist.get_world_size() // 2, dist.get_rank() % 2)
     finished = []
     shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
@@ -222,6 +328,7 @@ def world():
     store = dist.distributed_c10d._get_default_store()
     assert not any(store.check([f"verl_megatron/rows/{i}"]) or store.check([f"verl_megatron/rows/{i}/finished"]) for i in range(4))
     actor.close()
+    check_shared(shards, expected, expected_logprobs)
     for tp in (4, 1):  # more ranks than key-value heads; four replicas
         actor = actor_of("a", tp)
         check_rows(actor, actor.generate(REQUESTS, SAMPLING), expected, expected_logprobs)

@@ -1,4 +1,4 @@
-"""vLLM alone and as one, two or four replicas in a world of four ranks: the same rows, whoever generates them."""
+"""vLLM alone and as one, two or four replicas in a world of four ranks: the same rows, whoever generates them, from whosever memory."""
 
 from tests.tiny import write_hf
 from tests.worlds import run_world
@@ -19,6 +19,7 @@ def test_rollout(tmp_path):
     sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=2)
     write_hf(tmp_path / "a", "llama", seed=1, **sizes)
     write_hf(tmp_path / "b", "llama", seed=2, **sizes)
+    write_hf(tmp_path / "tied", "qwen3_tied", seed=3, **sizes)
     write_tokenizer(tmp_path / "b", 150)
     for nproc in (1, 4):
         assert "all rollout checks passed" in run_world("tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180)

@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel.collectives import all_max, all_names, all_sum
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.offload import Place, gradients, optimizer_tensors
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
@@ -174,5 +175,62 @@ def check_plain() -> None:
             check(f"plain {head} {family} {text} on {count}", limit=1e-5, weights=moved, relative_norm=norm)
 
 
+# ---- memory given up between steps ------------------------------------------------------------------------------------
+
+
+def leaves_of(value) -> list:
+    """What nested lists and dictionaries hold, in order."""
+    if isinstance(value, dict | list):
+        return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in leaves_of(part)]
+    return [value]
+
+
+def same(a, b) -> bool:
+    """Whether two nested values hold the same numbers, bit by bit."""
+    pairs = list(zip(leaves_of(a), leaves_of(b), strict=True))
+    return all(x.dtype == y.dtype and torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+def step_away(engine: Engine, what: str, mine: RolloutBatch, micro: list[list[int]]) -> None:
+    """Release `what`, infer without it and begin to bring it back."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in engine.tensors.values()}
+    state = [tensor for tensor in optimizer_tensors(engine.optimizer) if tensor.untyped_storage().data_ptr() not in weights]
+    moved = (gradients(engine.chunks) if what in ("grads", "all") else []) + (state if what in ("optimizer", "all") else [])
+    before = engine.infer(mine, micro)
+    engine.start_release(what)
+    engine.finish_release()
+    assert engine.offload.place is Place.AWAY and moved and not any(tensor.untyped_storage().nbytes() for tensor in moved)
+    assert same(engine.infer(mine, micro), before)
+    engine.start_restore()
+
+
+def steps_apart(folder: Path, layout: Layout, batch: RolloutBatch, config: EngineConfig, away: tuple[tuple[str, ...], ...]) -> Engine:
+    """As many steps as `away` has entries; each names what is released, in turn, after its step."""
+    engine = Engine(arch=read_architecture(folder), folder=str(folder), groups=ProcessGroups(layout), config=config, head="lm", seed=1)
+    engine.prepare_training(lr=LR, total_steps=6)
+    mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
+    for released in away:
+        engine.train_step(mine, micro, policy, fields=FIELDS["lm"], num_tokens=int(batch.response_mask.sum()))
+        for what in released:
+            step_away(engine, what, mine, micro)
+    return engine
+
+
+def check_offload() -> None:
+    """Steps with gradients and optimizer state away in between are the same steps, bit by bit; so are checkpoints."""
+    folder, bf16 = shared_folder(), {"dtype": "bfloat16"}
+    for family, text, extra in (("qwen3", "tp1", bf16), ("qwen3", "tp2pp2", bf16), ("qwen2_tied_yarn", "pp2vpp2", {"dtype": "float32"}), ("qwen3", "tp2sp", {"dtype": "float32"})):
+        path = folder / family
+        batch = experience(write_once(path, family).config.vocab_size)
+        layout = Layout.parse(text, tuple(range(dist.get_world_size())))
+        config = EngineConfig(tokens_per_micro_batch=64, distributed_optimizer=text in ("tp1", "pp2vpp2"), **extra)
+        want = steps_apart(path, layout, batch, config, ((), ())).state_dict()
+        engine = steps_apart(path, layout, batch, config, (("all",), ("grads", "optimizer")))
+        engine.start_release("all")
+        engine.finish_release()
+        assert same(engine.state_dict(), want) and engine.offload.place is Place.HOME, f"{family} {text} {extra}"
+        say(f"offload {family} {layout} {extra}: {engine.offload.device_bytes} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit")
+
+
 if __name__ == "__main__":
-    run_checks({"layouts": check_layouts, "plain": check_plain}, sys.argv[1:])
+    run_checks({"layouts": check_layouts, "plain": check_plain, "offload": check_offload}, sys.argv[1:])

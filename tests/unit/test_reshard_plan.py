@@ -116,7 +116,7 @@ def test_disjoint_ranks(toy):
     trained = {rank: megatron_like(toy, Layout.parse("tp2pp2", ranks=(4, 5, 6, 7)), rank) for rank in range(4, 8)}
     served = {rank: vllm_like(toy, 2, rank % 2) for rank in range(4)}
     plan = check(trained, served, toy.shapes(), window_bytes=1000)
-    assert not plan.local and max(plan.received_bytes[rank] for rank in range(4, 8)) == 0
+    assert not plan.direct and max(plan.received_bytes[rank] for rank in range(4, 8)) == 0
     check(served, trained, toy.shapes(), window_bytes=1000)
 
 
@@ -159,12 +159,12 @@ def test_overlapping_sources_write_once_and_prefer_own_rank():
 
 
 def test_windows_cut_a_large_transfer_by_rows():
-    plan = compile_plan(source={0: [whole()]}, destination={1: [whole()]}, element_bytes=4, window_bytes=100)  # a row is 16 bytes: 6 of 16 rows fit
+    plan = compile_plan(source={0: [whole()]}, destination={1: [whole()]}, element_bytes=4, window_bytes=200)  # a row is 16 bytes: 6 of 16 rows fit a half
     assert [t.rows for t in plan.transfers()] == [(0, 6), (6, 12), (12, 16)]
     assert [t.destination for t in plan.transfers()] == [(0, "w", 0, 0), (0, "w", 6, 0), (0, "w", 12, 0)]
-    assert plan.peak_extra_bytes == 96 and plan.messages == 3
-    with pytest.raises(ValueError, match="window_bytes=12 cannot hold a row of w, 16 bytes"):
-        compile_plan(source={0: [whole()]}, destination={1: [whole()]}, element_bytes=4, window_bytes=12)
+    assert plan.peak_extra_bytes == 192 and plan.messages == 3
+    with pytest.raises(ValueError, match="window_bytes=24 cannot hold two rows of w, 32 bytes"):
+        compile_plan(source={0: [whole()]}, destination={1: [whole()]}, element_bytes=4, window_bytes=24)
 
 
 def test_replicas_share_the_sending():
@@ -178,7 +178,7 @@ def test_replicas_share_the_sending():
 def test_windows_keep_all_ranks_busy():
     toy = Toy()
     source = {rank: megatron_like(toy, Layout.parse("pp4", ranks=(0, 1, 2, 3)), rank) for rank in range(4)}
-    plan = compile_plan(source=source, destination={rank: vllm_like(toy, 4, rank) for rank in range(4)}, element_bytes=4, window_bytes=512)
+    plan = compile_plan(source=source, destination={rank: vllm_like(toy, 4, rank) for rank in range(4)}, element_bytes=4, window_bytes=1024)
     busiest = max(plan.sent_bytes[rank] + plan.received_bytes[rank] for rank in range(4))
     assert len(plan.windows) <= 1.5 * busiest / 512
 

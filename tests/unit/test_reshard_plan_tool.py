@@ -1,16 +1,19 @@
 """The plan as an artefact: the numbers of `tools/reshard_plan.py` against the plan and against arithmetic, and what it refuses."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
+from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
 from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of
 
@@ -23,10 +26,11 @@ def folder(tmp_path) -> str:
     return str(tmp_path)
 
 
-def planned(**options) -> tuple[Case, Plan, dict]:
-    case = read_case(**options)
+def planned(*, placed: bool = False, peer_memory: bool = False, **options) -> tuple[Case, Plan, dict]:
+    """With the usual order of ranks, unless `placed`."""
+    case = read_case(**options).placed() if placed else read_case(**options)
     shards = case.shards()
-    plan = compile_plan(source=shards[0], destination=shards[1], element_bytes=2, window_bytes=2**28, host_of=case.host_of)
+    plan = compile_plan(source=shards[0], destination=shards[1], element_bytes=2, window_bytes=2**28, host_of=case.host_of, peer_memory=peer_memory)
     return case, plan, report_of(case, plan, flows_of(plan), shards, Rates(same_gpu=1e9, same_host=1e8, other_host=1e7))
 
 
@@ -39,22 +43,45 @@ def test_the_program_writes_numbers_and_a_picture(tmp_path):
     report = json.loads((tmp_path / "plan.json").read_text())
     assert {"received_bytes", "sent_bytes", "local_bytes", "lower_bound_bytes", "gather_all_bytes", "messages", "peak_extra_bytes"} <= report.keys()
     assert all(len(report[f"{what}_bytes"]) == 4 for what in ("received", "sent", "local"))
-    # Ranks 1 and 2 hold nothing of the quarter that they need, except for norms.
+    assert report["train_ranks"] == [0, 2, 1, 3] and report["rollout_ranks"] == [0, 1, 2, 3] and not report["peer_memory"]
+    # Each rank holds half of the quarter that it needs.
     quarter = report["gather_all_bytes"] / 3
-    assert report["lower_bound_bytes"] == max(report["received_bytes"]) == pytest.approx(quarter, rel=1e-3)
+    assert report["lower_bound_bytes"] == max(report["received_bytes"]) == pytest.approx(quarter / 2, rel=1e-3)
     assert report["peak_extra_bytes"] <= report["window_bytes"] == 2**28 and report["dtype"] == "bfloat16"
 
 
-def test_numbers_are_the_plans_and_add_up(folder):
-    case, plan, report = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=16, hosts=4)
-    assert (case.train.dp, case.rollout.dp, case.ranks_per_host) == (4, 4, 4)
+def test_options_reach_the_plan(folder, tmp_path, capsys):
+    """In the usual order ranks 1 and 2 hold nothing of the quarter that they need, except for norms; peers need no messages."""
+    path = tmp_path / "plan.json"
+    given = ["--hf", folder, "--train", "tp2pp2", "--rollout", "tp4", "--json", str(path), "--rank-order", "plain"]
+    main(given)
+    plain = json.loads(path.read_text())
+    assert plain["train_ranks"] == plain["rollout_ranks"] == [0, 1, 2, 3] and plain["messages"] and plain["peak_extra_bytes"]
+    assert max(plain["received_bytes"]) == pytest.approx(plain["gather_all_bytes"] / 3, rel=2e-2)
+    main([*given, "--peer-memory"])
+    peers = json.loads(path.read_text())
+    assert peers["peer_memory"] and peers["received_bytes"] == plain["received_bytes"] and not peers["messages"] and not peers["peak_extra_bytes"]
+    assert capsys.readouterr().out.count("as usual in Megatron; as usual in vLLM") == 2
+
+
+@pytest.mark.parametrize("peer_memory", [False, True])
+@pytest.mark.parametrize("placed", [False, True])
+def test_numbers_are_the_plans_and_add_up(folder, placed, peer_memory):
+    case, plan, report = planned(hf=folder, train="tp2pp2", rollout="tp8", ranks=16, hosts=4, placed=placed, peer_memory=peer_memory)
+    assert (case.train.dp, case.rollout.dp, case.ranks_per_host) == (4, 2, 4)
+    assert report["messages"] == plan.messages == sum(len(window) for window in plan.windows)
     for what in ("received", "sent"):
         assert report[f"{what}_bytes"] == [getattr(plan, f"{what}_bytes")[rank] for rank in range(16)]
         assert report[f"{what}_bytes"] == [a + b for a, b in zip(report[f"{what}_same_host_bytes"], report[f"{what}_other_host_bytes"])]
     assert report["staged_bytes"] == [plan.staged_bytes[rank] for rank in range(16)] and report["peak_extra_bytes"] == plan.peak_extra_bytes
     assert report["local_bytes"] == [plan.local_bytes[rank] for rank in range(16)]
+    for distance, same in (("same", True), ("other", False)):
+        between = [t for t in plan.transfers() if t.source_rank != t.destination_rank and same == (case.host_of(t.source_rank) == case.host_of(t.destination_rank))]
+        for way, side in (("sent", "source_rank"), ("received", "destination_rank")):
+            assert report[f"{way}_{distance}_host_bytes"] == [2 * sum(t.elements for t in between if getattr(t, side) == rank) for rank in range(16)]
     other = sum(t.elements for t in plan.transfers() if case.host_of(t.source_rank) != case.host_of(t.destination_rank)) * 2
-    assert sum(report["sent_other_host_bytes"]) == sum(report["received_other_host_bytes"]) == other > 0
+    assert sum(report["sent_other_host_bytes"]) == sum(report["received_other_host_bytes"]) == other
+    assert (other == 0) == placed  # a host has a whole model once its ranks are all stages
     assert report["ratio_to_lower_bound"] == max(report["received_bytes"]) / plan.lower_bound_bytes >= 1
 
 
@@ -69,16 +96,53 @@ def test_seconds_follow_the_rates(folder):
     assert apart["seconds"]["overlapped"] == pytest.approx(busiest / 1e7)
 
 
+def test_seconds_of_peers_memory(folder):
+    """Copies on a GPU, then the busiest link, and nothing to pack."""
+    _, _, report = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=4, peer_memory=True)
+    busiest = max(max(report["received_bytes"]), max(report["sent_bytes"]))
+    assert report["seconds"]["overlapped"] == pytest.approx(busiest / 1e8)
+    assert report["seconds"]["one_after_another"] == pytest.approx(busiest / 1e8 + max(report["local_bytes"]) / 1e9)
+
+
 def test_memory_of_equal_layouts(folder):
-    """TP2 to TP2: all but QKV, whose order differs, can be shared; swapped tensor by tensor, one copy and a tensor are enough."""
-    case, _, report = planned(hf=folder, train="tp2", rollout="tp2")
+    """TP2 to TP2: all but QKV, whose order differs, can be shared; permuted in place, one copy and the window are enough."""
+    case, plan, report = planned(hf=folder, train="tp2", rollout="tp2")
     memory, copy = report["peak_memory"], report["local_bytes"][0]
     qkv = 4 * 2 * (8 + 2 * 8) * 8 // 2 * 64
     assert case.ranks == 2 and not any(report["received_bytes"]) and report["seconds"]["overlapped"] == copy / 1e9
-    assert memory["larger_copy_bytes"] == copy and memory["keep"] == {"bytes": 2 * copy, "implemented": True}
-    assert memory["share"]["bytes"] == copy + qkv
-    assert copy < memory["swap"]["bytes"] <= copy + 2 * 512 * 64
-    assert not memory["swap"]["implemented"] and not memory["share"]["implemented"]
+    assert memory["larger_copy_bytes"] == copy and all(memory[mode]["implemented"] for mode in ("keep", "swap", "share"))
+    assert memory["keep"]["bytes"] == 2 * copy and memory["share"]["bytes"] == copy + qkv
+    assert memory["swap"]["bytes"] == copy + plan.window_bytes
+
+
+@pytest.mark.parametrize("train, rollout, kv_heads", [("tp2", "tp4", 8), ("tp4", "tp2", 4), ("tp2pp2", "tp4", 2), ("tp4", "tp4", 4)])
+def test_shared_memory_is_found_by_address(train, rollout, kv_heads, tmp_path):
+    """Against every element's own place: shared is what lies at one distance from its twin in one parameter of Megatron's."""
+    (tmp_path / "config.json").write_text(json.dumps(shape("llama3-8b") | TINY | {"num_key_value_heads": kv_heads}))
+    case, _, report = planned(hf=str(tmp_path), train=train, rollout=rollout, placed=True)
+    source, destination = case.shards()
+    sizes = []
+    for rank in range(case.ranks):
+        held = {where: (number, at) for number, parameter in enumerate(source[rank]) for where, at in places_of(parameter).items()}
+        sizes.append(sum(math.prod(p.shape) for side in (source, destination) for p in side[rank]))
+        for parameter in destination[rank]:
+            places = places_of(parameter)
+            assert len(places) == math.prod(parameter.shape)  # nothing is padded
+            found = {(held[where][0], held[where][1] - at) if where in held else None for where, at in places.items()}
+            sizes[-1] -= math.prod(parameter.shape) * (len(found) == 1 and None not in found)
+        sizes[-1] = 2 * sizes[-1] + report["staged_bytes"][rank]
+    assert report["peak_memory"]["share"]["bytes"] == max(sizes) < report["peak_memory"]["keep"]["bytes"]
+
+
+def places_of(parameter: ShardedParameter) -> dict[tuple[str, int, int], int]:
+    """By tensor, row and column: the element's place in the parameter's memory."""
+    width = math.prod(parameter.shape[1:])
+    return {
+        (block.tensor, row, col): (block.row + row - block.rows[0]) * width + block.col + col - block.cols[0]
+        for block in parameter.blocks
+        for row in range(*block.rows)
+        for col in range(*block.cols)
+    }
 
 
 def test_ranks_and_hosts_by_default(folder):
@@ -101,6 +165,7 @@ REFUSED = [
     (["--hosts", "3"], r"--hosts 3 must divide the 4 ranks; choose"),
     (["--stage-layers", "30,3"], r"--train tp2pp2: 32 layers do not split .*--stage-layers \(sum 32\)"),
     (["--other-host-rate", "-1"], r"--other-host-rate: '-1' is not accepted; write bytes a second"),
+    (["--rank-order", "any"], r"--rank-order: invalid choice: 'any' \(choose from"),
     (["--dtype", "fp8"], r"--dtype: invalid choice: 'fp8' \(choose from"),
     (["--json", "/no/such/plan.json"], r"--json /no/such/plan.json cannot be written.*name a file in a folder that exists"),
     (["--png", "plan.jpg"], r"--png plan.jpg must end in .png"),
@@ -129,6 +194,11 @@ def test_shards_are_those_of_the_map(folder):
     for rank in range(8):
         assert source[rank] == megatron_parameters(case.arch, case.train, rank, spec="te")
         assert destination[rank] == vllm_parameters(case.arch, 2, rank % 2)
+    case = read_case(hf=folder, train="tp2pp2", rollout="tp4", ranks=4).placed()
+    source, destination = case.shards()
+    for rank, (tp, pp) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        assert source[rank] == megatron_parameters(case.arch, replace(case.train, ranks=tuple(range(4))), pp * 2 + tp, spec="te")
+        assert destination[rank] == vllm_parameters(case.arch, 4, rank)
 
 
 def test_a_70b_plan_for_1024_ranks_fits_in_memory(tmp_path):

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from parallel.reshard import proof
-from parallel.reshard.proof import checksum
+from parallel.reshard import checksum as definition
+from parallel.reshard.checksum import checksum
 
 # Letters: R rows, C columns.
 
 
 def by_hand(slice_RC):
     """The definition in Python's integers."""
-    bits = slice_RC.contiguous().view(proof._BITS[slice_RC.element_size()]).tolist()
+    bits = slice_RC.contiguous().view(definition.BITS[slice_RC.element_size()]).tolist()
     total = 0
     for r, row in enumerate(bits, 1):
         for c, value in enumerate(row, 1):
-            total += value * (r * proof._ROW_FACTOR | 1) * (c * proof._COLUMN_FACTOR | 1)
+            total += value * (r * definition.ROW_FACTOR | 1) * (c * definition.COLUMN_FACTOR | 1)
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -25,7 +25,7 @@ def test_checksum_is_its_definition_for_any_strides_and_pieces(dtype, monkeypatc
     wide = torch.zeros(20, 30, dtype=dtype)
     wide[4:17, 7:16] = slice_RC
     assert checksum(slice_RC).item() == by_hand(slice_RC) == checksum(wide[4:17, 7:16]).item() == checksum(slice_RC.T.contiguous().T).item()
-    monkeypatch.setattr(proof, "_PIECE", 30)  # three rows at a time
+    monkeypatch.setattr(definition, "PIECE", 30)  # three rows at a time
     assert checksum(slice_RC).item() == by_hand(slice_RC)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from parallel import checkpoint, device, megatron
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
+from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.weights.architecture import Architecture, read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
@@ -61,6 +62,7 @@ class Engine:
         self.arch, self.groups, self.config, self.head = arch, groups, config, head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
         self.optimizer = None
+        self.offload = Offload(device.device())
         self.chunks = []
         if not groups.is_member:
             return
@@ -147,6 +149,7 @@ class Engine:
         sums = Sums()
         if not self.groups.is_member:
             return sums
+        self.start_restore()
         self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -158,16 +161,45 @@ class Engine:
         for metrics in self._run(batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the step: the first of a warm-up has a rate above 0
+        self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
         sums.max(f"{'policy' if self.head == 'lm' else 'critic'}/grad_norm", float(grad_norm or 0.0))
         return sums
 
+    # ---- memory -------------------------------------------------------------------------------------------------------
+
+    def start_release(self, what: str) -> None:
+        """Begin to move what only learning needs off the GPU; the weights stay. Nothing if it is on its way or gone.
+
+        Args:
+            what: "none"; "grads", the gradient buffers, which no step reads from the last; "optimizer", the float32 master
+                weights and Adam's moments, kept in pinned host memory; "all", both.
+        """
+        if self.optimizer is None or what == "none":
+            return
+        keep = optimizer_tensors(self.optimizer) if what in ("optimizer", "all") else []
+        drop = gradients(self.chunks) if what in ("grads", "all") else []
+        self.offload.start_release(keep=keep, drop=drop, stay=self.tensors.values())
+
+    def finish_release(self) -> None:
+        """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore."""
+        self.offload.finish_release()
+
+    def start_restore(self) -> None:
+        """Take the memory again and begin to fill it. A step or a checkpoint waits for the rest, and starts it if nobody has."""
+        self.offload.start_restore()
+
+    def _restore(self) -> None:
+        self.offload.start_restore()
+        self.offload.wait()
+
     # ---- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """This rank's weights, optimizer state and place in the schedule."""
+        """This rank's weights, optimizer state and place in the schedule; brings back what was released."""
         if not self.groups.is_member:
             return {}
+        self._restore()
         return {
             "weights": [self.tensors[key].cpu() for key in sorted(self.tensors)],
             "optimizer": checkpoint.optimizer_state(self.optimizer),
@@ -178,6 +210,7 @@ class Engine:
         """Continue from `state_dict()` of the same layout, in place."""
         if not self.groups.is_member:
             return
+        self._restore()
         for key, saved in zip(sorted(self.tensors), state["weights"], strict=True):
             self.tensors[key].copy_(saved)
         checkpoint.set_optimizer_state(self.optimizer, state["optimizer"])

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel import device
 from verl_megatron.config import RolloutConfig
-from verl_megatron.rollout import vllm_cpu
+from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
@@ -26,14 +26,13 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent anywhere
 }
-_TAGS = ("weights", "kv_cache")  # what sleep gives back, in the order in which it wakes
 
 
 class VLLMActor:
     """A vLLM engine, or this rank's part of one.
 
     Without torchrun (no RANK and no process group) it generates alone. In a torchrun world every rank constructs it;
-    `tensor_parallel_size` consecutive ranks are one replica, and all replicas draw rows from one queue.
+    `tensor_parallel_size` ranks that follow each other in `ranks` are one replica, and all replicas draw rows from one queue.
 
     Args:
         model_name: Hugging Face folder.
@@ -42,12 +41,20 @@ class VLLMActor:
         dtype: of the weights; "auto": `config.dtype`, and if that is auto too bfloat16 on GPUs and float32 on CPUs.
         seed: of dummy weights and of `generate_text`.
         load_weights: False starts from random weights without reading files; the trainer writes them later.
+        ranks: all ranks of the world, replica by replica and in each by tensor-parallel slot, where they increase;
+            None: 0, 1, ... (2, 3, 0, 1) with two slots: replica 0 is ranks 2 and 3.
+        shared_weights: tensors on this rank's device, the memory of which vLLM's parameters of these names (as in
+            `parameters`) use in place of their own: what is written into them is in vLLM. Their contents stay as they
+            are, `sleep` leaves them alone, and gpu_memory_utilization does not count them. Needs load_weights=False.
 
     Raises:
-        ValueError: `tensor_parallel_size` does not divide the world or the model's heads, or the folder has no config.json.
+        ValueError: `tensor_parallel_size` does not divide the world or the model's heads, the folder has no config.json,
+            `ranks` is no such order or not that of the process's other engines, or a tensor of `shared_weights` has no
+            parameter of that name, shape, dtype, strides and device.
     """
 
     _open = 0  # engines of this process; they share vLLM's process groups, so their tensor parallel sizes are alike
+    _open_ranks: tuple[int, ...] = ()  # the `ranks` of these
     _groups_are_ours = False  # vLLM made the default process group, too
 
     def __init__(
@@ -60,6 +67,8 @@ class VLLMActor:
         dtype: str = "auto",
         seed: int = 0,
         load_weights: bool = True,
+        ranks: Sequence[int] | None = None,
+        shared_weights: Mapping[str, Tensor] | None = None,
     ):
         self.model_name, self.tp, self.seed = str(model_name), tensor_parallel_size, seed
         self.config = config or RolloutConfig()
@@ -68,16 +77,27 @@ class VLLMActor:
             device.initialize()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._in_world else (0, 1)
         _check_split(self.model_name, self.tp, world)
-        self.replica, self.num_replicas, self.tp_rank = rank // self.tp, world // self.tp, rank % self.tp
+        self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
+        if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
+            raise ValueError(f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, and engines of a process share their groups; close it first")
+        if shared_weights and load_weights:
+            raise ValueError("shared_weights would be overwritten by the files' weights; pass load_weights=False and write them yourself")
+        self.num_replicas = world // self.tp
+        self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
         self._asleep: set[str] = set()
         self._tokenizer = None
         options = dict(max_model_len=max_model_len, dtype=_resolve_dtype(dtype, self.config.dtype), load_format="auto" if load_weights else "dummy")
         with self._guarded():
-            self._llm = self._start(options)
+            try:
+                self._llm = self._start(options, shared_weights or {})
+            except Exception:
+                if not VLLMActor._open:  # groups that were made already may not be those of the next engine
+                    _release_groups(ours=not self._in_world)
+                raise
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
-    def _start(self, options: dict[str, object]):
+    def _start(self, options: dict[str, object], shared_weights: Mapping[str, Tensor]):
         with _starting():
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
@@ -91,7 +111,9 @@ class VLLMActor:
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
-        with _starting():
+        groups = _groups_in_order(self.ranks) if self._in_world else contextlib.nullcontext()
+        weights = vllm_weights.sharing(shared_weights) if shared_weights else contextlib.nullcontext()
+        with _starting(), groups, weights:
             llm = LLM(
                 model=self.model_name,
                 skip_tokenizer_init=not self.has_tokenizer,
@@ -106,12 +128,15 @@ class VLLMActor:
         finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        VLLMActor._open += 1
-        VLLMActor._groups_are_ours = not self._in_world
         self._tp_group = get_tp_group().cpu_group
         if self._in_world:
-            expected = list(range(self.replica * self.tp, (self.replica + 1) * self.tp))
+            expected = list(self.ranks[self.replica * self.tp : (self.replica + 1) * self.tp])
             assert get_tp_group().ranks == expected, f"vLLM's group {get_tp_group().ranks} is not {expected}"
+        held = _parameters(llm)
+        for name, tensor in shared_weights.items():
+            assert held[name].data_ptr() == tensor.data_ptr(), f"vLLM replaced {name} while it started, so that it is no longer shared"
+        VLLMActor._open += 1
+        VLLMActor._open_ranks, VLLMActor._groups_are_ours = self.ranks, not self._in_world
         return llm
 
     @property
@@ -121,8 +146,7 @@ class VLLMActor:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's shards by vLLM's names. Writing into them changes the model; call `reset_prefix_cache` afterwards."""
-        model = self._llm.llm_engine.model_executor.driver_worker.worker.get_model()
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return _parameters(self._llm)
 
     def generate(
         self,
@@ -215,7 +239,7 @@ class VLLMActor:
         """Give weights and KV cache back to the GPU; their contents are lost. Nothing on a CPU or without `config.sleep`."""
         if device.is_gpu() and self.config.sleep and not self._asleep:
             self._llm.sleep(level=2)
-            self._asleep = set(_TAGS)
+            self._asleep = set(vllm_weights.TAGS)
 
     def wake_weights(self) -> None:
         """Memory for the weights again, at the same addresses; write them before generating."""
@@ -228,6 +252,7 @@ class VLLMActor:
     def _wake(self, tag: str) -> None:
         if tag not in self._asleep:
             return
+        vllm_weights.make_room(tag)
         try:
             self._llm.wake_up(tags=[tag])
         except RuntimeError as error:
@@ -247,14 +272,12 @@ class VLLMActor:
         """Free the engine; the last one also frees vLLM's process groups. The caller's stay as they are. Collective."""
         if self._llm is None:
             return
-        from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
-
         with self._guarded():
             self._llm.llm_engine.model_executor.shutdown()
             self._llm = self._tp_group = None
             VLLMActor._open -= 1
             if not VLLMActor._open:
-                cleanup_dist_env_and_memory() if VLLMActor._groups_are_ours else destroy_model_parallel()
+                _release_groups(ours=VLLMActor._groups_are_ours)
                 VLLMActor._groups_are_ours = False
 
     @contextlib.contextmanager
@@ -275,6 +298,48 @@ def _starting() -> Iterator[None]:
     with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+@contextlib.contextmanager
+def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Around the start of an engine: the places 0, 1, ... from which vLLM forms its groups stand for these ranks."""
+    from vllm.distributed import parallel_state
+
+    initialize = parallel_state.init_model_parallel_group
+
+    def initialize_in_order(group_ranks: list[list[int]], *args, **kwargs):
+        return initialize([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = initialize_in_order
+    # Here vLLM wants the place: it computes with it, and keeps what it compiled for a slot on the disk under this number.
+    os.environ["RANK"] = str(ranks.index(dist.get_rank()))
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = initialize
+        os.environ["RANK"] = str(dist.get_rank())
+
+
+def _release_groups(*, ours: bool) -> None:
+    """vLLM's process groups; with `ours` the default group as well."""
+    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
+
+    cleanup_dist_env_and_memory() if ours else destroy_model_parallel()
+
+
+def _parameters(llm) -> dict[str, Tensor]:
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
+    if sorted(ranks) != list(range(world)):
+        raise ValueError(f"ranks={tuple(ranks)} must name each of the world's {world} ranks once")
+    for first in range(0, world, tp):
+        replica = list(ranks[first : first + tp])
+        if replica != sorted(replica):  # torch sorts the ranks of a group, and vLLM asks it for the slot
+            raise ValueError(f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; write {sorted(replica)}")
+    return tuple(ranks)
 
 
 def _check_split(model_name: str, tp: int, world: int) -> None:

@@ -1,0 +1,157 @@
+"""Device memory given up for a while: what is kept waits in pinned host memory, what is dropped comes back zeroed.
+
+A storage is emptied and filled again in place, so tensors, and all views of them, stay the objects that their owners hold.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from parallel.device import release_cached_memory
+
+PAGE_BYTES = 2**28  # PyTorch takes pinned memory in powers of two: pages of one waste less than a buffer a tensor
+
+
+class Place(Enum):
+    """Where the contents are."""
+
+    HOME = auto()  # on the device
+    LEAVING = auto()  # on the device, and being copied to the host
+    AWAY = auto()  # on the host; the device's memory is free
+    RETURNING = auto()  # in new device memory, and being copied there
+
+
+class Offload:
+    """Storages that leave a device and come back together: start_release, finish_release, start_restore, wait, and again.
+
+    A call with nothing to do does nothing. All calls come from one thread and one current stream, the one on which the tensors
+    are used; copies run beside it on a stream of their own. On a CPU the same happens without streams.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.place = device, Place.HOME
+        self.device_bytes = 0  # of what the latest release moved
+        self._kept: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
+        self._dropped: list[tuple[UntypedStorage, int]] = []
+        self._pages: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held (pinned on a GPU's host), from the first release to the end of the process; PyTorch may round the last page up."""
+        return sum(page.numel() for page in self._pages)
+
+    def start_release(self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]) -> None:
+        """Begin to copy `keep` to the host. Until `finish_release` all tensors may be read; what is written to `keep` may be lost.
+
+        Args:
+            keep: whose contents come back.
+            drop: whose contents are lost: they come back zeroed.
+            stay: a storage with one of these never leaves, whatever else is in it. Nor do tensors of other devices.
+        """
+        if self.place in (Place.LEAVING, Place.AWAY):
+            return
+        self.wait()
+        taken = {tensor.untyped_storage().data_ptr() for tensor in stay}
+        self._kept, self._dropped = self._storages(keep, taken), self._storages(drop, taken)
+        self.device_bytes = sum(size for _, size in self._kept + self._dropped)
+        self._copy(to_host=True)
+        self.place = Place.LEAVING
+
+    def _storages(self, tensors: Iterable[Tensor], taken: set[int]) -> list[tuple[UntypedStorage, int]]:
+        """The storages of `tensors`, each once; adds them to `taken`, the addresses of those that are dealt with."""
+        found = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == self.device and storage.nbytes() and storage.data_ptr() not in taken:
+                taken.add(storage.data_ptr())
+                found.append((storage, storage.nbytes()))
+        return found
+
+    def finish_release(self) -> None:
+        """Wait for the copies and free the device's memory, for other allocators too. The tensors may not be used now."""
+        if self.place is not Place.LEAVING:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()  # memory freed here belongs to the current stream again at once
+        for storage, _ in self._kept + self._dropped:
+            storage.resize_(0)
+        release_cached_memory()
+        self.place = Place.AWAY
+
+    def start_restore(self) -> None:
+        """Take memory again (other than before) and begin to fill it; a release that is not finished is called off.
+
+        Dropped tensors may be used from here on, kept ones after `wait`.
+        """
+        if self.place is Place.AWAY:
+            for storage, size in self._kept + self._dropped:
+                storage.resize_(size)
+            self._copy(to_host=False)
+            for storage, _ in self._dropped:
+                _bytes_of(storage).zero_()
+            self.place = Place.RETURNING
+        elif self.place is Place.LEAVING:
+            self.place = Place.RETURNING
+
+    def wait(self) -> None:
+        """What the current stream is given from here on finds everything in place; the host does not wait."""
+        assert self.place in (Place.HOME, Place.RETURNING), f"nothing is on its way back: {self.place.name}; call start_restore first"
+        if self._copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
+        self._kept, self._dropped, self._copied, self.place = [], [], None, Place.HOME  # their owners may let go of the tensors
+
+    def _copy(self, *, to_host: bool) -> None:
+        """Copy the kept storages to the pages or back, after what the current stream was given, beside what it is given next."""
+        missing = sum(size for _, size in self._kept) - self.host_bytes
+        while missing > 0:
+            self._pages.append(torch.empty(min(missing, PAGE_BYTES), dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            missing -= PAGE_BYTES
+        if self.device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(self.device)
+            # On the way back too: kernels of this stream may still work on what the new memory held before.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            for there, here in _pieces([_bytes_of(storage) for storage, _ in self._kept], self._pages):
+                (here if to_host else there).copy_(there if to_host else here, non_blocking=True)
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    """[N] uint8: all of the storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _pieces(parts: Iterable[Tensor], pages: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of equally long pieces of both, as if each were one row; the pages may be longer together."""
+    following = iter(pages)
+    page = torch.empty(0)
+    for part in parts:
+        while part.numel():
+            page = page if page.numel() else next(following)
+            size = min(part.numel(), page.numel())
+            yield part[:size], page[:size]
+            part, page = part[size:], page[size:]
+
+
+# ---- what a Megatron-Core model that learns can do without while vLLM generates ---------------------------------------
+
+
+def gradients(chunks: Iterable) -> list[Tensor]:
+    """The gradient buffers of DistributedDataParallel chunks; every bucket and every parameter's main_grad is a view of one."""
+    return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+
+def optimizer_tensors(optimizer) -> list[Tensor]:
+    """What a Megatron optimizer steps on and its moments, as far as there are any yet.
+
+    In bfloat16 that is the float32 master weights; in float32 the model's own parameters, which the caller lets stay.
+    """
+    stepped = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+    moments = [value for _, state in optimizer.state.items() for name, value in state.items() if name != "step"]
+    return stepped + [value for value in moments if isinstance(value, Tensor)]

@@ -1,0 +1,88 @@
+"""The memory of other ranks of this host, mapped into this process (CUDA IPC), so that a kernel here can copy straight out of it.
+
+Source of the calls: CUDA Driver API, "Memory Management": cuMemGetAddressRange, cuIpcGetMemHandle, cuIpcOpenMemHandle.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Mapped = Mapping[tuple[int, str], Tensor]  # by (model chunk, name)
+
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+def map_tensors(tensors: Mapped, group: dist.ProcessGroup | None) -> dict[int, Mapped] | None:
+    """The same-named tensors of every other rank of `group`, readable by kernels of this rank. Collective over `group`.
+
+    The tensors are dense, lie in memory of PyTorch's own allocator and have to stay; what was mapped stays open until the process
+    ends. None, on every rank, where that is impossible for one of them: a CPU, another host, GPUs without peer access, or memory
+    that cannot be exported (expandable segments).
+    """
+    exported = _exported(tensors)
+    everyone: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (dist.get_rank(), exported), group=group)
+    opened = None
+    if all(exports is not None for _, exports in everyone):
+        opened = {rank: _opened(*exports) for rank, exports in everyone if rank != dist.get_rank()}
+    failed = opened is None or any(mapped is None for mapped in opened.values())
+    outcomes: list = [None] * len(everyone)
+    dist.all_gather_object(outcomes, failed, group=group)
+    return None if any(outcomes) else opened
+
+
+def _exported(tensors: Mapped):
+    """Handles of the allocations that hold the tensors, and each tensor's place in them; None if one cannot be exported."""
+    handles: dict[int, bytes] = {}  # by the allocation's first address
+    places = {}
+    for key, tensor in tensors.items():
+        if not tensor.is_cuda or not tensor.is_contiguous():
+            return None
+        if not tensor.numel():
+            continue
+        base = ctypes.c_uint64()
+        if _driver().cuMemGetAddressRange_v2(ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr())):
+            return None
+        if base.value not in handles:
+            handle = _Handle()
+            if _driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
+                return None
+            handles[base.value] = ctypes.string_at(ctypes.byref(handle), 64)
+        places[key] = (base.value, tensor.data_ptr() - base.value, tuple(tensor.shape), tensor.dtype)
+    return handles, places
+
+
+def _opened(handles: dict[int, bytes], places: dict) -> Mapped | None:
+    addresses = {}
+    for base, handle in handles.items():
+        address = ctypes.c_uint64()
+        if _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS):
+            return None
+        addresses[base] = address.value
+    return {key: _tensor_at(addresses[base] + offset, shape, dtype) for key, (base, offset, shape, dtype) in places.items()}
+
+
+class _Memory:
+    """Raw device memory as torch understands it."""
+
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def _tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor over foreign memory. Its device may be named wrongly: only its address, shape and strides mean something."""
+    return torch.as_tensor(_Memory(address, math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,182 @@
+"""Destination parameters over the source's memory: the plans are carried out on numpy arrays, where each element has a number."""
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+
+from parallel.layout import Layout
+from parallel.reshard.overlay import ALIGNMENT, overlay
+from parallel.reshard.plan import matrix_shape
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
+from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
+from tests.unit.test_reshard_plan import filled, numbered
+
+ELEMENT_BYTES = 8
+TOYS = [Toy(hidden=32, ffn=64, head_dim=8, vocab=64), Toy(hidden=16, groups=8, vocab=41), Toy(tied=True, groups=1)]
+LOST = -9
+
+
+def flat(parameters, gap=0):
+    """One allocation, as with Megatron's distributed optimizer: parameters one after the other, each aligned."""
+    addresses, end = {}, gap
+    for p in reversed(parameters):
+        addresses[p.chunk, p.name] = (0, end)
+        end += -(-prod(p.shape) * ELEMENT_BYTES // 128) * 128
+    return addresses
+
+
+def scattered(parameters):
+    return {(p.chunk, p.name): (number, 0) for number, p in enumerate(parameters)}
+
+
+class Machine:
+    """The ranks' memory, and an executor that stages as `Resharder` does: a window is packed on all ranks before it is written."""
+
+    def __init__(self, source, destination, memory, found):
+        self.memory = {}
+        for rank in {*source, *destination}:
+            sizes = {}
+            for p in source.get(rank, []):
+                space, first = memory[rank][p.chunk, p.name]
+                sizes[space] = max(sizes.get(space, 0), first // ELEMENT_BYTES + prod(p.shape))
+            self.memory[rank] = {space: np.full(size, LOST) for space, size in sizes.items()}
+        self.source = {rank: {(p.chunk, p.name): self.view(rank, memory[rank][p.chunk, p.name], p) for p in shards} for rank, shards in source.items()}
+        self.destination = {}
+        for rank, shards in destination.items():
+            laid = found.addresses[rank]
+            views = {(p.chunk, p.name): self.view(rank, laid[p.chunk, p.name], p) if (p.chunk, p.name) in laid else None for p in shards}
+            self.destination[rank] = {
+                key: np.full(matrix_shape(p.shape), LOST) if view is None else view for (key, view), p in zip(views.items(), shards)
+            }
+
+    def view(self, rank, address, parameter):
+        space, first = address
+        assert first % ELEMENT_BYTES == 0
+        first //= ELEMENT_BYTES
+        size = prod(parameter.shape)
+        assert first + size <= len(self.memory[rank][space])
+        return self.memory[rank][space][first : first + size].reshape(matrix_shape(parameter.shape))
+
+    def follow(self, plan, source, destination):
+        def at(side, rank, place, shape):
+            return side[rank][place[:2]][place[2] : place[2] + shape[0], place[3] : place[3] + shape[1]]
+
+        read = [at(source, t.source_rank, t.source, t.shape).copy() for t in plan.direct]
+        for t, values in zip(plan.direct, read):
+            at(destination, t.destination_rank, t.destination, t.shape)[:] = values
+        for window in plan.windows:
+            packed = {pair: [at(source, t.source_rank, t.source, t.shape).copy() for t in message] for pair, message in window.items()}
+            for pair, message in window.items():
+                for t, values in zip(message, packed[pair]):
+                    at(destination, t.destination_rank, t.destination, t.shape)[:] = values
+        for hole in plan.padding:
+            destination[hole.rank][hole.chunk, hole.name][slice(*hole.rows), slice(*hole.cols)] = 0
+
+
+def check(source, destination, shapes, memory_of, *, in_place, peer_memory, window_bytes=2**14):
+    """Out and back twice, bit by bit; returns the overlay."""
+    tensors = numbered(shapes)
+    memory = {rank: memory_of(shards) for rank, shards in source.items()}
+    found = overlay(
+        source=source, destination=destination, memory=memory, element_bytes=ELEMENT_BYTES, window_bytes=window_bytes, in_place=in_place, peer_memory=peer_memory
+    )
+    machine = Machine(source, destination, memory, found)
+    for rank, shards in source.items():
+        for key, values in filled(shards, tensors, 0).items():
+            machine.source[rank][key][:] = values
+    for _ in range(2):
+        machine.follow(found.forth, machine.source, machine.destination)
+        for rank, shards in destination.items():
+            for key, values in filled(shards, tensors, 0).items():
+                assert np.array_equal(machine.destination[rank][key], values), (rank, key)
+        if found.back is not None:
+            machine.follow(found.back, machine.destination, machine.source)
+        for rank, shards in source.items():
+            for key, values in filled(shards, tensors, 0).items():
+                assert np.array_equal(machine.source[rank][key], values), (rank, key)
+    for plan in filter(None, (found.forth, found.back)):
+        assert plan.peak_extra_bytes <= window_bytes
+        assert not peer_memory or all(t.source_rank == t.destination_rank or t in plan.direct or plan.pulled for t in plan.transfers())
+    for rank, addresses in found.addresses.items():
+        spans = sorted((space, start, start + prod(p.shape) * ELEMENT_BYTES) for p in destination[rank] for space, start in [addresses.get((p.chunk, p.name), (None, 0))] if space is not None)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:])), "two parameters share memory"
+    return found
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("memory_of", [flat, scattered])
+def test_every_layout_out_and_back(memory_of, in_place):
+    for number, toy in enumerate(TOYS):
+        for layout, tp in product(layouts_of(4, layers=toy.layers), (1, 2, 4)):
+            number, peer_memory = number + 1, number % 2 == 0
+            if number % 4 == 2 * in_place + (memory_of is flat):  # other cases in each of the four tests
+                layout = replace(layout, ranks=(0, 2, 1, 3) if tp == 2 else (0, 1, 2, 3))
+                source = {rank: megatron_like(toy, layout, rank) for rank in layout.ranks}
+                destination = {rank: vllm_like(toy, tp, rank % tp) for rank in range(4)}
+                check(source, destination, toy.shapes(), memory_of, in_place=in_place, peer_memory=peer_memory)
+
+
+SIZES = dict(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, intermediate_size=512, vocab_size=1024, norm_eps=1e-5, max_positions=64)
+
+
+def real(train, tp, *, ranks=(0, 1, 2, 3), **changes):
+    arch = Architecture(model_type="qwen2", **SIZES | changes)
+    layout = Layout.parse(train, ranks=ranks)
+    source = {rank: megatron_parameters(arch, layout, rank, spec="te") for rank in layout.ranks}
+    return source, {rank: vllm_parameters(arch, tp, rank % tp) for rank in range(4)}, hf_shapes(arch)
+
+
+def copy_bytes(shards):
+    return {rank: sum(prod(p.shape) for p in parameters) * ELEMENT_BYTES for rank, parameters in shards.items()}
+
+
+def own(found, destination):
+    return max(found.own_bytes(destination).values())
+
+
+def test_equal_layouts_share_all_but_attention():
+    source, destination, shapes = real("tp2", 2, num_kv_heads=4)
+    found = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
+    qkv = sum(prod(p.shape) for p in destination[0] if "qkv_proj" in p.name) * ELEMENT_BYTES
+    assert own(found, destination) == qkv == max(found.forth.local_bytes.values())
+    assert max(found.forth.received_bytes.values()) == 0 and found.back is None and not found.forth.windows
+
+
+def test_with_one_head_group_a_rank_everything_is_shared():
+    source, destination, shapes = real("tp2", 2)
+    found = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
+    assert own(found, destination) == 0 and not list(found.forth.transfers())
+
+
+def test_swapping_equal_layouts_needs_no_second_copy():
+    source, destination, shapes = real("tp2", 2)
+    found = check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=2**21)
+    assert own(found, destination) == 0 and max(found.back.received_bytes.values()) == 0
+
+
+@pytest.mark.parametrize("train,ranks,tp", [("tp2pp2", (0, 2, 1, 3), 4), ("tp2pp2vpp2", (0, 2, 1, 3), 4), ("pp4", (0, 1, 2, 3), 4), ("tp2dp2", (0, 2, 1, 3), 4)])
+def test_swapping_holds_one_copy(train, ranks, tp):
+    """The larger copy, and what no gap is large enough for: less than a tenth of it."""
+    source, destination, shapes = real(train, tp, ranks=ranks)
+    found = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    held, needed, extra = copy_bytes(source), copy_bytes(destination), found.own_bytes(destination)
+    assert max(held[rank] + extra[rank] for rank in source) <= 1.1 * max(*held.values(), *needed.values())
+    assert max(found.forth.received_bytes.values()) < max(needed.values())
+
+
+def test_a_window_too_small_for_a_permutation_gives_a_parameter_its_own_memory():
+    source, destination, shapes = real("tp2pp2", 4, ranks=(0, 2, 1, 3))
+    roomy = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    tight = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**17)
+    assert own(roomy, destination) < own(tight, destination) and tight.forth.peak_extra_bytes <= 2**17
+
+
+def test_laid_over_parameters_are_aligned():
+    source, destination, shapes = real("tp2pp2", 4)
+    found = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    starts = [first for addresses in found.addresses.values() for _, first in addresses.values()]
+    assert starts and all(first % 16 == 0 for first in starts) and ALIGNMENT % 16 == 0

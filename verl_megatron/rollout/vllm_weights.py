@@ -1,0 +1,147 @@
+"""vLLM's weights in memory that belongs to somebody else, and room for what it wakes."""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from parallel import device
+
+_ALIGNMENT_BYTES = 16  # what vector loads of the kernels need, and what torch.compile assumes
+_MARGIN_BYTES = 2**28  # beside what wakes: workspaces that CUDA's libraries take by themselves
+TAGS = ("weights", "kv_cache")  # what sleep gives back, in the order in which it wakes; newer engines wake all else with either
+
+
+@contextlib.contextmanager
+def sharing(weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Around the start of one engine with load_format="dummy": its parameters of these names use these tensors' memory.
+
+    Parameters have no memory of their own from the end of their module's construction until all modules exist, so the
+    model never exists twice. The tensors are not written to; the other parameters get memory and random values.
+
+    Raises:
+        ValueError: while the engine starts: a name that vLLM lacks, or a tensor of another shape, dtype, stride or device.
+    """
+    from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
+
+    loader = _loader_class()
+    loader.weights = weights
+    # No format of its own: in several places vLLM knows that "dummy" reads no files (a tied head stays tied for that).
+    register_model_loader("dummy")(loader)
+    try:
+        yield
+    finally:
+        register_model_loader("dummy")(DummyModelLoader)
+        loader.weights = {}
+
+
+@functools.cache
+def _loader_class():
+    from vllm.model_executor.model_loader import DummyModelLoader
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    class SharingLoader(DummyModelLoader):
+        weights: Mapping[str, Tensor] = {}
+
+        def load_model(self, *args, **kwargs) -> nn.Module:
+            self._emptying = Emptying()
+            self._hook = nn.modules.module.register_module_parameter_registration_hook(self._emptying)
+            try:
+                return super().load_model(*args, **kwargs)
+            finally:
+                self._hook.remove()
+
+        def load_weights(self, model: nn.Module, model_config) -> None:
+            """Called between the model's construction and everything that reads its parameters."""
+            self._hook.remove()
+            for parameter in share(model, self.weights, self._emptying.num_bytes):
+                initialize_single_dummy_weight(parameter)
+
+    return SharingLoader
+
+
+class Emptying:
+    """A parameter registration hook that frees the memory of parameters.
+
+    Not at once, but when the next module registers a parameter: constructors write initial values after registering.
+    """
+
+    def __init__(self):
+        self.num_bytes: dict[nn.Parameter, int] = {}  # what was freed
+        self._module: nn.Module | None = None
+        self._parameters: list[nn.Parameter] = []  # of that module, which may still be under construction
+
+    def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if module is not self._module:
+            for finished in self._parameters:
+                self._empty(finished)
+            self._module, self._parameters = module, []
+        if parameter is not None:
+            self._parameters.append(parameter)
+
+    def _empty(self, parameter: nn.Parameter) -> None:
+        storage = parameter.untyped_storage()
+        if storage.nbytes() == parameter.nbytes:  # neither a part of another tensor nor emptied before (a tied one comes twice)
+            self.num_bytes[parameter] = storage.nbytes()
+            storage.resize_(0)
+
+
+def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Mapping[nn.Parameter, int]) -> list[nn.Parameter]:
+    """Let the parameters that `weights` names use those tensors' memory, and give memory back to the others.
+
+    Args:
+        weights: names as in `model.named_parameters()`.
+        emptied: bytes of each parameter whose memory was freed.
+
+    Returns:
+        The parameters that `weights` does not name; the contents of those in `emptied` are undefined.
+
+    Raises:
+        ValueError: as `sharing`; nothing is changed.
+    """
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights.items():
+        if name not in parameters:
+            raise ValueError(f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); choose from {', '.join(parameters)}")
+        given, wanted = _describe(tensor), _describe(parameters[name])
+        if given != wanted:
+            raise ValueError(f"shared_weights: {name} is {given}, and vLLM's parameter is {wanted}")
+        if tensor.data_ptr() % _ALIGNMENT_BYTES:
+            raise ValueError(f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} bytes; pad what stands before it")
+    for name, parameter in parameters.items():
+        if name in weights:
+            parameter.data = weights[name].detach()
+        elif parameter in emptied:
+            parameter.untyped_storage().resize_(emptied[parameter])
+    return [parameter for name, parameter in parameters.items() if name not in weights]
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
+
+
+def make_room(tag: str) -> None:
+    """Before vLLM wakes `tag` on a GPU: PyTorch gives its cached blocks back if there is no room without that.
+
+    Emptying the cache always would cost the trainer its blocks, which take time to get again. (Newer engines empty it
+    whenever they wake something, all the same.)
+    """
+    try:
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        needed_bytes = sleeping_bytes(get_mem_allocator_instance().pointer_to_data.values(), tag)
+    except (ImportError, AttributeError, TypeError, LookupError):  # a vLLM that keeps other records
+        needed_bytes = None
+    if needed_bytes is None or needed_bytes + _MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
+        device.release_cached_memory()
+
+
+def sleeping_bytes(allocations: Iterable, tag: str) -> int:
+    """Bytes that waking `tag` takes from the GPU.
+
+    Args:
+        allocations: vLLM's records (vllm.device_allocator.AllocationData).
+    """
+    return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep and (allocation.tag == tag or allocation.tag not in TAGS))
