@@ -60,8 +60,13 @@ def synchronize() -> None:
 
 
 def host_of(rank: int) -> int:
-    """The host that world rank `rank` runs on: torchrun starts the same number of ranks on each."""
-    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    """The host that world rank `rank` runs on."""
+    return rank // ranks_per_host()
+
+
+def ranks_per_host() -> int:
+    """torchrun starts the same number on each host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def used_memory_bytes() -> int:

@@ -24,7 +24,7 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import EMBEDDING, megatron_parameters, vllm_parameters
 from parallel.weights.shard import ShardedParameter
 
-NEVER_WIDER = ("tp", "cp")  # axes that speak in every layer: their groups keep to as few hosts as in the usual order
+NEVER_WIDER = ("tp", "cp", "dp")  # axes that speak in every layer or reduce every gradient: their groups span no more hosts than in the usual order
 Digit = tuple[str, int]  # an axis or a factor of it, and its size
 Shard = tuple[int, int]  # tp and pp: which part of the model
 Shards = dict[int, Shard]  # by world rank
@@ -36,8 +36,8 @@ def place(arch: Architecture, train: Layout, rollout: Layout, *, spec: Literal["
 
     First the bytes that the busiest rank receives from other hosts are made smallest, then those that it receives at all. Nothing
     changes without a gain, and `train` not where the same is gained by `rollout` alone. World rank r stands on host
-    r // `ranks_per_host`. Tensor-parallel and context-parallel groups span no more hosts than before; data-parallel and
-    pipeline groups may.
+    r // `ranks_per_host`. Tensor-, context- and data-parallel groups span no more hosts than before; pipeline groups may, which pass
+    only activations.
 
     Each side keeps its set of ranks, which may differ from the other's. A side whose ranks do not increase was ordered by its
     user (or by this function) and stays as it is.
@@ -60,7 +60,7 @@ def busiest_elements(arch: Architecture, train: Layout, rollout: Layout, *, spec
 
 
 def described(train: Layout, rollout: Layout) -> str:
-    """Both orders in words, for a log: "neighbours along pp are 1 rank apart, along tp 2 in Megatron; as usual in vLLM"."""
+    """Both orders in words, for a log: "neighbours along pp are 1 apart, along tp are 2 apart in Megatron; as usual in vLLM"."""
     return f"{_in_words(train)} in Megatron; {_in_words(rollout)} in vLLM"
 
 

@@ -113,16 +113,16 @@ def _circumstances(draw: st.DrawFn, num_ranks: int, widest: int) -> dict:
 def any_cases(draw: st.DrawFn) -> Case:
     """Shards of no particular kind: overlapping sources, copies that own nothing, elements that a rank needs more than once, gaps anywhere."""
     shapes = {f"tensor {i}": shape for i, shape in enumerate(draw(st.lists(_SHAPES, min_size=1, max_size=3)))}
-    num_ranks = draw(st.integers(1, 6))
-    source: Shards = {}
+    num_ranks, source, parts = draw(st.integers(1, 6)), {}, []
     for tensor, (num_rows, num_cols) in shapes.items():  # parts that cover it, on any ranks
         edges = sorted({0, num_rows, *draw(st.lists(st.integers(0, num_rows), max_size=3))})
         for rows in zip(edges, edges[1:]):
-            held = source.setdefault(draw(st.integers(0, num_ranks - 1)), [])
-            held.append(_stacked(f"part {len(held)}", [Block(tensor, rows, (0, num_cols))]))
-    for rank, parameters in draw(_shards(shapes, num_ranks, "extra", owner=st.booleans())).items():
+            parts.append(Block(tensor, rows, (0, num_cols)))
+            source.setdefault(draw(st.integers(0, num_ranks - 1)), []).append(_stacked(f"part {len(parts)}", parts[-1:]))
+    blocks = st.sampled_from(parts) | _blocks(shapes)  # the same ones again, elsewhere in a parameter: replicas
+    for rank, parameters in draw(_shards(blocks, num_ranks, "extra", owner=st.booleans())).items():
         source.setdefault(rank, []).extend(parameters)
-    destination = draw(_shards(shapes, num_ranks, "wanted", owner=st.just(True)).filter(bool))
+    destination = draw(_shards(blocks, num_ranks, "wanted", owner=st.just(True)).filter(bool))
     return Case(
         note=f"{source=}, {destination=}",
         source=source,
@@ -136,14 +136,15 @@ _SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 7))
 
 
 @st.composite
-def _shards(draw: st.DrawFn, shapes: dict, num_ranks: int, name: str, *, owner: st.SearchStrategy[bool]) -> Shards:
-    """Some parameters on some ranks, each of some rectangles."""
+def _shards(draw: st.DrawFn, blocks: st.SearchStrategy[Block], num_ranks: int, name: str, *, owner: st.SearchStrategy[bool]) -> Shards:
+    """Some parameters of some blocks, each on some ranks."""
     shards: Shards = {}
     for number in range(draw(st.integers(0, 8))):
-        blocks = draw(st.lists(_blocks(shapes), max_size=3))
-        gaps = draw(st.lists(st.integers(0, 2), min_size=len(blocks) + 1, max_size=len(blocks) + 1))
-        parameter = _stacked(f"{name} {number}", blocks, gaps=gaps, owner=draw(owner), chunk=draw(st.integers(0, 1)))
-        shards.setdefault(draw(st.integers(0, num_ranks - 1)), []).append(parameter)
+        held = draw(st.lists(blocks, max_size=3))
+        gaps = draw(st.lists(st.integers(0, 2), min_size=len(held) + 1, max_size=len(held) + 1))
+        parameter = _stacked(f"{name} {number}", held, gaps=gaps, owner=draw(owner), chunk=draw(st.integers(0, 1)))
+        for rank in draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=3, unique=True)):
+            shards.setdefault(rank, []).append(parameter)
     return shards
 
 

@@ -183,9 +183,10 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
 
     run = partial(swap_model_weights, *models, refit_method="nccl")
     run()  # plans
-    received = sum(target[0, op.param_name][op.my_slice].nbytes for op in models[1]._cached_reshard_plan.recv_ops if op.peer_rank != dist.get_rank())
-    described = case.trained(dist.get_rank(), case.rollout)
-    return Contender(kind="megatron", name="Megatron-Core's refit, into Megatron's layout", run=run, received_bytes=received, target=target, described=described), source
+    described, ranks = case.trained(dist.get_rank(), case.rollout), case.train.ranks
+    wanted = {rank: case.trained(rank, case.rollout) for rank in ranks}
+    needed = compile_plan(**case.sides() | {"destination": wanted}).received_bytes[dist.get_rank()]  # it may receive more
+    return Contender(kind="megatron", name="Megatron-Core's refit, into Megatron's layout", run=run, received_bytes=needed, target=target, described=described), source
 
 
 def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int]) -> tuple[GatherEverything, str]:
@@ -259,6 +260,7 @@ class Modes:
         count = resharder.run().checked_slices  # raises and names them if one differs
         say(f"{plan}\n  all {count} slices proved at both ends")
         resharder.proof.verify = self.verify
+        resharder.proof.prepare()
         return resharder
 
     def _contender(self, name: str, resharder: Resharder, run: Callable[[], object], **changes) -> Contender:

@@ -192,6 +192,11 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
     if config.reshard.offload != "none" and not rollout.sleep:
         problems.append(f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise")
+    if config.reshard.mode != "keep" and rollout.dtype not in ("auto", config.engine.dtype):
+        problems.append(
+            f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and rollout.dtype={rollout.dtype} is not"
+            f" engine.dtype={config.engine.dtype}; make them alike or use keep"
+        )
     if arch is None:
         return problems
     problems += [f"rollout.tp={rollout.tp}: {problem}" for problem in _check_tp(arch, rollout.tp)]

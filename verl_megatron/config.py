@@ -132,6 +132,7 @@ class AlgorithmConfig:
 class ReshardConfig:
     """Weights from Megatron's shards into vLLM's."""
 
+    mode: str = "keep"  # keep: vLLM's weights beside Megatron's; share: equal shards are one; swap: vLLM's lie over Megatron's, which return after rollout
     window_mib: int = 256  # staging memory of one exchange, MiB
     verify: str = "sample"  # checksums at every sync: sample (a rotating sixteenth of the slices), all, none
     offload: str = "none"  # what leaves the GPU while vLLM generates, for models that learn: none, grads, optimizer (to pinned host memory), all

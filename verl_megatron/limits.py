@@ -69,7 +69,7 @@ CHOICES = {
     },
     "RolloutConfig": {"dtype": ("auto", "bfloat16", "float16", "float32")},
     "AlgorithmConfig": {"name": ("ppo", "grpo"), "kl_in": ("reward", "loss"), "kl_estimator": ("k1", "k2", "k3")},
-    "ReshardConfig": {"verify": ("sample", "all", "none"), "offload": ("none", "grads", "optimizer", "all")},
+    "ReshardConfig": {"mode": ("keep", "share", "swap"), "verify": ("sample", "all", "none"), "offload": ("none", "grads", "optimizer", "all")},
 }
 
 

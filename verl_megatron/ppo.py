@@ -17,11 +17,16 @@ VALUE_FIELDS = ("values", "returns")
 
 
 def iterate(run: Run, step: int) -> dict[str, float]:
-    """Draw prompts, generate, score, learn, and hand the new weights to vLLM; returns the iteration's metrics."""
+    """Hand the weights to vLLM, draw prompts, generate, score and learn; returns the iteration's metrics."""
     config, clock, sums = run.config.algorithm, run.clock, Sums()
+    with clock.phase("reshard"):
+        report = run.hand_over()
     with clock.phase("rollout"):
         batch = run.generate(run.draw_prompts(), iteration=step)
         rows = RowTable.gather(batch, num_rows=run.num_rows, num_mini_batches=config.mini_batches)  # waits for the slowest replica
+    with clock.phase("return"):
+        run.end_rollout()
+        run.start_restore()
     with clock.phase("reward"):
         batch.rewards = run.score(batch, rows, sums)
     with clock.phase("log_probs"):
@@ -40,8 +45,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     if step > config.critic_warmup:
         with clock.phase("actor_update"):
             sums.merge(update_actor(run, batch, rows))
-    with clock.phase("reshard"):
-        report = run.hand_over()
+    run.weights_changed()
     metrics = run.reduce(sums)
     run.adapt_kl(metrics)
     costs = iteration_metrics(

@@ -1,12 +1,16 @@
 """The parts of a run and how they are put together: groups, vLLM, models, data, rewards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_max
+from parallel.layout import Layout
+from parallel.placement import place
 from parallel.reshard.execute import ReshardReport
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import Algorithm, get_algorithm
@@ -15,9 +19,10 @@ from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.data import Prompt, PromptCursor, PromptDataset
 from verl_megatron.kl import KLController, make_controller
 from verl_megatron.metrics import PhaseTimer, Sums, reduce_over_world
+from verl_megatron.models.build import Head
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.roles.engine import check_weights
-from verl_megatron.roles.role import Role, make_role
+from verl_megatron.roles.engine import Engine, check_weights, compute_of
+from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.generate import generate_rows
 from verl_megatron.rollout.sampling import Sampling
@@ -56,11 +61,13 @@ class Run:
         return [self.prompts[i] for i in self.cursor.draw(self.config.data.prompts_per_iteration)]
 
     def generate(self, prompts: list[Prompt], *, iteration: int, samples: int = 0, sampling: Sampling | None = None) -> RolloutBatch:
-        """Rows at home; vLLM gives its memory back afterwards where it can."""
-        if self.stale:
-            self.hand_over()
+        """Rows at home. Collective, as is `end_rollout()`, which has to follow before a model is used."""
+        self.hand_over()
+        for engine in self.learning():
+            engine.start_release(self.config.reshard.offload)  # where it has not begun
+            engine.finish_release()
         self.vllm.wake_kv_cache()
-        batch = generate_rows(
+        return generate_rows(
             self.vllm,
             prompts,
             samples_per_prompt=samples or self.config.data.samples_per_prompt,
@@ -70,19 +77,37 @@ class Run:
             tokenizer=self.tokenizer,
             pool=self.pool,
         )
+
+    def end_rollout(self) -> None:
+        """The models have their weights again, and vLLM gives its memory back where it can."""
+        self.stale |= self.sync.restore()
         if device.is_gpu() and self.config.rollout.sleep:
-            self.clock.note_memory()
             self.vllm.sleep()
             self.stale = True
-        return batch
 
     def hand_over(self) -> ReshardReport:
-        """The actor's weights into vLLM, slice by slice, proved."""
-        device.release_cached_memory()
+        """The actor's weights into vLLM, slice by slice, proved; nothing if vLLM has them."""
+        if not self.stale:
+            return ReshardReport()
         self.vllm.wake_weights()
         report = self.sync.run()
         self.stale = False
         return report
+
+    def weights_changed(self) -> None:
+        """After the updates: vLLM's weights are old, and what only learning needs may begin to leave the GPU."""
+        self.stale = True
+        for engine in self.learning():
+            engine.start_release(self.config.reshard.offload)
+
+    def start_restore(self) -> None:
+        """Begin to bring back what left for the rollout; the first optimizer step waits for it."""
+        for engine in self.learning():
+            engine.start_restore()
+
+    def learning(self) -> list[Engine]:
+        """The engines that are trained."""
+        return [role.engine for role in (self.actor, self.critic) if role is not None]
 
     def score(self, batch: RolloutBatch, rows: RowTable, sums: Sums) -> Tensor:
         """[B] float32: what the reward function and the reward model give the rows at home."""
@@ -126,7 +151,8 @@ class Run:
 def build_run(config: TrainerConfig) -> Run:
     """All parts of a run from its (checked) settings. Collective over the world.
 
-    vLLM comes first: it measures the free memory of an empty GPU.
+    Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
+    the actor comes first.
     """
     arch = read_architecture(config.actor.path)
     tokenizer = load_tokenizer(config.actor.path)
@@ -137,31 +163,33 @@ def build_run(config: TrainerConfig) -> Run:
     for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
         if model is not None and model.path:
             check_weights(model.path, head)
-    vllm = VLLMActor(
-        config.actor.path,
-        config.rollout.tp,
-        config=config.rollout,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
-        dtype=_rollout_dtype(config),
-        seed=seed,
-        load_weights=False,
-    )
-    vllm.sleep()
-    steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches
-    common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature)
-    actor = make_role(config.actor, arch=arch, head="lm", train_steps=steps, **common)
-    critic = reference = reward_model = None
-    if algorithm.needs_critic:
-        critic = make_role(config.critic, arch=read_architecture(config.critic.path), head="token", train_steps=steps, **common)
-    if config.algorithm.kl_coef > 0:
-        reference = make_role(config.actor, arch=arch, head="lm", **common)
+    usual, world = layout_of(config.actor), dist.get_world_size()
+    train, rollout = place(arch, usual, Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(world))), ranks_per_host=device.ranks_per_host())
+
+    def role(model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
+        layout = layout_of(model)  # what is split like the actor shares its groups
+        steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
+        common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature, train_steps=steps)
+        return make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
+
+    if config.reshard.mode == "keep":
+        vllm = make_vllm(config, rollout)
+        actor = role(config.actor, "lm", learns=True)
+        sync = WeightSync(actor.engine, rollout, config.reshard, dtype=_rollout_dtype(config))
+    else:
+        actor = role(config.actor, "lm", learns=True)
+        sync = WeightSync(actor.engine, rollout, config.reshard, dtype=_rollout_dtype(config))
+        vllm = make_vllm(config, rollout, sync.shared_weights)
+    critic = role(config.critic, "token", learns=True) if algorithm.needs_critic else None
+    reference = role(config.actor, "lm") if config.algorithm.kl_coef > 0 else None
+    reward_model = None
     if config.reward.path:
-        model = ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices)
-        reward_model = make_role(model, arch=read_architecture(model.path), head="sequence", **common)
+        reward_model = role(ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices), "sequence")
     pool = None
     if config.reward.function and vllm.is_home:
         reward = config.reward
         pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
+    sync.attach(vllm)
     return Run(
         config=config,
         tokenizer=tokenizer,
@@ -174,10 +202,27 @@ def build_run(config: TrainerConfig) -> Run:
         reference=reference,
         reward_model=reward_model,
         pool=pool,
-        sync=WeightSync(actor.engine, vllm, config.reshard),
+        sync=sync,
         algorithm=algorithm,
         kl=make_controller(config.algorithm),
     )
+
+
+def make_vllm(config: TrainerConfig, rollout: Layout, shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
+    """A sleeping engine without weights, or with these."""
+    vllm = VLLMActor(
+        config.actor.path,
+        config.rollout.tp,
+        config=config.rollout,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
+        dtype=str(_rollout_dtype(config)).removeprefix("torch."),
+        seed=config.run.seed,
+        load_weights=False,
+        ranks=rollout.ranks,
+        shared_weights=shared_weights,
+    )
+    vllm.sleep()
+    return vllm
 
 
 def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture, *, validation: bool = False) -> PromptDataset | None:
@@ -196,8 +241,8 @@ def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture
     return prompts
 
 
-def _rollout_dtype(config: TrainerConfig) -> str:
+def _rollout_dtype(config: TrainerConfig) -> torch.dtype:
     """vLLM's dtype: as set, else the engine's."""
     if config.rollout.dtype != "auto":
-        return config.rollout.dtype
-    return config.engine.dtype if config.engine.dtype != "auto" else ("bfloat16" if device.is_gpu() else "float32")
+        return getattr(torch, config.rollout.dtype)
+    return compute_of(config.engine).dtype

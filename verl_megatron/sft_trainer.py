@@ -16,7 +16,7 @@ from verl_megatron.data import Demonstration, DemonstrationDataset, PromptCursor
 from verl_megatron.losses import cross_entropy
 from verl_megatron.metrics import PhaseTimer, reduce_over_world
 from verl_megatron.roles.engine import check_weights
-from verl_megatron.roles.role import Role, make_role
+from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.tokenizer import load_tokenizer
 from verl_megatron.tracking import MetricsTracker
@@ -44,7 +44,7 @@ class SFTTrainer:
         held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
         arch = read_architecture(config.actor.path)
         check_weights(config.actor.path, "lm")
-        actor = make_role(config.actor, arch=arch, engine=config.engine, head="lm", seed=run.seed, temperature=1.0, train_steps=run.iterations)
+        actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", seed=run.seed, temperature=1.0, train_steps=run.iterations)
         gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
         gc.enable()
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)

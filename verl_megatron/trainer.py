@@ -101,6 +101,7 @@ class RLTrainer:
             prompts = list(run.validation)[: config.data.validation_rows or None]
             sampling = dataclasses.replace(Sampling.from_config(config.rollout), temperature=config.data.validation_temperature)
             batch = run.generate(prompts, iteration=0, samples=1, sampling=sampling)
+            run.end_rollout()
             rows = RowTable.gather(batch, num_rows=len(prompts), num_mini_batches=1)
             scores = run.score(batch, rows, Sums())
             sums.add("validation/accuracy", scores.sum(), len(scores))
@@ -127,7 +128,8 @@ class RLTrainer:
 
     def _manifest(self) -> dict:
         roles = {name: role for name, role in self._learning().items()}
-        return {"layouts": {name: str(role.engine.layout) for name, role in roles.items()}, "models": {name: role.engine.arch.to_hf() for name, role in roles.items()}}
+        layouts = {name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}" for name, role in roles.items()}
+        return {"layouts": layouts, "models": {name: role.engine.arch.to_hf() for name, role in roles.items()}}
 
     def _learning(self) -> dict:
         roles = {"actor": self.run.actor, "critic": self.run.critic}

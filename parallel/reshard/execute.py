@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.device import synchronize
 from parallel.reshard.kernels import Copies
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Place, Plan, Window
@@ -28,11 +27,11 @@ Parameters = dict[tuple[int, str], Tensor]  # by (model chunk, name)
 class ReshardReport:
     """What one run did on this rank."""
 
-    seconds: float  # with the proof
-    bytes_received: int  # from other ranks
-    bytes_sent: int
-    bytes_local: int  # copied from own parameters
-    checked_slices: int  # on all ranks
+    seconds: float = 0.0  # with the proof
+    bytes_received: int = 0  # from other ranks
+    bytes_sent: int = 0
+    bytes_local: int = 0  # copied from own parameters
+    checked_slices: int = 0  # on all ranks
 
 
 @dataclass(slots=True)
@@ -111,6 +110,7 @@ class Resharder:
         self.windows = self._resolve_windows()
         self.holes = [_view(destination, (hole.chunk, hole.name, hole.rows[0], hole.cols[0]), hole.shape) for hole in plan.padding if hole.rank == rank]
         self.proof = Proof(transfers, self.reads, self.writes, dtype=dtype, device=device, group=group, verify=verify)
+        self.proof.prepare()
 
     def run(self) -> ReshardReport:
         """Write the source's present values into the destination, zeros into its padding, and prove it.
@@ -118,13 +118,18 @@ class Resharder:
         Raises:
             ReshardError: on every rank of the group, if a checked slice differs; or a peer is gone.
         """
-        synchronize()
+        self._finish()
         start = time.perf_counter()
-        with torch.no_grad():
-            self.proof.note_sources()
-            self.move()
-            checked = self.proof.compare()
-        synchronize()
+        try:
+            with torch.no_grad():
+                self.proof.note_sources()
+                self.move()
+                checked = self.proof.compare()
+            self._finish()
+        except ReshardError:
+            raise
+        except RuntimeError as error:
+            raise ReshardError(f"reshard stopped on rank {self.rank}: {error}") from error
         return ReshardReport(time.perf_counter() - start, self.bytes["received"], self.bytes["sent"], self.bytes["local"], checked)
 
     def move(self) -> None:
@@ -132,14 +137,16 @@ class Resharder:
         if self.peers is not None:
             self._meet()  # everyone's source is complete
         self.direct.run()
-        try:
-            (self._pull if self.plan.pulled else self._send)()
-        except RuntimeError as error:
-            raise ReshardError(f"reshard stopped on rank {self.rank}: {error}") from error
+        (self._pull if self.plan.pulled else self._send)()
         if self.peers is not None or self.plan.pulled:
             self._meet()  # all have read: sources and staging memory may change
         for hole in self.holes:
             hole.zero_()
+
+    def _finish(self) -> None:
+        """Wait for this stream only: others may be waiting for what other ranks have yet to do."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _send(self) -> None:
         """Window after window as messages: while one is on its way, the next is packed and the last one unpacked."""

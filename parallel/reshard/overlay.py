@@ -23,7 +23,9 @@ Span = tuple[int, int, int]  # allocation, first byte, end
 Address = tuple[int, int]  # one of a rank's allocations, first byte in it
 Addresses = dict[Key, Address]
 Shards = Mapping[int, Sequence[ShardedParameter]]
-ALIGNMENT = 256  # bytes, of a parameter laid over others
+ALIGNMENT = 256  # bytes, of a parameter in a gap
+VECTOR = 16  # bytes; vLLM's kernels read so many at a time, so that no parameter may begin between
+_NO_LIMIT = 2**62
 _PIECES = 16  # a window holds at least so many pieces of a long permutation
 
 
@@ -61,7 +63,7 @@ def overlay(
     Raises:
         ValueError: as `compile_plan`.
     """
-    common = dict(element_bytes=element_bytes, window_bytes=window_bytes, host_of=host_of)
+    common = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)  # whole transfers: the pieces of a circle have to meet
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
     layers = {rank: _Layer(source.get(rank, ()), parameters, memory.get(rank, {}), element_bytes) for rank, parameters in destination.items()}
@@ -114,15 +116,16 @@ class _Layer:
                     self.shared.add((parameter.chunk, parameter.name))
 
     def fill(self) -> None:
-        """The others, largest first: where their own elements come from if there is room, else in the smallest gap that fits."""
+        """The others, largest first: at the parameter that their own elements come from, then the rest in the smallest gaps that fit."""
         holders = {block.tensor: self.memory[p.chunk, p.name] for p in self.source if p.owner for block in p.blocks}
-        for parameter in sorted(self.destination, key=lambda p: -self.sizes[p.chunk, p.name]):
-            key = (parameter.chunk, parameter.name)
-            if key not in self.addresses:
-                near = holders.get(parameter.blocks[0].tensor)
-                address = near if near and self._take(near, self.sizes[key]) else self._gap(self.sizes[key])
-                if address is not None:
-                    self.addresses[key] = address
+        rest = sorted((p for p in self.destination if (p.chunk, p.name) not in self.addresses), key=lambda p: -self.sizes[p.chunk, p.name])
+        for near in (True, False):
+            for parameter in rest:
+                key = (parameter.chunk, parameter.name)
+                if key not in self.addresses:
+                    address = self._near(holders.get(parameter.blocks[0].tensor), self.sizes[key]) if near else self._gap(self.sizes[key])
+                    if address is not None:
+                        self.addresses[key] = address
 
     def evict(self, key: Key) -> None:
         """Give a parameter memory of its own; what it leaves is not filled again."""
@@ -131,6 +134,9 @@ class _Layer:
     def overwritten(self) -> list[Span]:
         """Intervals (allocation, first byte, end) in which the source's values are lost, sorted."""
         return sorted((space, start, start + self.sizes[key]) for key, (space, start) in self.addresses.items() if key not in self.shared)
+
+    def _near(self, address: Address | None, size: int) -> Address | None:
+        return address if address is not None and self._take(address, size) else None
 
     def _gap(self, size: int) -> Address | None:
         fitting = [(end - _aligned(start), space, _aligned(start)) for space, start, end in self.free if end - _aligned(start) >= size]
@@ -141,8 +147,10 @@ class _Layer:
         return space, start
 
     def _take(self, address: Address, size: int) -> bool:
-        """Whether the interval was free; now it is not."""
+        """Whether the interval was free and begins well; now it is taken."""
         space, first = address
+        if first % VECTOR:
+            return False
         for place, (held, start, end) in enumerate(self.free):
             if held == space and start <= first and first + size <= end:
                 rest = [(space, start, first), (space, first + size, end)]
@@ -253,7 +261,7 @@ class _Schedule:
                 moves += self._pieces(transfer, plan.element_bytes)
         moves.sort(key=lambda move: order[move.tensor])
         windows = self._windows(moves, plan.element_bytes)
-        return replace(plan, direct=tuple(direct), windows=tuple(windows), pulled=self.pulled and bool(windows))
+        return replace(plan, window_bytes=self.window_bytes, direct=tuple(direct), windows=tuple(windows), pulled=self.pulled and bool(windows))
 
     def _spans(self, transfer: Transfer) -> tuple[Span | None, Span | None]:
         """Where a transfer reads and where it writes."""

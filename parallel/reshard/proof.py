@@ -16,7 +16,7 @@ SAMPLE = 16  # a sync checks one transfer in SAMPLE, and SAMPLE syncs check all 
 
 
 class ReshardError(RuntimeError):
-    """The weights at the destination are not those of the source."""
+    """The weights at the destination are not those of the source, or may not be: a rank was lost on the way."""
 
 
 @dataclass(slots=True)
@@ -51,8 +51,17 @@ class Proof:
         self.transfers, self.reads, self.writes = transfers, reads, writes
         self.dtype, self.device, self.group, self.verify = dtype, device, group, verify
         self.syncs = 0
-        self._sides: dict[tuple[int, str], _Side] = {}  # by phase and side
+        self._sides: dict[tuple[int, str], _Side] = {}  # by phase and side; a kernel reads what the parameters hold then
         self._difference: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Make all tables of tiles now rather than at the syncs that need them first."""
+        before = self.syncs
+        for phase in range(0 if self.verify == "none" else self.stride):
+            self.syncs = phase
+            self._side("reads", self.reads)
+            self._side("writes", self.writes)
+        self.syncs = before
 
     @property
     def stride(self) -> int:
@@ -93,16 +102,17 @@ class Proof:
         return len(checked)
 
     def _add(self, side: str, slices: Mapping[int, Tensor], sign: int) -> None:
-        numbers = [number for number in slices if number % self.stride == self.phase]
-        if not numbers:
-            return
-        key = (self.phase if self.verify != "all" else -1, side)
-        if key not in self._sides:
-            places = torch.tensor([number // self.stride for number in numbers], device=self.device)
-            self._sides[key] = _Side(Checksums([slices[number] for number in numbers], device=self.device), places)
-        known = self._sides[key]
-        if slices[numbers[0]].dtype == self.dtype:
+        known = self._side(side, slices)
+        if all(slice_RC.dtype == self.dtype for slice_RC in known.sums.slices):
             sums = known.sums.run()
         else:  # as they look after the cast
-            sums = torch.stack([checksum(slices[number].to(self.dtype)) for number in numbers])
+            sums = torch.stack([checksum(slice_RC.to(self.dtype)) for slice_RC in known.sums.slices])
         self._difference.index_add_(0, known.places, sums, alpha=sign)
+
+    def _side(self, side: str, slices: Mapping[int, Tensor]) -> _Side:
+        key = (self.phase if self.verify != "all" else -1, side)
+        if key not in self._sides:
+            numbers = [number for number in slices if number % self.stride == self.phase]
+            places = torch.tensor([number // self.stride for number in numbers], dtype=torch.int64, device=self.device)
+            self._sides[key] = _Side(Checksums([slices[number] for number in numbers], device=self.device), places)
+        return self._sides[key]

@@ -25,9 +25,9 @@ TICK_S = 1.0  # longest time until the other ranks hear of a close; far below th
 _CLOSED, _NOT_READY, _ANY_VERSION = -1, 0, 2**62
 
 
-def background_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """A group for the threads alone: announcements over gloo, weights over the backend of `device`. Every rank of the world has to call this."""
-    return dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+def background_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group for the threads alone, which carries announcements on the CPU and weights on any device. Every rank of the world has to call this."""
+    return dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo")
 
 
 class VersionedReshard:

@@ -36,7 +36,7 @@ class Rank:
         plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=200)  # more than a hundred windows
         self.first, self.expected = filled(source.get(self.rank, []), tensors, torch.nan, torch.float32), filled(destination.get(self.rank, []), tensors, 0, dtype)
         self.live, self.front = {key: value.clone() for key, value in self.first.items()}, {key: torch.zeros_like(value) for key, value in self.expected.items()}
-        group = background_group(plan.ranks, where)
+        group = background_group(plan.ranks)
         options = {"source": self.live, "destination": self.front, "dtype": dtype, "group": group, "device": where, "verify": verify}
         self.versions = VersionedReshard(plan, rank=self.rank, **options)
 
@@ -174,6 +174,8 @@ def every_rank_is_both() -> None:
         assert rank.holds(2)
         error = error_of(lambda: rank.versions.publish(5), RuntimeError)  # would wait for itself for ever
         assert "version 4 cannot leave" in error and "before it adopts version 3" in error, error
+        time.sleep(0.2)  # time enough for version 4 to overwrite version 3, were it not held back
+        assert rank.versions.transferred == 3 and rank.holds(2)
         assert rank.versions.adopt() == 3 and rank.holds(3)
         assert rank.versions.adopt() == 4 and rank.holds(4)
 

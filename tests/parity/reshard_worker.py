@@ -95,7 +95,9 @@ def poison(tensors: dict) -> None:
 
 def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
     poison(vllm.parameters())
-    report = WeightSync(engine, vllm, ReshardConfig(verify="all")).run()
+    sync = WeightSync(engine, Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks), ReshardConfig(verify="all"), dtype=torch.float32)
+    sync.attach(vllm)
+    report = sync.run()
     assert report.checked_slices > 0
     assert_bitwise(vllm.parameters(), case.fresh, f"{case.family} {engine.layout} to vLLM tp{case.tp}")
 

@@ -72,7 +72,7 @@ def random_cases(count: int) -> list[tuple]:
 def test_no_order_of_the_axes_moves_less(train, rollout, world, ranks_per_host, family):
     arch, before = tiny(family), layouts(train, rollout, world)
     chosen = place(arch, *before, ranks_per_host=ranks_per_host)
-    allowed = [[o for o in orders_of(side) if all(spans(o, axis, ranks_per_host) <= spans(side, axis, ranks_per_host) for axis in ("tp", "cp"))] for side in before]
+    allowed = [[o for o in orders_of(side) if all(spans(o, axis, ranks_per_host) <= spans(side, axis, ranks_per_host) for axis in ("tp", "cp", "dp"))] for side in before]
     least = min(busiest(arch, *pair, ranks_per_host) for pair in product(*allowed))
     for pair in (before, chosen):
         assert busiest_elements(arch, *pair, ranks_per_host=ranks_per_host) == busiest(arch, *pair, ranks_per_host)
@@ -114,11 +114,15 @@ def test_tensor_parallel_groups_stay_in_their_host():
     assert spans(train, "tp", 8) == spans(train, "cp", 8) == 1
 
 
-def test_a_host_gets_a_whole_model_where_it_can():
-    """tp2pp4 with two replicas on two hosts: nothing has to pass between hosts once both hold every stage."""
-    arch, before = tiny(num_key_value_heads=8), layouts("tp2pp4", "tp8", 16)
+def test_data_parallel_groups_stay_in_their_host():
+    """A stage a host: both could hold every stage, but then gradients would be reduced between them. Within its host a rank still finds all there is."""
+    arch, before = tiny(num_key_value_heads=8), layouts("tp2pp2", "tp8", 16)
+    whole_model = replace(before[0], ranks=tuple(4 * dp + 2 * pp + tp for pp, dp, tp in product(range(2), range(4), range(2))))
+    assert busiest(arch, whole_model, before[1], 8)[0] == 0 and spans(whole_model, "dp", 8) == 2
     chosen = place(arch, *before, ranks_per_host=8)
-    assert busiest(arch, *before, 8)[0] > 0 == busiest(arch, *chosen, 8)[0]
+    assert spans(chosen[0], "dp", 8) == 1
+    elsewhere, received = busiest(arch, *before, 8)
+    assert busiest(arch, *chosen, 8) == (elsewhere, elsewhere) and 0 < elsewhere < 0.52 * received
 
 
 def test_every_host_is_laid_out_as_one_host_alone_would_be():
@@ -150,7 +154,7 @@ def test_partial_and_given_ranks():
     arch = tiny()
     train, rollout = place(arch, Layout.parse("tp2pp2", (2, 3, 4, 5)), Layout.parse("tp4", tuple(range(8))), ranks_per_host=8)
     assert sorted(train.ranks) == [2, 3, 4, 5] and sorted(rollout.ranks) == list(range(8))
-    given = Layout.parse("tp2pp2", (3, 2, 1, 0))
+    given = Layout.parse("tp2pp2", (1, 0, 3, 2))
     assert place(arch, given, Layout.parse("tp4", (0, 1, 2, 3)), ranks_per_host=8)[0] == given
     apart = Layout.parse("tp2pp2", (0, 1, 2, 3)), Layout.parse("tp4", (4, 5, 6, 7))
     assert place(arch, *apart, ranks_per_host=8) == apart

@@ -102,7 +102,8 @@ def check(source, destination, shapes, memory_of, *, in_place, peer_memory, wind
         assert plan.peak_extra_bytes <= window_bytes
         assert not peer_memory or all(t.source_rank == t.destination_rank or t in plan.direct or plan.pulled for t in plan.transfers())
     for rank, addresses in found.addresses.items():
-        spans = sorted((space, start, start + prod(p.shape) * ELEMENT_BYTES) for p in destination[rank] for space, start in [addresses.get((p.chunk, p.name), (None, 0))] if space is not None)
+        sizes = {(p.chunk, p.name): prod(p.shape) * ELEMENT_BYTES for p in destination[rank]}
+        spans = sorted((space, start, start + sizes[key]) for key, (space, start) in addresses.items())
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:])), "two parameters share memory"
     return found
 

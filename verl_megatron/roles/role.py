@@ -65,9 +65,15 @@ class Role:
         return sums, steps
 
 
-def make_role(model: ModelConfig, *, arch: Architecture, engine: EngineConfig, head: Head, seed: int, temperature: float, train_steps: int = 0) -> Role:
+def layout_of(model: ModelConfig) -> Layout:
+    """The layout as the settings give it, with ranks in their usual order."""
+    return Layout.parse(model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers))
+
+
+def make_role(
+    model: ModelConfig, layout: Layout, *, arch: Architecture, engine: EngineConfig, head: Head, seed: int, temperature: float, train_steps: int = 0
+) -> Role:
     """A role on its own layout; with `train_steps` above 0 it learns."""
-    layout = Layout.parse(model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers))
     groups = ProcessGroups(layout)
     made = Engine(arch=arch, folder=model.path, groups=groups, config=engine, head=head, seed=seed, temperature=temperature)
     if train_steps:

@@ -236,13 +236,13 @@ class VLLMActor:
         return texts
 
     def sleep(self) -> None:
-        """Give weights and KV cache back to the GPU; their contents are lost. Nothing on a CPU or without `config.sleep`."""
+        """Give weights (not the shared ones) and KV cache back to the GPU; their contents are lost. Nothing on a CPU or without `config.sleep`."""
         if device.is_gpu() and self.config.sleep and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = set(vllm_weights.TAGS)
 
     def wake_weights(self) -> None:
-        """Memory for the weights again, at the same addresses; write them before generating."""
+        """Memory for the weights again, at the same addresses; write them (not the shared ones) before generating."""
         self._wake("weights")
 
     def wake_kv_cache(self) -> None:

@@ -1,52 +1,135 @@
-"""The actor's weights, from Megatron's shards into vLLM's shards."""
+"""The actor's weights: from Megatron's shards into vLLM's shards, and back where vLLM's lie over Megatron's."""
+
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel import device
-from parallel.reshard.execute import Resharder, ReshardReport
-from parallel.reshard.plan import compile_plan
+from parallel.groups import group_of
+from parallel.layout import Layout
+from parallel.reshard.execute import Parameters, Resharder, ReshardReport, addresses_of, allocations_of
+from parallel.reshard.overlay import Addresses, overlay
+from parallel.reshard.peers import map_tensors
+from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.shard import ShardedParameter
 from verl_megatron.config import ReshardConfig
 from verl_megatron.roles.engine import Engine
 from verl_megatron.rollout.vllm import VLLMActor
 
+Shards = dict[int, list[ShardedParameter]]  # by world rank
+
 
 class WeightSync:
-    """Compiled once; `run()` writes the actor's present weights into vLLM in place. Collective over the world."""
+    """Planned once; `run()` writes the actor's present weights into vLLM in place. All methods are collective over the world.
 
-    def __init__(self, actor: Engine, vllm: VLLMActor, config: ReshardConfig):
-        layout, rank = actor.layout, dist.get_rank()
-        source = {r: megatron_parameters(actor.arch, layout, r, spec=actor.compute.spec) for r in layout.ranks}
-        destination = {r: vllm_parameters(actor.arch, vllm.tp, r % vllm.tp) for r in range(dist.get_world_size())}
+    In the modes `share` and `swap` vLLM has to be built with `shared_weights`, the views of Megatron's memory that it uses.
+    """
+
+    def __init__(self, actor: Engine, rollout: Layout, config: ReshardConfig, *, dtype: torch.dtype):
+        """
+        Args:
+            rollout: vLLM's replicas (dp) and their tensor-parallel ranks, over the whole world.
+            dtype: of vLLM's weights.
+        """
+        self.config, self.dtype, self.rank = config, dtype, dist.get_rank()
+        self.source: Parameters = actor.tensors if actor.groups.is_member else {}
+        source, self.destination = trained_shards(actor), served_shards(actor, rollout)
+        self.peers = map_tensors(self.source, _host_group()) if dtype == actor.compute.dtype else None
+        single_host = device.host_of(dist.get_world_size() - 1) == 0
+        common = dict(source=source, destination=self.destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
+        self.back: Plan | None = None
+        self.shared_weights: dict[str, Tensor] = {}
+        if config.mode == "keep":
+            self.plan = compile_plan(**common, peer_memory=self.peers is not None)
+            return
+        memory: list[Addresses] = [{}] * dist.get_world_size()
+        dist.all_gather_object(memory, addresses_of(self.source))
+        if self.peers is not None and not single_host:
+            self.peers = None  # in place a window's order holds for all ranks together: by messages
+        found = overlay(**common, memory=dict(enumerate(memory)), in_place=config.mode == "swap", peer_memory=self.peers is not None)
+        self.plan, self.back = found.forth, found.back
+        shapes = {(p.chunk, p.name): p.shape for p in self.destination[self.rank]}
+        self.shared_weights = {key[1]: tensor for key, tensor in views_at(found.addresses[self.rank], shapes, self.source, dtype).items()}
+
+    def attach(self, vllm: VLLMActor) -> None:
+        """Resolve the plans on vLLM's parameters.
+
+        Raises:
+            ValueError: vLLM keeps parameters in a form that the weight map does not know.
+        """
         held = {(0, name): tensor for name, tensor in vllm.parameters().items()}
-        _compare(destination[rank], held)
-        dtype = next(iter(held.values())).dtype
-        plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
-        self.resharder = Resharder(
-            plan,
-            rank=rank,
-            source=actor.tensors if actor.groups.is_member else {},
-            destination=held,
-            dtype=dtype,
-            group=None,
-            device=device.device(),
-            verify=config.verify,
-        )
-        self.plan = plan
+        check_parameters(self.destination[self.rank], held)
+        common = dict(rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify)
         self.vllm = vllm
+        self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
+        self.backward = Resharder(self.back, source=held, destination=self.source, **common) if self.back is not None else None
 
     def run(self) -> ReshardReport:
-        """Move, prove, and forget what vLLM cached with the old weights."""
-        report = self.resharder.run()
+        """Move, prove, and forget what vLLM cached with the old weights. In mode `swap` Megatron's weights are gone until `restore()`."""
+        report = self.forward.run()
         self.vllm.reset_prefix_cache()
         return report
 
+    def restore(self) -> bool:
+        """Bring back what vLLM's weights lie over, and say whether there was something; call it before vLLM sleeps."""
+        if self.backward is None:
+            return False
+        self.backward.run()
+        return True
 
-def _compare(described: list, held: dict[tuple[int, str], torch.Tensor]) -> None:
-    """Refuse a model whose vLLM parameters are not those that the map describes (quantised or repacked ones, say)."""
-    expected = {(0, p.name): tuple(p.shape) for p in described}
-    found = {key: tuple(tensor.shape) for key, tensor in held.items()}
-    if expected != found:
-        names = sorted(name for (_, name), _ in set(expected.items()) ^ set(found.items()))
-        raise ValueError(f"vLLM holds {names[0]} (and {len(set(names)) - 1} others) in a layout that the weight map does not know; use an unquantised dtype")
+
+def trained_shards(actor: Engine) -> Shards:
+    """Megatron's parameters on every rank; ranks that hold the same share one list."""
+    layout, known, shards = actor.layout, {}, {}
+    for rank in layout.ranks:
+        place = layout.coordinates(rank)
+        if (place.tp, place.pp) not in known:
+            known[place.tp, place.pp] = megatron_parameters(actor.arch, layout, rank, spec=actor.compute.spec)
+        shards[rank] = known[place.tp, place.pp]
+    return shards
+
+
+def served_shards(actor: Engine, rollout: Layout) -> Shards:
+    """vLLM's parameters on every rank."""
+    slots = [vllm_parameters(actor.arch, rollout.tp, slot) for slot in range(rollout.tp)]
+    return {rank: slots[rollout.coordinates(rank).tp] for rank in rollout.ranks}
+
+
+def views_at(addresses: Addresses, shapes: Mapping[tuple[int, str], tuple[int, ...]], memory: Parameters, dtype: torch.dtype) -> Parameters:
+    """Tensors of these shapes at these addresses in the allocations that hold `memory`."""
+    allocations, views = allocations_of(memory), {}
+    for key, (space, first) in addresses.items():
+        views[key] = torch.empty(0, dtype=dtype, device=device.device()).set_(allocations[space], first // dtype.itemsize, shapes[key])
+    return views
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """The ranks of this host. Collective over the world."""
+    hosts: dict[int, list[int]] = {}
+    for rank in range(dist.get_world_size()):
+        hosts.setdefault(device.host_of(rank), []).append(rank)
+    groups = {host: group_of(tuple(ranks)) for host, ranks in hosts.items()}
+    return groups[device.host_of(dist.get_rank())]
+
+
+def check_parameters(described: list[ShardedParameter], held: Parameters) -> None:
+    """Refuse a model whose vLLM parameters are not those that the map describes (quantised, repacked or of another architecture).
+
+    Raises:
+        ValueError: names the first of them, with the share of bytes that the map covers.
+    """
+    expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
+    known = {key for key, tensor in held.items() if expected.get(key) == tuple(tensor.shape)}
+    if len(known) == len(held) == len(expected):
+        return
+    covered = sum(held[key].nbytes for key in known) / max(1, sum(tensor.nbytes for tensor in held.values()))
+    (chunk, name) = min({*held, *expected} - known)
+    found = f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
+    wanted = f"{expected[chunk, name]}" if (chunk, name) in expected else "nothing"
+    raise ValueError(
+        f"vLLM holds {name} as {found} where the weight map has {wanted}; the map covers {covered:.1%} of the bytes of vLLM's weights."
+        " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, and use a model without quantisation"
+    )
