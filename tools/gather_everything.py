@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, groupby
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from bench_case import Case, part
 from torch import Tensor
 
 from parallel import device
@@ -17,14 +17,6 @@ from parallel.reshard.plan import matrix_shape
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
 
-if TYPE_CHECKING:
-    from bench_reshard import Case
-
-
-def part(matrix_RC: Tensor, block: Block) -> Tensor:
-    """Where `block` lies in a parameter's matrix."""
-    return matrix_RC[block.row : block.row + block.rows[1] - block.rows[0], block.col : block.col + block.cols[1] - block.cols[0]]
-
 
 class GatherEverything:
     """What colocated engines commonly do, re-enacted: whole Hugging Face tensors on every rank, of which the engine keeps its slice.
@@ -32,7 +24,7 @@ class GatherEverything:
     A bucket is broadcast from its stage, all-gathered over tensor-parallel ranks, rebuilt and cut. Unlike the originals it prepares all views once.
     """
 
-    def __init__(self, case: "Case", groups: ProcessGroups, source: Parameters, destination: Parameters, bucket_bytes: int):
+    def __init__(self, case: Case, groups: ProcessGroups, source: Parameters, destination: Parameters, bucket_bytes: int):
         self.case, self.groups, self.source, self.sizes = case, groups, source, hf_shapes(case.arch)
         self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(list)  # by tensor: the places in this rank's engine
         for parameter in case.served(groups.rank):

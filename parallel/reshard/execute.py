@@ -34,14 +34,18 @@ class ReshardReport:
     checked_slices: int = 0  # on all ranks
 
 
+Pairs = list[tuple[Tensor, Tensor]]  # destinations and sources of copies
+
+
 @dataclass(slots=True)
 class _Window:
     """One window on this rank."""
 
-    pack: Copies  # parameters to staging memory
-    unpack: Copies  # staging memory, a peer's where it can be reached, to parameters
-    messages: list[dist.P2POp]
-    peers: list[int]
+    pack: Pairs = field(default_factory=list)  # parameters to staging memory
+    unpack: Pairs = field(default_factory=list)  # staging memory, a peer's if it is pulled, to parameters
+    givers: list[int] = field(default_factory=list)  # of `unpack`
+    messages: list[dist.P2POp] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,6 +112,12 @@ class Resharder:
         self._agree()
         self.direct = self._resolve_direct()
         self.windows = self._resolve_windows()
+        self.packs, self.unpacks, self.steps = [], [], []  # ready to be launched
+        if plan.pulled:
+            self.steps = self._resolve_steps()
+        else:
+            self.packs = [Copies(window.pack, device=device) for window in self.windows]
+            self.unpacks = [Copies(window.unpack, groups=window.givers, device=device) for window in self.windows]
         self.holes = [_view(destination, (hole.chunk, hole.name, hole.rows[0], hole.cols[0]), hole.shape) for hole in plan.padding if hole.rank == rank]
         self.proof = Proof(transfers, self.reads, self.writes, dtype=dtype, device=device, group=group, verify=verify)
         self.proof.prepare()
@@ -138,8 +148,8 @@ class Resharder:
             self._meet()  # everyone's source is complete
         self.direct.run()
         (self._pull if self.plan.pulled else self._send)()
-        if self.peers is not None or self.plan.pulled:
-            self._meet()  # all have read: sources and staging memory may change
+        if self.peers is not None:
+            self._meet()  # all have read: sources may change
         for hole in self.holes:
             hole.zero_()
 
@@ -152,12 +162,12 @@ class Resharder:
         """Window after window as messages: while one is on its way, the next is packed and the last one unpacked."""
         if not self.windows:
             return
-        self.windows[0].pack.run()
+        self.packs[0].run()
         under_way = self._post(0)
-        for number, window in enumerate(self.windows):
+        for number, unpack in enumerate(self.unpacks):
             following = number + 1 < len(self.windows)
             if following:
-                self.windows[number + 1].pack.run()
+                self.packs[number + 1].run()
             try:
                 for message in under_way:
                     message.wait()
@@ -165,7 +175,7 @@ class Resharder:
                 raise self._lost(number, error) from error
             if following:
                 under_way = self._post(number + 1)
-            window.unpack.run()
+            unpack.run()
 
     def _post(self, number: int) -> list[dist.Work]:
         messages = self.windows[number].messages
@@ -179,11 +189,10 @@ class Resharder:
         return RuntimeError(f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one is gone or broken: {error}")
 
     def _pull(self) -> None:
-        """Window after window out of the peers' staging memory."""
-        for window in self.windows:
-            window.pack.run()
+        """Window after window out of the peers' staging memory; one launch packs a window and unpacks the one before."""
+        for step in self.steps:
+            step.run()
             self._meet()  # all have packed this window and read the one before
-            window.unpack.run()
 
     def _meet(self) -> None:
         """Everything queued on the GPUs of the group before is done before anything queued after; no host waits."""
@@ -211,8 +220,17 @@ class Resharder:
             first += sum(map(len, planned.values()))
         return windows
 
+    def _resolve_steps(self) -> list[Copies]:
+        """What happens between two meetings. A window never writes over what a later one reads, so that both kinds of copies mix."""
+        steps, before = [], _Window()
+        for window in [*self.windows, _Window()]:
+            pairs, groups = before.unpack + window.pack, before.givers + [-1] * len(window.pack)
+            steps.append(Copies(pairs, groups=groups, device=self.device))
+            before = window
+        return steps
+
     def _resolve_window(self, planned: Window, number: int, staging: _Staging, buffers: dict[int, Tensor]) -> _Window:
-        packed, unpacked, givers, messages, peers = [], [], [], [], []
+        window = _Window()
         for (giver, taker), message in planned.items():
             size = sum(transfer.elements for transfer in message)
             starts = {rank: staging.take(rank, size) for rank in ({giver} if self.plan.pulled else {giver, taker})}
@@ -223,16 +241,16 @@ class Resharder:
                     slot = held[end : end + transfer.elements].view(transfer.shape)
                     end += transfer.elements
                     if self.rank == giver:
-                        packed.append((slot, self.reads[place]))
+                        window.pack.append((slot, self.reads[place]))
                     if self.rank == taker:
-                        unpacked.append((self.writes[place], slot))
-                        givers.append(giver)
+                        window.unpack.append((self.writes[place], slot))
+                        window.givers.append(giver)
                 if giver != taker:
-                    peers.append(taker if self.rank == giver else giver)
+                    window.peers.append(taker if self.rank == giver else giver)
                     if not self.plan.pulled:
-                        messages.append(dist.P2POp(dist.isend if self.rank == giver else dist.irecv, held, peers[-1], self.group))
+                        window.messages.append(dist.P2POp(dist.isend if self.rank == giver else dist.irecv, held, window.peers[-1], self.group))
             number += len(message)
-        return _Window(Copies(packed, device=self.device), Copies(unpacked, groups=givers, device=self.device), messages, peers)
+        return window
 
     def _agree(self) -> None:
         """Different plans would wait for each other for ever. The collective also makes NCCL's communicator before the first message."""

@@ -4,11 +4,12 @@ import csv
 import json
 import re
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from tests.end_to_end.conftest import TRAIN, settings_of
+from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run
 from verl_megatron.tracking import read_metrics
 
@@ -32,6 +33,18 @@ def test_killed_run_resumes_bit_by_bit(whole_run, killed_run, tmp_path):
     for role in ("actor", "critic"):
         whole, again = (load_file(folder / role / "model.safetensors") for folder in (whole_run.output_dir, killed_run.output_dir))
         assert whole.keys() == again.keys()
+        assert all(torch.equal(whole[name], again[name]) for name in whole), role
+
+
+@pytest.mark.parametrize("mode,offload", [("swap", "all"), ("share", "optimizer")])
+def test_memory_modes_learn_the_same(whole_run, toy, tmp_path, mode, offload):
+    """Where weights and optimizer lie between the phases changes no bit of what is learned."""
+    settings = adaptive_settings(toy, tmp_path / "run")
+    run(4, TRAIN, *settings, f"reshard.mode={mode}", f"reshard.offload={offload}", "reshard.verify=all", folder=tmp_path)
+    expected, found = ([{k: v for k, v in row.items() if k != "reshard/bytes"} for row in learned(folder)] for folder in (whole_run.output_dir, tmp_path / "run"))
+    assert found == expected
+    for role in ("actor", "critic"):
+        whole, again = (load_file(folder / role / "model.safetensors") for folder in (whole_run.output_dir, tmp_path / "run"))
         assert all(torch.equal(whole[name], again[name]) for name in whole), role
 
 

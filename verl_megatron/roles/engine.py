@@ -58,7 +58,11 @@ def check_weights(folder: str, head: Head) -> None:
 class Engine:
     """A model on its ranks. Every rank of the world constructs it; what non-members call returns nothing."""
 
-    def __init__(self, *, arch: Architecture, folder: str, groups: ProcessGroups, config: EngineConfig, head: Head, seed: int, temperature: float = 1.0):
+    def __init__(self, *, arch: Architecture, folder: str | None, groups: ProcessGroups, config: EngineConfig, head: Head, seed: int, temperature: float = 1.0):
+        """
+        Args:
+            folder: a Hugging Face folder with the weights; None keeps them as initialised and reads no files.
+        """
         self.arch, self.groups, self.config, self.head = arch, groups, config, head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
         self.optimizer = None
@@ -74,8 +78,9 @@ class Engine:
         described = {(p.chunk, p.name): p.shape for p in self.parameters}
         built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         assert described == built, f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
-        with CheckpointFolder(folder) as files:
-            load_parameters(files, self.parameters, self.tensors)
+        if folder is not None:
+            with CheckpointFolder(folder) as files:
+                load_parameters(files, self.parameters, self.tensors)
 
     # ---- learning -----------------------------------------------------------------------------------------------------
 

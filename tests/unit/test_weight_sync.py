@@ -1,0 +1,50 @@
+"""What vLLM may hold, and what is said of a model whose layers it has transformed."""
+
+import pytest
+import torch
+
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import vllm_parameters
+from verl_megatron.rollout.weights import check_parameters, views_at
+
+SIZES = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=32, vocab_size=64, norm_eps=1e-5, max_positions=64)
+PARAMETERS = vllm_parameters(Architecture(model_type="llama", **SIZES), 2, 0)
+
+
+def held():
+    return {(0, p.name): torch.zeros(p.shape) for p in PARAMETERS}
+
+
+def test_known_parameters_are_accepted():
+    check_parameters(PARAMETERS, held())
+
+
+def test_a_transformed_layer_is_named_with_the_covered_share():
+    found = held()
+    name = (0, "model.layers.1.mlp.down_proj.weight")
+    found[name] = found[name].view(8, 32).to(torch.float8_e4m3fn)  # as a quantising engine may keep it
+    other = sum(tensor.nbytes for key, tensor in found.items() if key != name) / sum(tensor.nbytes for tensor in found.values())
+    with pytest.raises(ValueError, match=rf"model.layers.1.mlp.down_proj.weight as \(8, 32\) torch.float8.*{other:.1%}.*rollout.dtype"):
+        check_parameters(PARAMETERS, found)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_missing_and_unknown_parameters_are_named(lost):
+    found = held()
+    if lost:
+        del found[0, "model.norm.weight"]
+        expected = "model.norm.weight as nothing where the weight map has"
+    else:
+        found[0, "model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(1)
+        expected = "weight_scale as .* where the weight map has nothing"
+    with pytest.raises(ValueError, match=expected):
+        check_parameters(PARAMETERS, found)
+
+
+def test_views_lie_in_the_memory_they_are_given():
+    flat = torch.arange(100, dtype=torch.float32)
+    memory = {(0, "a"): flat[:40].view(4, 10), (0, "b"): flat[40:]}
+    view = views_at({(0, "w"): (0, 24)}, {(0, "w"): (3, 5)}, memory, torch.float32)[0, "w"]
+    assert torch.equal(view, flat[6:21].view(3, 5))
+    flat[6] = -1
+    assert view[0, 0] == -1

@@ -1,0 +1,110 @@
+"""What `bench_reshard.py` moves: a model under two layouts, with weights that each rank can compute for itself and so compare."""
+
+import zlib
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import device
+from parallel.collectives import all_max
+from parallel.layout import Layout
+from parallel.reshard.execute import Parameters
+from parallel.reshard.plan import matrix_shape
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.shard import Block, ShardedParameter
+
+# Letters: R rows, C columns.
+
+MIB = 2**20
+_PIECE = 2**24  # elements computed at a time in int64
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, its two layouts over the whole world, and how slices travel."""
+
+    model: str
+    arch: Architecture
+    train: Layout
+    rollout: Layout
+    dtype: torch.dtype
+    window_bytes: int
+    spec: str  # of Megatron's layers, which decides the names of the norms
+    hardware: str  # what the ranks are, for people
+
+    def trained(self, rank: int, layout: Layout | None = None) -> list[ShardedParameter]:
+        """Megatron's parameters on a rank, in `train` unless another layout is given."""
+        return megatron_parameters(self.arch, layout or self.train, rank, spec=self.spec)
+
+    def served(self, rank: int) -> list[ShardedParameter]:
+        """vLLM's parameters on a rank."""
+        return vllm_parameters(self.arch, self.rollout.tp, self.rollout.coordinates(rank).tp)
+
+    def sides(self) -> dict[str, object]:
+        """What every plan is made of."""
+        source, destination = ({rank: shards(rank) for rank in self.train.ranks} for shards in (self.trained, self.served))
+        return dict(source=source, destination=destination, element_bytes=self.dtype.itemsize, window_bytes=self.window_bytes, host_of=device.host_of)
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> {self.rollout}"
+
+
+def bytes_of(parameters: Parameters) -> int:
+    return sum(tensor.nbytes for tensor in parameters.values())
+
+
+def part(matrix_RC: Tensor, block: Block) -> Tensor:
+    """Where `block` lies in a parameter's matrix."""
+    return matrix_RC[block.row : block.row + block.rows[1] - block.rows[0], block.col : block.col + block.cols[1] - block.cols[0]]
+
+
+def weights_of(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
+    """The parameter as its blocks of the Hugging Face tensors fill it, with zeros for padding."""
+    tensor = torch.zeros(parameter.shape, dtype=dtype, device=device.device())
+    matrix_RC = tensor.view(matrix_shape(parameter.shape))
+    for block in parameter.blocks:
+        step = max(1, _PIECE // (block.cols[1] - block.cols[0]))
+        for first in range(*block.rows, step):
+            piece_RC = _content(block.tensor, range(first, min(first + step, block.rows[1])), range(*block.cols), dtype)
+            part(matrix_RC, block)[first - block.rows[0] :][: len(piece_RC)] = piece_RC
+    return tensor
+
+
+def _content(name: str, rows: range, cols: range, dtype: torch.dtype) -> Tensor:
+    """Hashes of (tensor, row, column) as the bits of numbers in (-2, 2): with the exponent's highest bit off none is infinite or NaN."""
+    seed, bits = zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15 % 2**63, 8 * dtype.itemsize
+    row_R = torch.arange(rows.start + 1, rows.stop + 1, device=device.device()) * 0x5851F42D4C957F2D + seed
+    col_C = torch.arange(cols.start + 1, cols.stop + 1, device=device.device()) * 0x2545F4914F6CDD1D
+    mixed_RC = row_R[:, None] + col_C
+    mixed_RC = ((mixed_RC ^ mixed_RC >> 29) * 0x369DEA0F31A53F85 >> 64 - bits) & ~(1 << bits - 2)
+    return mixed_RC.to(_BITS[dtype.itemsize]).view(dtype)
+
+
+def trained_weights(case: Case) -> Parameters:
+    """This rank's source: parameters one after the other in one allocation, as Megatron's distributed optimizer keeps them."""
+    parameters, ends = case.trained(dist.get_rank()), [0]
+    for parameter in parameters:
+        ends.append(ends[-1] + -(-prod(parameter.shape) // 64) * 64)
+    memory = torch.zeros(ends[-1], dtype=case.dtype, device=device.device())
+    source = {(p.chunk, p.name): memory[start:][: prod(p.shape)].view(p.shape) for start, p in zip(ends, parameters)}
+    for parameter in parameters:
+        source[parameter.chunk, parameter.name].copy_(weights_of(parameter, case.dtype))
+    return source
+
+
+def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) -> bool:
+    """Whether every parameter on every rank has exactly the bits of `weights_of`; takes one parameter's memory."""
+    pairs = ((tensors[p.chunk, p.name], p) for p in described)
+    wrong = sum(not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype)))) for held, p in pairs)
+    return not all_max(torch.tensor(wrong)).item()
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,492 @@
+"""The whole way from training to rollout and back, with a Megatron-Core model and a vLLM engine in the same ranks: time and memory.
+
+torchrun --nproc_per_node 4 tools/bench_handover.py --shape llama3-8b --train tp2pp2 --rollout 2 --mode swap --offload all [--csv FILE]
+
+Weights are random, and a function of their place in the Hugging Face tensors: the same in every layout and mode, so runs with other
+modes print the same digest of the generated tokens. The calls are those of a training iteration, in its order. Half of the repetitions
+wait for the GPUs after every phase, the others only at both ends of each way, as training does: copies to and from the host then run
+beside the rest. A time is that of the slowest rank, memory that of the fullest. The program ends with 1 if a check fails.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_reshard import say, weights_of
+from torch import Tensor
+
+from parallel import device
+from parallel.collectives import all_max
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.offload import gradients, optimizer_tensors
+from parallel.placement import described, place
+from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.kernels import Checksums
+from parallel.weights.architecture import Architecture, read_config
+from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.shard import ShardedParameter
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
+from verl_megatron.losses import cross_entropy
+from verl_megatron.roles.engine import Engine
+from verl_megatron.rollout.sampling import Request, Sampling, row_seed
+from verl_megatron.rollout.vllm import VLLMActor
+from verl_megatron.rollout.weights import WeightSync
+from verl_megatron.run import make_vllm
+
+GIB, SEED, PROMPT_TOKENS = 2**30, 1, 64
+LEVELS = 2**14  # quantiles that a weight is one of
+_PIECE = 2**24  # elements computed at a time
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is measured."""
+
+    model: str
+    arch: Architecture
+    train: Layout
+    rollout: Layout
+    learns: bool  # with gradient buffers and an optimizer
+    config: TrainerConfig
+
+    @property
+    def reshard(self) -> ReshardConfig:
+        return self.config.reshard
+
+    def columns(self) -> dict[str, object]:
+        """What every line of the CSV says about the run."""
+        import vllm
+
+        ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
+        found = {"model": self.model, "layers": self.arch.num_layers, "train": str(self.train), "rollout": str(self.rollout), "mode": self.reshard.mode}
+        found |= {"optimizer": self.learns, "offload": self.reshard.offload, "verify": self.reshard.verify, "window_mib": self.reshard.window_mib}
+        found |= {"utilization": self.config.rollout.gpu_memory_utilization, "eager": self.config.rollout.enforce_eager, "ranks": ranks}
+        return found | {"torch": torch.__version__, "vllm": vllm.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A number of the result, and a line of the CSV."""
+
+    kind: str  # phase, memory, plan, build or check
+    name: str
+    value: float | str  # of times the median
+    unit: str
+    p10: float | str = ""
+    p90: float | str = ""
+
+
+class Clock:
+    """Milliseconds of named phases, repetition by repetition, on this rank."""
+
+    def __init__(self):
+        self.milliseconds: dict[str, list[float]] = {}
+        self.splits = True  # whether the parts of a way are timed, or each way in one go
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        with self._timed(name) if self.splits else _untimed():
+            yield
+
+    @contextmanager
+    def whole(self, name: str) -> Iterator[None]:
+        with _untimed() if self.splits else self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        dist.barrier()
+        device.synchronize()
+        start = time.perf_counter()
+        yield
+        device.synchronize()
+        self.milliseconds.setdefault(name, []).append(1000 * (time.perf_counter() - start))
+        dist.barrier()
+
+    def rows(self, kind: str) -> list[Row]:
+        """Medians of what the slowest rank took, with the tenth and the ninetieth percentile. Collective over the world."""
+        shares, rows = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), []
+        for name, times in self.milliseconds.items():
+            rows.append(Row(kind, name, *_and_unit(torch.quantile(all_max(torch.tensor(times, dtype=torch.float64)), shares).tolist())))
+        return rows
+
+
+@contextmanager
+def _untimed() -> Iterator[None]:
+    yield
+
+
+def _and_unit(times: list[float]) -> tuple[float, str, float, float]:
+    median, p10, p90 = times
+    return median, "ms", p10, p90
+
+
+class Memory:
+    """What the fullest rank holds at each stage, and the allocator's peak since the stage before."""
+
+    NAMES = ("allocated", "reserved", "peak allocated", "used on the GPU" if device.is_gpu() else "the process's peak")
+
+    def __init__(self):
+        self.stages: dict[str, list[list[int]]] = {}  # by stage: the numbers of NAMES at each repetition
+        self._asleep_bytes = 0
+
+    def note(self, stage: str) -> None:
+        # PyTorch counts vLLM's sleeping blocks, of which only the addresses are left.
+        asleep = asleep_bytes()
+        always, self._asleep_bytes = min(asleep, self._asleep_bytes), asleep
+        used = [torch.cuda.memory_allocated() - asleep, torch.cuda.memory_reserved() - asleep, torch.cuda.max_memory_allocated() - always]
+        self.stages.setdefault(stage, []).append([*used, device.used_memory_bytes()])
+        if device.is_gpu():
+            torch.cuda.reset_peak_memory_stats()
+
+    def rows(self) -> list[Row]:
+        """Collective over the world."""
+        rows = []
+        for stage, numbers in self.stages.items():
+            fullest = all_max(torch.tensor(numbers)).amax(0).tolist()
+            rows += [Row("memory", f"{stage}: {name}", number / GIB, "GiB") for name, number in zip(self.NAMES, fullest)]
+        return rows
+
+
+def asleep_bytes() -> int:
+    """Of vLLM's memory, what is asleep."""
+    if not device.is_gpu():
+        return 0
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    blocks = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(block.handle[1] for block in blocks if getattr(block, "is_asleep", False))
+
+
+# ---- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float) -> Tensor:
+    """The parameter with normally distributed values: the bits of `weights_of` choose one of LEVELS quantiles and the sign. Norms are ones.
+
+    Args:
+        spread: standard deviation.
+    """
+    if parameter.blocks[0].tensor.endswith("norm.weight"):
+        return torch.ones(parameter.shape, dtype=dtype, device=device.device())
+    tensor = weights_of(parameter, dtype)
+    magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(dtype)  # the first is 0: padding stays 0
+    for values_N in tensor.view(-1).split(_PIECE):
+        bits_N = values_N.view(_BITS[dtype.itemsize]).clone()
+        values_N.copy_(magnitudes[(bits_N & LEVELS - 1).int()])
+        values_N[bits_N < 0] *= -1
+    return tensor
+
+
+class HandOver:
+    """A trained model, its vLLM engine and the way between them. Built and used by all ranks of the world together."""
+
+    def __init__(self, case: Case, clock: Clock):
+        """Build in the order of a training run; `clock` says how long each part took."""
+        self.case, self.build_clock = case, clock
+        if case.reshard.mode == "keep":
+            self.vllm = self._serve()
+            self.engine = self._train()
+            self.sync = self._plan()
+        else:
+            self.engine = self._train()
+            self.sync = self._plan()
+            self.vllm = self._serve(self.sync.shared_weights)
+        with clock.part("every slice resolved"):
+            self.sync.attach(self.vllm)
+        if case.learns:
+            with clock.part("one optimizer step"):
+                self._step()
+        rng = random.Random(SEED)
+        prompts = [[rng.randrange(3, case.arch.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(case.config.data.prompts_per_iteration)]
+        self.requests = [Request(i, prompt, row_seed(SEED, 0, i)) for i, prompt in enumerate(prompts)]
+        self.parameters = Checksums([tensor.view(len(tensor), -1) for _, tensor in sorted(self.engine.tensors.items())], device=device.device())
+
+    def _serve(self, shared: Mapping[str, Tensor] | None = None) -> VLLMActor:
+        with self.build_clock.part("vLLM"):
+            return make_vllm(self.case.config, self.case.rollout, shared)
+
+    def _train(self) -> Engine:
+        case, clock = self.case, self.build_clock
+        with clock.part("Megatron-Core model"):
+            engine = Engine(arch=case.arch, folder=None, groups=ProcessGroups(case.train), config=case.config.engine, head="lm", seed=SEED)
+        with clock.part("random weights"):
+            for parameter in engine.parameters:
+                tensor = engine.tensors[parameter.chunk, parameter.name]
+                tensor.copy_(small_weights(parameter, tensor.dtype, case.arch.initializer_range))
+            device.release_cached_memory()
+        if case.learns:
+            with clock.part("optimizer"):
+                engine.prepare_training(lr=0.0, total_steps=1)
+        return engine
+
+    def _plan(self) -> WeightSync:
+        with self.build_clock.part("plan"):
+            return WeightSync(self.engine, self.case.rollout, self.case.reshard, dtype=self.engine.compute.dtype)
+
+    def _step(self) -> None:
+        """Gradients and Adam's moments from here on; at a learning rate of 0 the weights stay."""
+        rows, half = range(self.case.train.pp), PROMPT_TOKENS // 2
+        batch = RolloutBatch.from_rows([*rows], [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows))
+        micro_batches = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
+        self.engine.train_step(batch, micro_batches, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=half * len(rows))
+
+    # ---- a repetition
+
+    def to_rollout(self, clock: Clock, memory: Memory) -> None:
+        what = self.case.reshard.offload
+        with clock.whole("to rollout, in one go"):
+            with clock.part("to rollout: offload, copy to the host"):
+                self.engine.start_release(what)
+            with clock.part("to rollout: vLLM's weights wake"):
+                self.vllm.wake_weights()
+            with clock.part("to rollout: reshard with proof"):
+                self.sync.run()
+            if clock.splits:
+                memory.note("weights in vLLM")
+            with clock.part("to rollout: offload, free the memory"):
+                self.engine.finish_release()
+            with clock.part("to rollout: KV cache wakes"):
+                self.vllm.wake_kv_cache()
+        if clock.splits:
+            memory.note("KV cache awake")
+
+    def generate(self, clock: Clock, memory: Memory) -> list[list[int]]:
+        """The tokens of all rows, which every replica generates."""
+        tokens = self.case.config.rollout.max_tokens
+        with clock.part("generate"):
+            rows = self.vllm.generate(self.requests, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True), shared=False)
+        if clock.splits:
+            memory.note("generated")
+        return [row.token_ids for row in sorted(rows, key=lambda row: row.row_id)]
+
+    def back(self, clock: Clock, memory: Memory) -> None:
+        with clock.whole("back to training, in one go"):
+            with clock.part("back: Megatron's weights restored"):
+                self.sync.restore()
+            with clock.part("back: vLLM sleeps"):
+                self.vllm.sleep()
+            with clock.part("back: offload, fetch from the host"):
+                self.engine.start_restore()
+                self.engine.offload.wait()
+        if clock.splits:
+            memory.note("back in training")
+
+    # ---- what has to hold
+
+    def vllm_has_the_weights(self) -> bool:
+        """On this rank, each element; takes the memory of the largest parameter a few times."""
+        held, spread = self.vllm.parameters(), self.case.arch.initializer_range
+        equal = [torch.equal(held[p.name], small_weights(p, held[p.name].dtype, spread)) for p in self.sync.destination[self.sync.rank]]
+        device.release_cached_memory()
+        return all(equal)
+
+    def plan_rows(self) -> list[Row]:
+        """Bytes on the busiest or fullest rank. Collective over the world."""
+        own: Parameters = {(0, name): tensor for name, tensor in self.vllm.parameters().items() if name not in self.sync.shared_weights}
+        sizes = {"weights that training keeps": _bytes(self.engine.tensors.values()), "weights that vLLM has of its own": _bytes(own.values())}
+        if self.case.learns:
+            sizes |= {"gradient buffers": _bytes(gradients(self.engine.chunks)), "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer))}
+        for way, resharder in (("to rollout", self.sync.forward), ("back", self.sync.backward)):
+            if resharder is not None:
+                sizes |= {f"received on the way {way}": resharder.bytes["received"], f"staging on the way {way}": _staging(resharder)}
+        largest = all_max(torch.tensor(list(sizes.values()))).tolist()
+        return [Row("plan", name, size / GIB, "GiB") for name, size in zip(sizes, largest)]
+
+    def close(self) -> None:
+        self.vllm.close()
+
+
+def _staging(resharder: Resharder) -> int:
+    return resharder.plan.staged_bytes.get(resharder.rank, 0)
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class Checks:
+    """What has to hold after every repetition, on every rank."""
+
+    def __init__(self, hand_over: HandOver):
+        self.hand_over, self.before_N = hand_over, hand_over.parameters.run()
+        self.tokens: list[list[list[int]]] = []  # of each repetition
+        self.ways_back = self.changed = 0
+        self.served = False
+
+    def after(self, tokens: list[list[int]]) -> None:
+        self.tokens.append(tokens)
+        self.ways_back += 1
+        self.changed += int((self.hand_over.parameters.run() != self.before_N).sum())
+
+    def rows(self) -> list[Row]:
+        """Collective over the world."""
+        digests: list = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, [digest(tokens) for tokens in self.tokens])
+        alike = {one for of_rank in digests for one in of_rank}
+        changed, unserved = all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
+        flat = [token for row in self.tokens[0] for token in row]
+        found = {
+            "vLLM's weights are, element by element, those that training should have": not unserved,
+            f"Megatron's weights have the same bits after each of {self.ways_back} ways back": not changed,
+            f"the tokens are the same in each of {self.ways_back} repetitions and on every replica": len(alike) == 1,
+            f"{len(flat)} tokens were generated, {len(set(flat))} different ones": len(set(flat)) > 1,
+        }
+        return [*(Row("check", name, "yes" if holds else "NO", "") for name, holds in found.items()), Row("digest", "all tokens", digests[0][0], "")]
+
+
+def digest(tokens: list[list[int]]) -> str:
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+
+
+def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
+    """One repetition that is not counted, then so many of each kind."""
+    clock, memory, checks = Clock(), Memory(), Checks(hand_over)
+    memory.note("trained, vLLM asleep")
+    for number in range(-1, 2 * repetitions):
+        clock.splits = number % 2 == 0 or number < 0
+        hand_over.to_rollout(clock, memory)
+        if number < 0:
+            checks.served = hand_over.vllm_has_the_weights()
+        tokens = hand_over.generate(clock, memory)
+        hand_over.back(clock, memory)
+        checks.after(tokens)
+        if number < 0:  # libraries start and kernels are compiled at the first
+            clock.milliseconds.clear()
+            memory.stages = {"trained, vLLM asleep": memory.stages["trained, vLLM asleep"]}
+    return [*clock.rows("phase"), *memory.rows(), *hand_over.plan_rows(), *checks.rows()]
+
+
+def table(rows: list[Row]) -> str:
+    """The phases, the memory, and the rest line by line."""
+    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in ("phase", "memory", "plan", "build", "check", "digest")}
+    lines = [f"{'':42}{'median ms':>12}{'p10':>12}{'p90':>12}"]
+    lines += [f"{row.name:42}{row.value:>12.3f}{row.p10:>12.3f}{row.p90:>12.3f}" for row in by_kind["phase"]]
+    lines += ["", f"{'GiB of the fullest rank':24}" + "".join(f"{name:>20}" for name in Memory.NAMES)]
+    stages: dict[str, list[Row]] = {}
+    for row in by_kind["memory"]:
+        stages.setdefault(row.name.split(":")[0], []).append(row)
+    lines += [f"{stage:24}" + "".join(f"{row.value:>20.3f}" for row in numbers) for stage, numbers in stages.items()]
+    lines += ["", *(f"{row.name:42}{row.value:>12.4f} GiB" for row in by_kind["plan"])]
+    lines += ["", *(f"{'built: ' + row.name:42}{row.value / 1000:>12.2f} s" for row in by_kind["build"])]
+    lines += ["", *(f"{row.value:3} {row.name}" for row in by_kind["check"]), *(f"digest of {row.name}: {row.value}" for row in by_kind["digest"])]
+    return "\n".join(lines)
+
+
+def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
+    """One line a row, each with what was measured."""
+    run = case.columns()
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
+        writer.writeheader()
+        writer.writerows(run | asdict(row) for row in rows)
+
+
+# ---- command line ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def model_folder(arch: Architecture, config: Mapping[str, object]) -> Iterator[str]:
+    """A folder with a config.json and nothing else, of the same name on every host while the block runs. Collective over the world."""
+    path: list = [tempfile.mkdtemp(prefix="bench_handover_") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    folder, is_first_here = Path(path[0]), int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if is_first_here:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(arch.to_hf(carry=config)))
+    dist.barrier()
+    try:
+        yield str(folder)
+    finally:
+        if is_first_here:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_options() -> tuple[argparse.Namespace, Case, dict]:
+    """The command line, refused early where it contradicts itself; and the config.json it names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--shape", choices=list(SHAPES))
+    model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are not read")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
+    parser.add_argument("--train", default="tp2", help="Megatron's layout")
+    parser.add_argument("--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas")
+    parser.add_argument("--mode", choices=["keep", "share", "swap"], default="keep", help="as reshard.mode")
+    parser.add_argument("--offload", choices=["none", "grads", "optimizer", "all"], default="none", help="as reshard.offload")
+    parser.add_argument("--optimizer", action=argparse.BooleanOptionalAction, default=True, help="gradient buffers and Adam's state, made by one step")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each kind: phase by phase, and in one go")
+    parser.add_argument("--tokens", type=int, default=32, help="generated for each prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="that each replica answers")
+    parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
+    parser.add_argument("--verify", choices=["sample", "all", "none"], default="sample", help="the proof of each reshard, as reshard.verify")
+    parser.add_argument("--window-mib", type=int, default=256, help="as reshard.window_mib")
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+    try:
+        case, hf = _case(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options, case, hf
+
+
+def _case(options: argparse.Namespace) -> tuple[Case, dict]:
+    if options.offload != "none" and not options.optimizer:
+        raise ValueError(f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; drop one of them")
+    if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
+        raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
+    hf = shape(options.shape) if options.shape else read_config(options.hf)
+    arch = Architecture.from_hf(hf, source=options.shape or str(options.hf / "config.json"))
+    arch = replace(arch, num_layers=options.layers or arch.num_layers)
+    ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
+    train, rollout = Layout.parse(options.train, ranks=ranks), Layout.parse(f"tp{options.rollout}", ranks=ranks)
+    train, rollout = place(arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))))
+    config = TrainerConfig(
+        data=DataConfig(max_prompt_tokens=PROMPT_TOKENS, prompts_per_iteration=options.prompts),
+        actor=ModelConfig(layout=options.train),
+        rollout=RolloutConfig(tp=options.rollout, max_tokens=options.tokens, gpu_memory_utilization=options.utilization, enforce_eager=options.eager),
+        reshard=ReshardConfig(mode=options.mode, window_mib=options.window_mib, verify=options.verify, offload=options.offload),
+    )
+    return Case(model=options.shape or options.hf.resolve().name, arch=arch, train=train, rollout=rollout, learns=options.optimizer, config=config), hf
+
+
+def main() -> int:
+    options, case, hf = read_options()
+    device.initialize()
+    say(f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; order of ranks: {described(case.train, case.rollout)}")
+    built = Clock()
+    with model_folder(case.arch, hf) as folder:
+        case.config.actor.path = folder
+        hand_over = HandOver(case, built)
+        rows = [*measure(hand_over, options.repetitions), *built.rows("build")]
+        hand_over.close()
+    if dist.get_rank() == 0:
+        print(table(rows), flush=True)
+        if options.csv:
+            write_csv(options.csv, case, rows)
+    dist.destroy_process_group()
+    return int(any(row.kind == "check" and row.value != "yes" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
