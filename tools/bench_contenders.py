@@ -136,7 +136,8 @@ class Ours:
         return views
 
     def _empty(self, parameter: ShardedParameter) -> Tensor:
-        return torch.full(parameter.shape, torch.nan, dtype=self.case.dtype, device=device.device())
+        """Zeros: what others do leaves the padding as an engine has it from the start."""
+        return torch.zeros(parameter.shape, dtype=self.case.dtype, device=device.device())
 
     def _resharder(self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None) -> Resharder:
         """After a first run, in which all slices were proved."""

@@ -9,7 +9,6 @@ beside the rest. A time is that of the slowest rank, memory that of the fullest.
 """
 
 import argparse
-import csv
 import hashlib
 import json
 import os
@@ -20,13 +19,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bench_reshard import say, weights_of
+from handover_measures import GIB, Clock, Memory, Row, table, write_csv
 from torch import Tensor
 
 from parallel import device
@@ -49,7 +49,7 @@ from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 from verl_megatron.run import make_vllm
 
-GIB, SEED, PROMPT_TOKENS = 2**30, 1, 64
+SEED, PROMPT_TOKENS = 1, 64
 LEVELS = 2**14  # quantiles that a weight is one of
 _PIECE = 2**24  # elements computed at a time
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -81,100 +81,6 @@ class Case:
         return found | {"torch": torch.__version__, "vllm": vllm.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A number of the result, and a line of the CSV."""
-
-    kind: str  # phase, memory, plan, build or check
-    name: str
-    value: float | str  # of times the median
-    unit: str
-    p10: float | str = ""
-    p90: float | str = ""
-
-
-class Clock:
-    """Milliseconds of named phases, repetition by repetition, on this rank."""
-
-    def __init__(self):
-        self.milliseconds: dict[str, list[float]] = {}
-        self.splits = True  # whether the parts of a way are timed, or each way in one go
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        with self._timed(name) if self.splits else _untimed():
-            yield
-
-    @contextmanager
-    def whole(self, name: str) -> Iterator[None]:
-        with _untimed() if self.splits else self._timed(name):
-            yield
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        dist.barrier()
-        device.synchronize()
-        start = time.perf_counter()
-        yield
-        device.synchronize()
-        self.milliseconds.setdefault(name, []).append(1000 * (time.perf_counter() - start))
-        dist.barrier()
-
-    def rows(self, kind: str) -> list[Row]:
-        """Medians of what the slowest rank took, with the tenth and the ninetieth percentile. Collective over the world."""
-        shares, rows = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), []
-        for name, times in self.milliseconds.items():
-            rows.append(Row(kind, name, *_and_unit(torch.quantile(all_max(torch.tensor(times, dtype=torch.float64)), shares).tolist())))
-        return rows
-
-
-@contextmanager
-def _untimed() -> Iterator[None]:
-    yield
-
-
-def _and_unit(times: list[float]) -> tuple[float, str, float, float]:
-    median, p10, p90 = times
-    return median, "ms", p10, p90
-
-
-class Memory:
-    """What the fullest rank holds at each stage, and the allocator's peak since the stage before."""
-
-    NAMES = ("allocated", "reserved", "peak allocated", "used on the GPU" if device.is_gpu() else "the process's peak")
-
-    def __init__(self):
-        self.stages: dict[str, list[list[int]]] = {}  # by stage: the numbers of NAMES at each repetition
-        self._asleep_bytes = 0
-
-    def note(self, stage: str) -> None:
-        # PyTorch counts vLLM's sleeping blocks, of which only the addresses are left.
-        asleep = asleep_bytes()
-        always, self._asleep_bytes = min(asleep, self._asleep_bytes), asleep
-        used = [torch.cuda.memory_allocated() - asleep, torch.cuda.memory_reserved() - asleep, torch.cuda.max_memory_allocated() - always]
-        self.stages.setdefault(stage, []).append([*used, device.used_memory_bytes()])
-        if device.is_gpu():
-            torch.cuda.reset_peak_memory_stats()
-
-    def rows(self) -> list[Row]:
-        """Collective over the world."""
-        rows = []
-        for stage, numbers in self.stages.items():
-            fullest = all_max(torch.tensor(numbers)).amax(0).tolist()
-            rows += [Row("memory", f"{stage}: {name}", number / GIB, "GiB") for name, number in zip(self.NAMES, fullest)]
-        return rows
-
-
-def asleep_bytes() -> int:
-    """Of vLLM's memory, what is asleep."""
-    if not device.is_gpu():
-        return 0
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    blocks = CuMemAllocator.get_instance().pointer_to_data.values()
-    return sum(block.handle[1] for block in blocks if getattr(block, "is_asleep", False))
-
-
 # ---- the parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -189,9 +95,9 @@ def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float
     tensor = weights_of(parameter, dtype)
     magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(dtype)  # the first is 0: padding stays 0
     for values_N in tensor.view(-1).split(_PIECE):
-        bits_N = values_N.view(_BITS[dtype.itemsize]).clone()
-        values_N.copy_(magnitudes[(bits_N & LEVELS - 1).int()])
-        values_N[bits_N < 0] *= -1
+        bits_N = values_N.view(_BITS[dtype.itemsize])
+        chosen_N = magnitudes[(bits_N & LEVELS - 1).int()]
+        values_N.copy_(torch.where(bits_N < 0, -chosen_N, chosen_N))
     return tensor
 
 
@@ -252,6 +158,7 @@ class HandOver:
 
     def to_rollout(self, clock: Clock, memory: Memory) -> None:
         what = self.case.reshard.offload
+        memory.begin()
         with clock.whole("to rollout, in one go"):
             with clock.part("to rollout: offload, copy to the host"):
                 self.engine.start_release(what)
@@ -377,31 +284,6 @@ def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
     return [*clock.rows("phase"), *memory.rows(), *hand_over.plan_rows(), *checks.rows()]
 
 
-def table(rows: list[Row]) -> str:
-    """The phases, the memory, and the rest line by line."""
-    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in ("phase", "memory", "plan", "build", "check", "digest")}
-    lines = [f"{'':42}{'median ms':>12}{'p10':>12}{'p90':>12}"]
-    lines += [f"{row.name:42}{row.value:>12.3f}{row.p10:>12.3f}{row.p90:>12.3f}" for row in by_kind["phase"]]
-    lines += ["", f"{'GiB of the fullest rank':24}" + "".join(f"{name:>20}" for name in Memory.NAMES)]
-    stages: dict[str, list[Row]] = {}
-    for row in by_kind["memory"]:
-        stages.setdefault(row.name.split(":")[0], []).append(row)
-    lines += [f"{stage:24}" + "".join(f"{row.value:>20.3f}" for row in numbers) for stage, numbers in stages.items()]
-    lines += ["", *(f"{row.name:42}{row.value:>12.4f} GiB" for row in by_kind["plan"])]
-    lines += ["", *(f"{'built: ' + row.name:42}{row.value / 1000:>12.2f} s" for row in by_kind["build"])]
-    lines += ["", *(f"{row.value:3} {row.name}" for row in by_kind["check"]), *(f"digest of {row.name}: {row.value}" for row in by_kind["digest"])]
-    return "\n".join(lines)
-
-
-def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
-    """One line a row, each with what was measured."""
-    run = case.columns()
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
-        writer.writeheader()
-        writer.writerows(run | asdict(row) for row in rows)
-
-
 # ---- command line ------------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +342,8 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     arch = replace(arch, num_layers=options.layers or arch.num_layers)
     ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
     train, rollout = Layout.parse(options.train, ranks=ranks), Layout.parse(f"tp{options.rollout}", ranks=ranks)
+    if PROMPT_TOKENS + options.tokens > arch.max_positions:
+        raise ValueError(f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's {arch.max_positions} positions; lower --tokens")
     train, rollout = place(arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))))
     config = TrainerConfig(
         data=DataConfig(max_prompt_tokens=PROMPT_TOKENS, prompts_per_iteration=options.prompts),
@@ -483,7 +367,7 @@ def main() -> int:
     if dist.get_rank() == 0:
         print(table(rows), flush=True)
         if options.csv:
-            write_csv(options.csv, case, rows)
+            write_csv(options.csv, case.columns(), rows)
     dist.destroy_process_group()
     return int(any(row.kind == "check" and row.value != "yes" for row in rows))
 

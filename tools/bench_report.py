@@ -62,7 +62,7 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
         axis.plot([floor, floor], [height - 0.4, height + 0.4], color="#2e8b57", linewidth=2.5)
         axis.text(row.p90_ms + 0.01 * longest, height, _in_words(row), va="center", fontsize=9)
     axis.set_yticks(range(len(methods)), [row.name for row in methods])
-    axis.set_xlim(0, 1.6 * longest)
+    axis.set_xlim(0, 1.75 * longest)
     axis.set_xlabel("milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to move")
     axis.set_title(f"{case}, {case.hardware}", fontsize=11)
     axis.figure.savefig(path, dpi=110)

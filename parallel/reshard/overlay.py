@@ -106,7 +106,7 @@ class _Layer:
         """Parameters that are one contiguous block of a source parameter."""
         holders = {block.tensor: parameter for parameter in self.source if parameter.owner for block in parameter.blocks}
         for parameter in self.destination:
-            holder = holders.get(parameter.blocks[0].tensor)
+            holder = holders.get(_first_tensor(parameter))
             start = holder and _same_block(holder, parameter)
             if start is not None and holder is not None:
                 space, offset = self.memory[holder.chunk, holder.name]
@@ -123,7 +123,7 @@ class _Layer:
             for parameter in rest:
                 key = (parameter.chunk, parameter.name)
                 if key not in self.addresses:
-                    address = self._near(holders.get(parameter.blocks[0].tensor), self.sizes[key]) if near else self._gap(self.sizes[key])
+                    address = self._near(holders.get(_first_tensor(parameter)), self.sizes[key]) if near else self._gap(self.sizes[key])
                     if address is not None:
                         self.addresses[key] = address
 
@@ -157,6 +157,10 @@ class _Layer:
                 self.free[place : place + 1] = [part for part in rest if part[1] < part[2]]
                 return True
         return False
+
+
+def _first_tensor(parameter: ShardedParameter) -> str:
+    return parameter.blocks[0].tensor if parameter.blocks else ""
 
 
 def _aligned(start: int) -> int:
@@ -288,7 +292,7 @@ class _Schedule:
             staged = self._staged(circle)
             need = max(staged.values())
             if need > 2 * half:
-                self.too_large.add(self._largest(circle))
+                self.too_large.add(self._largest(circle, element_bytes))
                 continue
             if not windows or any(filled[rank] + size > half for rank, size in staged.items()):
                 if windows and (need > half or max(filled.values()) > half):
@@ -331,10 +335,13 @@ class _Schedule:
                 staged[rank] += move.elements
         return staged
 
-    def _largest(self, moves: list[Transfer]) -> tuple[int, Key]:
-        """The laid-over parameter that has most of these moves."""
+    def _largest(self, moves: list[Transfer], element_bytes: int) -> tuple[int, Key]:
+        """The laid-over parameter that has most of these moves; without one it is a single row that is too long."""
         ends = [(move.source_rank, move.source) if self.backwards else (move.destination_rank, move.destination) for move in moves]
         laid_over = Counter({(rank, place[:2]): 0 for rank, place in ends if place[:2] in self.ends.addresses[rank]})
+        if not laid_over:
+            need = 2 * max(move.shape[1] for move in moves) * element_bytes
+            raise ValueError(f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes; set it to {need} or more")
         for (rank, place), move in zip(ends, moves):
             if (rank, place[:2]) in laid_over:
                 laid_over[rank, place[:2]] += move.elements

@@ -42,7 +42,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
     assert 0 < received["swap, to rollout"] <= received["keep"] and 0 < received["swap, back to training"] < received["gather"]
     assert rows["floor of any plan"]["floor_share"] == 1 and all(rows[name]["floor_share"] > 0 for name in OURS if name in rows)
     assert second["keep"] == second["keep, with proof (all)"] == second["gather"] > second["share, to rollout"] >= second["swap, to rollout"] == second["swap, back to training"]
-    assert second["swap, to rollout"] < 0.05 * second["keep"]
+    assert second["swap, to rollout"] < 0.1 * second["keep"]  # what cannot be permuted within so small a window
     if not on_gpus:  # there the allocator's peaks are added, and peers need no staging
         assert all(0 < rows[name]["peak_extra_bytes"] <= WINDOW_BYTES for name in OURS if name in rows)
 
@@ -52,4 +52,4 @@ def test_equal_layouts_and_a_choice_of_modes(tmp_path):
     rows, _ = measured(tmp_path, "--train", "tp2", "--rollout", "tp2", "--modes", "swap", "--verify", "none", "--no-megatron")
     assert list(rows) == ["floor of any plan", *LINKS, "gather", "swap, to rollout", "swap, back to training"]
     assert all(rows[name]["received_bytes"] == 0 for name in ("floor of any plan", "swap, to rollout", "swap, back to training"))
-    assert rows["gather"]["received_bytes"] > 0 and rows["swap, to rollout"]["second_copy_bytes"] < 0.05 * rows["gather"]["second_copy_bytes"]
+    assert rows["gather"]["received_bytes"] > 0 and rows["gather"]["second_copy_bytes"] > rows["swap, to rollout"]["second_copy_bytes"] == 0

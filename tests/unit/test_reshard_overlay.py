@@ -6,12 +6,15 @@ from math import prod
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from parallel.layout import Layout
 from parallel.reshard.overlay import ALIGNMENT, overlay
 from parallel.reshard.plan import matrix_shape
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
+from tests.strategies import model_cases
 from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
 from tests.unit.test_reshard_plan import filled, numbered
 
@@ -119,6 +122,18 @@ def test_every_layout_out_and_back(memory_of, in_place):
                 source = {rank: megatron_like(toy, layout, rank) for rank in layout.ranks}
                 destination = {rank: vllm_like(toy, tp, rank % tp) for rank in range(4)}
                 check(source, destination, toy.shapes(), memory_of, in_place=in_place, peer_memory=peer_memory)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(model_cases(), st.booleans(), st.sampled_from([flat, scattered]), st.sampled_from([2**12, 2**14, 2**18]))
+def test_random_models_out_and_back(case, in_place, memory_of, window_bytes):
+    check(case.source, case.destination, case.shapes, memory_of, in_place=in_place, peer_memory=case.peer_memory, window_bytes=window_bytes)
+
+
+def test_a_window_below_two_rows_is_refused():
+    source, destination, shapes = real("tp2pp2", 4)
+    with pytest.raises(ValueError, match="window_bytes=1000 cannot hold two rows of .*; set it to"):
+        check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=1000)
 
 
 SIZES = dict(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, intermediate_size=512, vocab_size=1024, norm_eps=1e-5, max_positions=64)

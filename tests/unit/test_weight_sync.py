@@ -16,16 +16,17 @@ def held():
 
 
 def test_known_parameters_are_accepted():
-    check_parameters(PARAMETERS, held())
+    check_parameters(PARAMETERS, held(), torch.float32)
 
 
-def test_a_transformed_layer_is_named_with_the_covered_share():
+@pytest.mark.parametrize("shape", [(16, 16), (8, 32)])
+def test_a_transformed_layer_is_named_with_the_covered_share(shape):
     found = held()
     name = (0, "model.layers.1.mlp.down_proj.weight")
-    found[name] = found[name].view(8, 32).to(torch.float8_e4m3fn)  # as a quantising engine may keep it
+    found[name] = found[name].view(shape).to(torch.float8_e4m3fn)  # as a quantising engine may keep it
     other = sum(tensor.nbytes for key, tensor in found.items() if key != name) / sum(tensor.nbytes for tensor in found.values())
-    with pytest.raises(ValueError, match=rf"model.layers.1.mlp.down_proj.weight as \(8, 32\) torch.float8.*{other:.1%}.*rollout.dtype"):
-        check_parameters(PARAMETERS, found)
+    with pytest.raises(ValueError, match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) torch.float8.*{other:.1%}.*rollout.dtype"):
+        check_parameters(PARAMETERS, found, torch.float32)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -38,7 +39,7 @@ def test_missing_and_unknown_parameters_are_named(lost):
         found[0, "model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(1)
         expected = "weight_scale as .* where the weight map has nothing"
     with pytest.raises(ValueError, match=expected):
-        check_parameters(PARAMETERS, found)
+        check_parameters(PARAMETERS, found, torch.float32)
 
 
 def test_views_lie_in_the_memory_they_are_given():

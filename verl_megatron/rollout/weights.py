@@ -61,7 +61,7 @@ class WeightSync:
             ValueError: vLLM keeps parameters in a form that the weight map does not know.
         """
         held = {(0, name): tensor for name, tensor in vllm.parameters().items()}
-        check_parameters(self.destination[self.rank], held)
+        check_parameters(self.destination[self.rank], held, self.dtype)
         common = dict(rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify)
         self.vllm = vllm
         self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
@@ -115,20 +115,20 @@ def _host_group() -> dist.ProcessGroup | None:
     return groups[device.host_of(dist.get_rank())]
 
 
-def check_parameters(described: list[ShardedParameter], held: Parameters) -> None:
+def check_parameters(described: list[ShardedParameter], held: Parameters, dtype: torch.dtype) -> None:
     """Refuse a model whose vLLM parameters are not those that the map describes (quantised, repacked or of another architecture).
 
     Raises:
         ValueError: names the first of them, with the share of bytes that the map covers.
     """
     expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
-    known = {key for key, tensor in held.items() if expected.get(key) == tuple(tensor.shape)}
+    known = {key for key, tensor in held.items() if expected.get(key) == tuple(tensor.shape) and tensor.dtype == dtype}
     if len(known) == len(held) == len(expected):
         return
     covered = sum(held[key].nbytes for key in known) / max(1, sum(tensor.nbytes for tensor in held.values()))
     (chunk, name) = min({*held, *expected} - known)
     found = f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
-    wanted = f"{expected[chunk, name]}" if (chunk, name) in expected else "nothing"
+    wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
         f"vLLM holds {name} as {found} where the weight map has {wanted}; the map covers {covered:.1%} of the bytes of vLLM's weights."
         " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, and use a model without quantisation"

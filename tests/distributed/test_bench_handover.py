@@ -1,0 +1,56 @@
+"""The hand-over's benchmark with a real vLLM and a tiny model on gloo processes: that its checks hold and its numbers are there; no time decides."""
+
+import csv
+import json
+
+from parallel.weights.shapes import shape
+from tests.worlds import run_world
+
+SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)
+PHASES = {
+    "to rollout: offload, copy to the host",
+    "to rollout: vLLM's weights wake",
+    "to rollout: reshard with proof",
+    "to rollout: offload, free the memory",
+    "to rollout: KV cache wakes",
+    "generate",
+    "back: Megatron's weights restored",
+    "back: vLLM sleeps",
+    "back: offload, fetch from the host",
+    "to rollout, in one go",
+    "back to training, in one go",
+}
+
+
+def handed_over(folder, nproc, *options):
+    """The output and the CSV's rows by kind and name."""
+    common = ["--hf", folder, "--layers", 4, "--repetitions", 2, "--tokens", 8, "--prompts", 4, "--csv", folder / "rows.csv"]
+    output = run_world("tools/bench_handover.py", nproc, *common, *options)
+    with (folder / "rows.csv").open() as file:
+        rows = {(row["kind"], row["name"]): row for row in csv.DictReader(file)}
+    for (kind, name), row in rows.items():
+        assert name.split(":")[0] in output, name
+        assert kind != "check" or row["value"] == "yes"
+    assert sum(kind == "check" for kind, _ in rows) == 4 and "\nyes vLLM's weights are" in output and "\nNO" not in output
+    assert f"digest of all tokens: {rows['digest', 'all tokens']['value']}" in output
+    return output, rows
+
+
+def test_the_ways_are_measured_and_the_tokens_the_same_in_every_mode_and_layout(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(shape("qwen2.5-7b") | SIZES))
+    output, swapped = handed_over(tmp_path, 4, "--train", "tp2pp2", "--rollout", 2, "--mode", "swap", "--offload", "all", "--verify", "all")
+    assert "same bits after each of 5 ways back" in output and {name for kind, name in swapped if kind == "phase"} == PHASES
+    assert all(0 < float(row["p10"]) <= float(row["value"]) <= float(row["p90"]) for (kind, _), row in swapped.items() if kind == "phase")
+    assert all(row["mode"] == "swap" and row["train"] == "tp2pp2" and row["rollout"] == "tp2dp2" and row["layers"] == "4" for row in swapped.values())
+    _, kept = handed_over(tmp_path, 2, "--train", "tp2", "--rollout", 2, "--mode", "keep", "--no-optimizer")
+    assert kept["digest", "all tokens"]["value"] == swapped["digest", "all tokens"]["value"]
+
+    def gib(rows, name):
+        return float(rows["plan", name]["value"])
+
+    assert 0 < gib(swapped, "weights that vLLM has of its own") < gib(kept, "weights that vLLM has of its own")
+    # Of float32 weights: gradients of the same size, and the weights with both moments.
+    assert gib(swapped, "gradient buffers") >= 0.99 * gib(swapped, "weights that training keeps")
+    assert gib(swapped, "what the optimizer keeps") >= 2.99 * gib(swapped, "weights that training keeps")
+    assert gib(kept, "received on the way to rollout") == 0 and ("plan", "gradient buffers") not in kept
+    assert 0 < float(kept["memory", "back in training: the process's peak"]["value"]) < 8
