@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_reshard import say, weights_of
+from bench_case import bytes_of, say, weights_of
 from handover_measures import GIB, Clock, Memory, Row, table, write_csv
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.offload import gradients, optimizer_tensors
 from parallel.placement import described, place
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.execute import Resharder
 from parallel.reshard.kernels import Checksums
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import SHAPES, shape
@@ -207,8 +207,8 @@ class HandOver:
 
     def plan_rows(self) -> list[Row]:
         """Bytes on the busiest or fullest rank. Collective over the world."""
-        own: Parameters = {(0, name): tensor for name, tensor in self.vllm.parameters().items() if name not in self.sync.shared_weights}
-        sizes = {"weights that training keeps": _bytes(self.engine.tensors.values()), "weights that vLLM has of its own": _bytes(own.values())}
+        own = {(0, name): tensor for name, tensor in self.vllm.parameters().items() if name not in self.sync.shared_weights}
+        sizes = {"weights that training keeps": bytes_of(self.engine.tensors), "weights that vLLM has of its own": bytes_of(own)}
         if self.case.learns:
             sizes |= {"gradient buffers": _bytes(gradients(self.engine.chunks)), "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer))}
         for way, resharder in (("to rollout", self.sync.forward), ("back", self.sync.backward)):
@@ -225,7 +225,7 @@ def _staging(resharder: Resharder) -> int:
     return resharder.plan.staged_bytes.get(resharder.rank, 0)
 
 
-def _bytes(tensors) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 

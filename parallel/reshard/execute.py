@@ -17,8 +17,9 @@ from torch import Tensor
 
 from parallel.reshard.kernels import Copies
 from parallel.reshard.peers import Mapped, map_tensors
-from parallel.reshard.plan import Place, Plan, Window
+from parallel.reshard.plan import Plan
 from parallel.reshard.proof import Proof, ReshardError
+from parallel.reshard.transfer import Place, Window
 
 Parameters = dict[tuple[int, str], Tensor]  # by (model chunk, name)
 

@@ -15,7 +15,8 @@ from math import prod
 
 import networkx
 
-from parallel.reshard.plan import Place, Plan, Transfer, Window, compile_plan, matrix_shape
+from parallel.reshard.plan import Plan, compile_plan, matrix_shape
+from parallel.reshard.transfer import Place, Transfer, Window
 from parallel.weights.shard import ShardedParameter
 
 Key = tuple[int, str]  # model chunk, parameter

@@ -11,58 +11,9 @@ from itertools import zip_longest
 from operator import itemgetter
 
 from parallel.reshard.rectangles import Rect, area, holes, intersect, subtract
+from parallel.reshard.transfer import Padding, Place, Transfer, Window
+from parallel.reshard.windows import Windows
 from parallel.weights.shard import ShardedParameter
-
-Place = tuple[int, str, int, int]  # model chunk, parameter, first row, first column
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A rectangle of a Hugging Face tensor on its way between two parameters, of two ranks or of one."""
-
-    tensor: str
-    rows: tuple[int, int]  # half-open, in the Hugging Face tensor
-    cols: tuple[int, int]
-    source_rank: int  # world ranks
-    destination_rank: int
-    source: Place
-    destination: Place
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
-
-    @property
-    def elements(self) -> int:
-        return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
-
-    def part(self, start: int, stop: int) -> "Transfer":
-        """Only rows `start` to `stop`, counted from this transfer's first row."""
-        first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = self.rows[0], self.source, self.destination
-        rows = (first + start, first + stop)
-        taken, written = (chunk, name, row + start, col), (to_chunk, to_name, to_row + start, to_col)
-        return Transfer(self.tensor, rows, self.cols, self.source_rank, self.destination_rank, taken, written)
-
-    def __str__(self) -> str:
-        return f"{self.tensor} rows {self.rows[0]}-{self.rows[1]} columns {self.cols[0]}-{self.cols[1]} from rank {self.source_rank} to rank {self.destination_rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """A rectangle of a destination parameter that no Hugging Face element reaches: zeros."""
-
-    rank: int
-    chunk: int
-    name: str
-    rows: tuple[int, int]  # half-open, in the parameter
-    cols: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
-
-
-Window = dict[tuple[int, int], list[Transfer]]  # (source rank, destination rank): the transfers of one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +132,7 @@ def compile_plan(
     """
     host_of = host_of or (lambda rank: 0)
     sources = _Sources(source, _repeated(destination), host_of)
-    windows = _Windows(window_bytes, element_bytes)
+    windows = Windows(window_bytes, element_bytes)
     direct: list[Transfer] = []
     padding: list[Padding] = []
     ranks = sorted(destination)
@@ -345,48 +296,6 @@ def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Pi
             " both sides must describe the same model"
         )
     return pieces
-
-
-class _Windows:
-    """Deals transfers into windows: the first one with room on both ranks, cut by rows where a window ends."""
-
-    def __init__(self, window_bytes: int, element_bytes: int):
-        self.capacity = window_bytes // 2 // element_bytes  # elements of one window: the next is packed while it is on its way
-        self.element_bytes = element_bytes
-        self.windows: list[Window] = []
-        self.used: dict[int, list[int]] = {}  # by rank and window, elements
-        self.first: dict[int, int] = defaultdict(int)  # by rank: the earliest window that may have room
-
-    def place(self, transfer: Transfer) -> None:
-        num_rows, width = transfer.shape
-        if width > self.capacity:
-            need = 2 * width * self.element_bytes
-            raise ValueError(f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more")
-        pair = giver, taker = transfer.source_rank, transfer.destination_rank
-        given, taken = self._used(giver), self._used(taker)
-        full, row = self.capacity - width, 0  # above `full` there is no room for a row
-        window = max(self.first[giver], self.first[taker])
-        while True:
-            start, last = window, len(self.windows)
-            while window < last and (given[window] > full or taken[window] > full):
-                window += 1
-            for rank, used in ((giver, given), (taker, taken)):
-                while start <= self.first[rank] < window and used[self.first[rank]] > full:
-                    self.first[rank] += 1
-            if window == last:
-                self.windows.append({})
-                for used in self.used.values():
-                    used.append(0)
-            rows = min(num_rows - row, (self.capacity - max(given[window], taken[window])) // width)
-            self.windows[window].setdefault(pair, []).append(transfer if rows == num_rows else transfer.part(row, row + rows))
-            given[window] += rows * width
-            taken[window] += rows * width
-            row += rows
-            if row == num_rows:
-                return
-
-    def _used(self, rank: int) -> list[int]:
-        return self.used.get(rank) or self.used.setdefault(rank, [0] * len(self.windows))
 
 
 def _padding_of(parameter: ShardedParameter) -> list[Rect]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel.reshard.checksum import checksum
 from parallel.reshard.kernels import Checksums
-from parallel.reshard.plan import Transfer
+from parallel.reshard.transfer import Transfer
 
 SAMPLE = 16  # a sync checks one transfer in SAMPLE, and SAMPLE syncs check all of them
 

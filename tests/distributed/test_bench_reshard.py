@@ -1,6 +1,7 @@
 """The reshard benchmark on four ranks and a tiny model: that it measures what it says; no time decides."""
 
 import csv
+import importlib.util
 import json
 
 import torch
@@ -8,9 +9,10 @@ import torch
 from parallel.weights.shapes import shape
 from tests.worlds import run_world
 
-SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000)
+SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000)
 WINDOW_BYTES = 2**20 // 10
 LINKS = ["point to point, both ways", "on-card copy"]
+REFIT = "Megatron-Core's refit, into Megatron's layout"
 OURS = ["keep", "keep, with proof (all)", "keep, by messages", "share, to rollout", "swap, to rollout", "swap, back to training"]
 
 
@@ -29,10 +31,11 @@ def measured(folder, *options) -> tuple[dict[str, dict], str]:
 
 
 def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
-    rows, output = measured(tmp_path, "--train", "tp2pp2", "--rollout", "tp4", "--verify", "all", "--no-megatron")
+    rows, output = measured(tmp_path, "--train", "tp2pp2", "--rollout", "tp4", "--verify", "all")
     on_gpus = torch.cuda.is_available()
-    assert list(rows) == ["floor of any plan", *LINKS, "gather", *(name for name in OURS if on_gpus or name != "keep, by messages")], output
-    assert output.count("slices proved at both ends") == (5 if on_gpus else 4) and "refit is left out" in output
+    refitted = [REFIT] if on_gpus and importlib.util.find_spec("megatron.core.resharding") else []
+    assert list(rows) == ["floor of any plan", *LINKS, *refitted, "gather", *(name for name in OURS if on_gpus or name != "keep, by messages")], output
+    assert output.count("slices proved at both ends") == (5 if on_gpus else 4) and ("refit is left out" in output) == (not refitted)
     assert all((row["train"], row["rollout"]) == ("tp2pp2", "tp4") for row in rows.values())
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
@@ -43,6 +46,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
     assert rows["floor of any plan"]["floor_share"] == 1 and all(rows[name]["floor_share"] > 0 for name in OURS if name in rows)
     assert second["keep"] == second["keep, with proof (all)"] == second["gather"] > second["share, to rollout"] >= second["swap, to rollout"] == second["swap, back to training"]
     assert second["swap, to rollout"] < 0.1 * second["keep"]  # what cannot be permuted within so small a window
+    assert all(received[name] > 0 and second[name] > 0 for name in refitted)
     if not on_gpus:  # there the allocator's peaks are added, and peers need no staging
         assert all(0 < rows[name]["peak_extra_bytes"] <= WINDOW_BYTES for name in OURS if name in rows)
 

@@ -1,20 +1,53 @@
-"""What only GPUs reach: transformer-engine, half precision, NCCL. Skipped where there are none."""
+"""What only GPUs reach: kernels, peers' memory, transformer-engine, half precision, NCCL. Each test is skipped where there are too few GPUs."""
 
 import pytest
 import torch
 
 from tests.worlds import run_world
 
-RANKS = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
-pytestmark = pytest.mark.skipif(not RANKS, reason="no GPU on this machine: run `python -m pytest tests/gpu` on one")
+GPUS = torch.cuda.device_count()
+RANKS = next((n for n in (4, 2, 1) if n <= GPUS), 1)  # of what runs on any number
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.gpu
+def needs(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(GPUS < count, reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest tests/gpu` where there are more")
+
+
+@needs(1)
+def test_kernels_equal_torch():
+    """With a second GPU also between the two."""
+    assert "all kernel checks passed" in run_world("tests/gpu/kernels_check.py", 1, "--only-check", timeout=300)
+
+
+@needs(1)
 def test_models_and_training_under_every_layout():
     assert "all passed" in run_world("tests/gpu/models_worker.py", RANKS, timeout=600)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(RANKS < 4, reason="the pairs of layouts need four GPUs")
+@needs(4)
+def test_training_goes_on_after_memory_was_given_up():
+    assert "all passed" in run_world("tests/parity/training_worker.py", 4, "offload", timeout=600)
+
+
+@needs(4)
 def test_reshard_over_nccl():
     assert "all reshard checks passed" in run_world("tests/distributed/reshard_worker.py", 4, timeout=300)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
+def test_reshard_out_of_peers_memory(ranks):
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in range(ranks) for b in range(ranks) if a != b):
+        pytest.skip(f"the first {ranks} GPUs do not reach each other's memory")
+    assert "all checks of peers passed" in run_world("tests/gpu/peers_worker.py", ranks, timeout=600)
+
+
+@needs(4)
+def test_versions():
+    assert "all checks of versions passed" in run_world("tests/distributed/versions_worker.py", 4, timeout=300)
+
+
+@needs(4)
+def test_a_dead_peer_is_an_error_on_all_others():
+    output = run_world("tests/distributed/versions_worker.py", 4, "dying", timeout=300)
+    assert output.count("saw that a peer is gone") == 3, output

@@ -1,0 +1,54 @@
+"""What a plan is made of, as plain data."""
+
+from dataclasses import dataclass
+
+Place = tuple[int, str, int, int]  # model chunk, parameter, first row, first column
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A rectangle of a Hugging Face tensor on its way between two parameters, of two ranks or of one."""
+
+    tensor: str
+    rows: tuple[int, int]  # half-open, in the Hugging Face tensor
+    cols: tuple[int, int]
+    source_rank: int  # world ranks
+    destination_rank: int
+    source: Place
+    destination: Place
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
+    @property
+    def elements(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
+
+    def part(self, start: int, stop: int) -> "Transfer":
+        """Only rows `start` to `stop`, counted from this transfer's first row."""
+        first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = self.rows[0], self.source, self.destination
+        rows = (first + start, first + stop)
+        taken, written = (chunk, name, row + start, col), (to_chunk, to_name, to_row + start, to_col)
+        return Transfer(self.tensor, rows, self.cols, self.source_rank, self.destination_rank, taken, written)
+
+    def __str__(self) -> str:
+        return f"{self.tensor} rows {self.rows[0]}-{self.rows[1]} columns {self.cols[0]}-{self.cols[1]} from rank {self.source_rank} to rank {self.destination_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """A rectangle of a destination parameter that no Hugging Face element reaches: zeros."""
+
+    rank: int
+    chunk: int
+    name: str
+    rows: tuple[int, int]  # half-open, in the parameter
+    cols: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
+
+Window = dict[tuple[int, int], list[Transfer]]  # (source rank, destination rank): the transfers of one message

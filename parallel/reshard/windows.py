@@ -1,0 +1,44 @@
+"""Messages of limited size: which transfers travel together."""
+
+from collections import defaultdict
+
+from parallel.reshard.transfer import Transfer, Window
+
+
+class Windows:
+    """Deals transfers into windows: the first one with room on both ranks, cut by rows where a window ends."""
+
+    def __init__(self, window_bytes: int, element_bytes: int):
+        self.capacity = window_bytes // 2 // element_bytes  # elements of one window: the next is packed while it is on its way
+        self.crumb = max(1, self.capacity >> 8)  # room below this is not looked at again
+        self.element_bytes = element_bytes
+        self.windows: list[Window] = []
+        self.used: dict[int, list[int]] = {}  # by rank and window, elements
+        self.full: dict[int, int] = defaultdict(int)  # by rank: a bit for each window without room
+
+    def place(self, transfer: Transfer) -> None:
+        num_rows, width = transfer.shape
+        if width > self.capacity:
+            need = 2 * width * self.element_bytes
+            raise ValueError(f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more")
+        pair = giver, taker = transfer.source_rank, transfer.destination_rank
+        given, taken = self._used(giver), self._used(taker)
+        full, row = self.full[giver] | self.full[taker], 0
+        while row < num_rows:
+            window = (~full & full + 1).bit_length() - 1  # the lowest bit that is not set
+            if window == len(self.windows):
+                self.windows.append({})
+                for used in self.used.values():
+                    used.append(0)
+            rows = min(num_rows - row, (self.capacity - max(given[window], taken[window])) // width)
+            if rows:
+                self.windows[window].setdefault(pair, []).append(transfer if rows == num_rows else transfer.part(row, row + rows))
+                row += rows
+                for rank, used in ((giver, given), (taker, taken)):
+                    used[window] += rows * width
+                    if self.capacity - used[window] < self.crumb:
+                        self.full[rank] |= 1 << window
+            full |= 1 << window
+
+    def _used(self, rank: int) -> list[int]:
+        return self.used.get(rank) or self.used.setdefault(rank, [0] * len(self.windows))

@@ -1,0 +1,177 @@
+"""Runs on any number of ranks, one GPU each: resharding out of the peers' memory, against the whole tensors, bit by bit.
+
+On a CPU, where no memory of peers is reached, the same cases go by messages.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate, product
+
+import torch
+import torch.distributed as dist
+
+from parallel import device
+from parallel.layout import Layout
+from parallel.reshard.execute import Parameters, Resharder, addresses_of, allocations_of
+from parallel.reshard.overlay import Addresses, Overlay, overlay
+from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.plan import Plan, compile_plan
+from tests.distributed.reshard_worker import TIED, UNTIED, Shards, filled, first_error, served, trained, whole_tensors
+from tests.toy_shards import Toy, layouts_of
+
+KEPT_WINDOW_BYTES, LAID_OVER_WINDOW_BYTES = 200, 2048  # small: many windows
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+RUNS = 3
+IN_WINDOWS = {"pulled": 0, "sent": 0}  # plans with more than one window, by how their slices travel
+
+
+def cases() -> Iterator[tuple[Toy, Layout, int, torch.dtype]]:
+    """Every layout of the world, every tensor-parallel size of vLLM, in both types."""
+    world = dist.get_world_size()
+    for toy, dtype in ((UNTIED, torch.float32), (TIED, torch.bfloat16)):
+        for layout, tp in product(layouts_of(world, layers=toy.layers), (1, 2, 4)):
+            if world % tp == 0:
+                yield toy, layout, tp, dtype
+
+
+def sides(toy: Toy, layout: Layout, tp: int) -> tuple[Shards, Shards]:
+    return trained(toy, layout), served(toy, tp, ranks=layout.ranks)
+
+
+def in_one_allocation(parameters: Parameters) -> Parameters:
+    """Copies one after the other, as Megatron's distributed optimizer keeps them."""
+    ends = list(accumulate((-(-value.numel() // 64) * 64 for value in parameters.values()), initial=0))
+    memory = torch.zeros(ends[-1], dtype=next(iter(parameters.values())).dtype, device=device.device())
+    views = {key: memory[start:][: value.numel()].view(value.shape) for start, (key, value) in zip(ends, parameters.items())}
+    for key, value in parameters.items():
+        views[key].copy_(value)
+    return views
+
+
+def peers_of(source: Parameters) -> dict[int, Mapped] | None:
+    peers = map_tensors(source, None)
+    assert (peers is not None) == device.is_gpu(), "the memory of the other ranks cannot be read"
+    return peers
+
+
+def resharder(plan: Plan, source: Parameters, destination: Parameters, *, dtype: torch.dtype, peers: dict[int, Mapped] | None = None, kind=Resharder) -> Resharder:
+    if len(plan.windows) > 1:
+        IN_WINDOWS["pulled" if plan.pulled else "sent"] += 1
+    return kind(plan, rank=dist.get_rank(), source=source, destination=destination, dtype=dtype, group=None, device=device.device(), verify="all", peers=peers)
+
+
+def assert_equal(held: Parameters, expected: Parameters, factor: int, what: object) -> None:
+    wrong = [key for key, value in expected.items() if not torch.equal(held[key], value * factor)]
+    assert not wrong, (what, dist.get_rank(), factor, wrong)
+
+
+def run(mover: Resharder) -> None:
+    """Once, every slice proved."""
+    report = mover.run()
+    assert report.checked_slices == len(mover.proof.transfers)
+    assert report.bytes_received == mover.plan.received_bytes[dist.get_rank()]
+
+
+class Kept:
+    """A destination with memory of its own, filled out of the peers' parameters."""
+
+    def __init__(self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, ranks_per_host: int, kind=Resharder):
+        rank, tensors, (source, destination) = dist.get_rank(), whole_tensors(toy), sides(toy, layout, tp)
+        self.given, self.expected = filled(source[rank], tensors, torch.nan, dtype), filled(destination[rank], tensors, 0, dtype)
+        self.taken = {key: torch.full_like(value, torch.nan) for key, value in self.expected.items()}
+        common = dict(element_bytes=dtype.itemsize, window_bytes=KEPT_WINDOW_BYTES, host_of=lambda rank: rank // ranks_per_host)
+        plan = compile_plan(source=source, destination=destination, peer_memory=device.is_gpu(), **common)
+        self.mover = resharder(plan, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind)
+
+    def check(self, what: object) -> None:
+        """The present values arrive at every run."""
+        for turn in range(RUNS):
+            run(self.mover)
+            assert_equal(self.taken, self.expected, 2**turn, what)
+            for value in self.given.values():
+                value *= 2
+
+
+class LaidOver:
+    """A destination over the source's memory: out and back, windows pulled out of the peers' staging memory."""
+
+    def __init__(self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder):
+        rank, tensors, (source, destination) = dist.get_rank(), whole_tensors(toy), sides(toy, layout, tp)
+        self.trained, self.served = (filled(side[rank], tensors, 0, dtype) for side in (source, destination))
+        self.given = in_one_allocation(self.trained)
+        memory: list[Addresses] = [{}] * dist.get_world_size()
+        dist.all_gather_object(memory, addresses_of(self.given))
+        common = dict(element_bytes=dtype.itemsize, window_bytes=LAID_OVER_WINDOW_BYTES, peer_memory=device.is_gpu())
+        found = overlay(source=source, destination=destination, memory=dict(enumerate(memory)), in_place=in_place, **common)
+        for plan in filter(None, (found.forth, found.back)):
+            assert plan.pulled == (device.is_gpu() and bool(plan.windows))
+        self.taken = self._views(found)
+        self.out = resharder(found.forth, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind)
+        self.home = resharder(found.back, self.taken, self.given, dtype=dtype, kind=kind) if found.back else None
+
+    def _views(self, found: Overlay) -> Parameters:
+        (memory,), taken = allocations_of(self.given), {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
+        for key, (_, first) in found.addresses[dist.get_rank()].items():
+            taken[key] = torch.empty_like(taken[key]).set_(memory, first // taken[key].element_size(), taken[key].shape)
+        return taken
+
+    def check(self, what: object) -> None:
+        """The present values go out and come back; in memory that is only shared nothing has to come back."""
+        for turn in range(RUNS):
+            run(self.out)
+            assert_equal(self.taken, self.served, 2**turn, what)
+            if self.home is not None:
+                run(self.home)
+            assert_equal(self.given, self.trained, 2**turn, what)
+            for value in self.given.values():
+                value *= 2
+
+
+def every_layout_kept() -> None:
+    """All on one host; and on hosts of two, between which slices travel as messages beside the peers' copies."""
+    world = dist.get_world_size()
+    for case in cases():
+        for ranks_per_host in {world, 2}:
+            Kept(*case, ranks_per_host=ranks_per_host).check((*case, ranks_per_host))
+
+
+def every_layout_laid_over() -> None:
+    for case in cases():
+        for in_place in (False, True):
+            LaidOver(*case, in_place=in_place).check((*case, in_place))
+
+
+class Corrupting(Resharder):
+    """A transport that flips the lowest bit of the last rank's first slice after it arrived."""
+
+    def move(self) -> None:
+        super().move()
+        if self.rank == dist.get_world_size() - 1:
+            first = self.writes[min(self.writes)]
+            first.view(BITS[self.dtype])[0, 0] ^= 1
+
+
+def corruption_is_named() -> None:
+    world = dist.get_world_size()
+    layout = Layout.parse(f"pp{world}", ranks=tuple(range(world)))
+    for dtype in BITS:
+        kept = Kept(UNTIED, layout, world, dtype, ranks_per_host=world, kind=Corrupting)
+        laid_over = LaidOver(UNTIED, layout, world, dtype, in_place=True, kind=Corrupting)
+        for mover in (kept.mover, laid_over.out, laid_over.home):
+            error = first_error(mover.run, 1)
+            corrupted = next(transfer for transfer in mover.plan.transfers() if transfer.destination_rank == world - 1)
+            assert f"1 of {len(mover.proof.transfers)} checked slices" in error and str(corrupted) in error, error
+
+
+def main() -> None:
+    device.initialize()
+    for each in (every_layout_kept, every_layout_laid_over, corruption_is_named):
+        each()
+    assert IN_WINDOWS["pulled" if device.is_gpu() else "sent"] and (IN_WINDOWS["sent"] or dist.get_world_size() == 2), IN_WINDOWS
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
