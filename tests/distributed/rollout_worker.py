@@ -168,9 +168,9 @@ def check_shared_memory():
     }
     for name, (tensor, message) in wrong.items():
         with pytest.raises(ValueError, match=message):
-            vllm_weights.share(model, {"3.bias": torch.ones(4), name: tensor}, emptying.num_bytes)
+            vllm_weights.share(model, {"3.bias": torch.ones(4), name: tensor}, emptying.emptied)
     given = {"0.weight": torch.randn(6, 4), "1.bias": torch.randn(8), "3.bias": torch.randn(4)}
-    rest = vllm_weights.share(model, given, emptying.num_bytes)
+    rest = vllm_weights.share(model, given, emptying.emptied)
     assert len(rest) == 2 and rest[0] is model[1].weight and rest[1] is model[3].weight
     model[1].weight.data.fill_(0.5)  # has memory again
     assert model[2].weight is model[0].weight and all(parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())

@@ -112,7 +112,7 @@ class VLLMActor:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
         groups = _groups_in_order(self.ranks) if self._in_world else contextlib.nullcontext()
-        weights = vllm_weights.sharing(shared_weights) if shared_weights else contextlib.nullcontext()
+        weights = contextlib.nullcontext() if options["load_format"] == "auto" else vllm_weights.sharing(shared_weights)
         with _starting(), groups, weights:
             llm = LLM(
                 model=self.model_name,

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from parallel import device
 
 _ALIGNMENT_BYTES = 16  # what vector loads of the kernels need, and what torch.compile assumes
+_OWN_ALIGNMENT_BYTES = 256  # as if each had an allocation of its own
 _MARGIN_BYTES = 2**28  # beside what wakes: workspaces that CUDA's libraries take by themselves
 TAGS = ("weights", "kv_cache")  # what sleep gives back, in the order in which it wakes; newer engines wake all else with either
 
@@ -19,7 +21,8 @@ def sharing(weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Around the start of one engine with load_format="dummy": its parameters of these names use these tensors' memory.
 
     Parameters have no memory of their own from the end of their module's construction until all modules exist, so the
-    model never exists twice. The tensors are not written to; the other parameters get memory and random values.
+    model never exists twice. The tensors are not written to; the other parameters get one allocation together (vLLM wakes one
+    after the other, and hundreds take longer than one) and random values.
 
     Raises:
         ValueError: while the engine starts: a name that vLLM lacks, or a tensor of another shape, dtype, stride or device.
@@ -56,7 +59,7 @@ def _loader_class():
         def load_weights(self, model: nn.Module, model_config) -> None:
             """Called between the model's construction and everything that reads its parameters."""
             self._hook.remove()
-            for parameter in share(model, self.weights, self._emptying.num_bytes):
+            for parameter in share(model, self.weights, self._emptying.emptied):
                 initialize_single_dummy_weight(parameter)
 
     return SharingLoader
@@ -69,7 +72,7 @@ class Emptying:
     """
 
     def __init__(self):
-        self.num_bytes: dict[nn.Parameter, int] = {}  # what was freed
+        self.emptied: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []  # of that module, which may still be under construction
 
@@ -84,16 +87,16 @@ class Emptying:
     def _empty(self, parameter: nn.Parameter) -> None:
         storage = parameter.untyped_storage()
         if storage.nbytes() == parameter.nbytes:  # neither a part of another tensor nor emptied before (a tied one comes twice)
-            self.num_bytes[parameter] = storage.nbytes()
+            self.emptied.add(parameter)
             storage.resize_(0)
 
 
-def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Mapping[nn.Parameter, int]) -> list[nn.Parameter]:
-    """Let the parameters that `weights` names use those tensors' memory, and give memory back to the others.
+def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Set[nn.Parameter]) -> list[nn.Parameter]:
+    """Let the parameters that `weights` names use those tensors' memory, and give the others one allocation together.
 
     Args:
         weights: names as in `model.named_parameters()`.
-        emptied: bytes of each parameter whose memory was freed.
+        emptied: those whose memory was freed.
 
     Returns:
         The parameters that `weights` does not name; the contents of those in `emptied` are undefined.
@@ -110,11 +113,14 @@ def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Mapping[nn.P
             raise ValueError(f"shared_weights: {name} is {given}, and vLLM's parameter is {wanted}")
         if tensor.data_ptr() % _ALIGNMENT_BYTES:
             raise ValueError(f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} bytes; pad what stands before it")
-    for name, parameter in parameters.items():
-        if name in weights:
-            parameter.data = weights[name].detach()
-        elif parameter in emptied:
-            parameter.untyped_storage().resize_(emptied[parameter])
+    own = [parameter for name, parameter in parameters.items() if name not in weights and parameter in emptied]
+    starts = [0, *accumulate(-(-parameter.nbytes // _OWN_ALIGNMENT_BYTES) * _OWN_ALIGNMENT_BYTES for parameter in own)]
+    memory = torch.empty(starts[-1], dtype=torch.uint8, device=own[0].device if own else None)
+    for start, parameter in zip(starts, own):
+        flat = memory[start : start + parameter.nbytes].view(parameter.dtype)
+        parameter.data = flat.as_strided(parameter.shape, parameter.stride())
+    for name, tensor in weights.items():
+        parameters[name].data = tensor.detach()
     return [parameter for name, parameter in parameters.items() if name not in weights]
 
 
