@@ -21,6 +21,7 @@ setup(
         "jinja2>=3.1",
         "matplotlib>=3.8",
         "megatron-core>=0.16,<0.20",
+        "networkx>=3.0",
         "numpy>=1.26,<3",
         "pebble>=5.1,<6",
         "safetensors>=0.5,<1",

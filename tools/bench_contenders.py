@@ -11,7 +11,8 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.reshard.execute import Parameters, Resharder, addresses_of, allocations_of
+from parallel.reshard.addresses import addresses_of, views_at
+from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.overlay import Addresses, overlay
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
@@ -113,7 +114,7 @@ class Ours:
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
         found = overlay(**self.sides, memory=dict(enumerate(memory)), in_place=mode == "swap", peer_memory=self.peers is not None)
-        taken = self._views(found.addresses[self.rank])
+        taken = views_at(found.addresses[self.rank], self.described, self.source, self.case.dtype)
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
         taken |= own
         out = self._resharder(found.forth, self.source, taken, self.peers)
@@ -124,16 +125,6 @@ class Ours:
             trained = self.sides["source"][self.rank]
             contenders.append(self._contender(f"{mode}, back to training", home, target=self.source, described=trained, **second))
         return contenders
-
-    def _views(self, addresses: Addresses) -> Parameters:
-        """vLLM's parameters at these addresses of the source's memory."""
-        allocations, views = allocations_of(self.source), {}
-        for parameter in self.described:
-            if (parameter.chunk, parameter.name) in addresses:
-                space, first = addresses[parameter.chunk, parameter.name]
-                view = torch.empty(0, dtype=self.case.dtype, device=device.device())
-                views[parameter.chunk, parameter.name] = view.set_(allocations[space], first // self.case.dtype.itemsize, parameter.shape)
-        return views
 
     def _empty(self, parameter: ShardedParameter) -> Tensor:
         """Zeros: what others do leaves the padding as an engine has it from the start."""

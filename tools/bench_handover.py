@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from pathlib import Path
 
@@ -164,16 +165,21 @@ class HandOver:
                 self.engine.start_release(what)
             with clock.part("to rollout: vLLM's weights wake"):
                 self.vllm.wake_weights()
-            with clock.part("to rollout: reshard with proof"):
-                self.sync.run()
             if clock.splits:
+                with clock.part("to rollout: reshard with proof"):
+                    self.sync.run()
                 memory.note("weights in vLLM")
-            with clock.part("to rollout: offload, free the memory"):
-                self.engine.finish_release()
-            with clock.part("to rollout: KV cache wakes"):
-                self.vllm.wake_kv_cache()
+                self._wake_kv_cache(clock)
+            else:  # as a training run does
+                self.sync.run(meanwhile=partial(self._wake_kv_cache, clock))
         if clock.splits:
             memory.note("KV cache awake")
+
+    def _wake_kv_cache(self, clock: Clock) -> None:
+        with clock.part("to rollout: offload, free the memory"):
+            self.engine.finish_release()
+        with clock.part("to rollout: KV cache wakes"):
+            self.vllm.wake_kv_cache()
 
     def generate(self, clock: Clock, memory: Memory) -> list[list[int]]:
         """The tokens of all rows, which every replica generates."""

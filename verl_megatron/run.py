@@ -63,10 +63,6 @@ class Run:
     def generate(self, prompts: list[Prompt], *, iteration: int, samples: int = 0, sampling: Sampling | None = None) -> RolloutBatch:
         """Rows at home. Collective, as is `end_rollout()`, which has to follow before a model is used."""
         self.hand_over()
-        for engine in self.learning():
-            engine.start_release(self.config.reshard.offload)  # where it has not begun
-            engine.finish_release()
-        self.vllm.wake_kv_cache()
         return generate_rows(
             self.vllm,
             prompts,
@@ -86,13 +82,20 @@ class Run:
             self.stale = True
 
     def hand_over(self) -> ReshardReport:
-        """The actor's weights into vLLM, slice by slice, proved; nothing if vLLM has them."""
+        """From training to rollout: the actor's weights into vLLM, slice by slice, proved; nothing if vLLM has them."""
         if not self.stale:
             return ReshardReport()
+        for engine in self.learning():
+            engine.start_release(self.config.reshard.offload)  # where it has not begun
         self.vllm.wake_weights()
-        report = self.sync.run()
+        report = self.sync.run(meanwhile=self._wake_kv_cache)
         self.stale = False
         return report
+
+    def _wake_kv_cache(self) -> None:
+        for engine in self.learning():
+            engine.finish_release()
+        self.vllm.wake_kv_cache()
 
     def weights_changed(self) -> None:
         """After the updates: vLLM's weights are old, and what only learning needs may begin to leave the GPU."""

@@ -7,7 +7,8 @@ neighbours are on their way.
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -129,19 +130,32 @@ class Resharder:
         Raises:
             ReshardError: on every rank of the group, if a checked slice differs; or a peer is gone.
         """
-        self._finish()
-        start = time.perf_counter()
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """The first half of `run()`: on GPUs everything is queued, and this returns."""
+        self._settle()
+        self._started = time.perf_counter()
+        with torch.no_grad(), self._named_errors():
+            self.proof.note_sources()
+            self.move()
+
+    def finish(self) -> ReshardReport:
+        """The second half: wait and prove."""
+        with torch.no_grad(), self._named_errors():
+            checked = self.proof.compare()
+            self._settle()
+        return ReshardReport(time.perf_counter() - self._started, self.bytes["received"], self.bytes["sent"], self.bytes["local"], checked)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
         try:
-            with torch.no_grad():
-                self.proof.note_sources()
-                self.move()
-                checked = self.proof.compare()
-            self._finish()
+            yield
         except ReshardError:
             raise
         except RuntimeError as error:
             raise ReshardError(f"reshard stopped on rank {self.rank}: {error}") from error
-        return ReshardReport(time.perf_counter() - start, self.bytes["received"], self.bytes["sent"], self.bytes["local"], checked)
 
     def move(self) -> None:
         """Only the copies and messages."""
@@ -154,7 +168,7 @@ class Resharder:
         for hole in self.holes:
             hole.zero_()
 
-    def _finish(self) -> None:
+    def _settle(self) -> None:
         """Wait for this stream only: others may be waiting for what other ranks have yet to do."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -261,18 +275,6 @@ class Resharder:
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         if marks[0] != -marks[1]:
             raise ValueError("the ranks compiled different reshard plans; give every rank the same layouts, window_bytes and parameters")
-
-
-def allocations_of(parameters: Mapping[tuple[int, str], Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct allocations that hold the parameters, in the order of their addresses."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in parameters.values() if tensor.numel()}
-    return [storages[address] for address in sorted(storages)]
-
-
-def addresses_of(parameters: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], tuple[int, int]]:
-    """Where each parameter lies: which of `allocations_of`, and its first byte in it."""
-    numbers = {storage.data_ptr(): number for number, storage in enumerate(allocations_of(parameters))}
-    return {key: (numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset() * tensor.element_size()) for key, tensor in parameters.items() if tensor.numel()}
 
 
 def _view(parameters: Mapping[tuple[int, str], Tensor], place: Place, shape: tuple[int, int]) -> Tensor:

@@ -19,9 +19,9 @@ from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.reshard.transfer import Place, Transfer, Window
 from parallel.weights.shard import ShardedParameter
 
-Key = tuple[int, str]  # model chunk, parameter
 Span = tuple[int, int, int]  # allocation, first byte, end
-Address = tuple[int, int]  # one of a rank's allocations, first byte in it
+Key = tuple[int, str]  # model chunk, parameter
+Address = tuple[int, int]  # which of a rank's allocations, first byte in it
 Addresses = dict[Key, Address]
 Shards = Mapping[int, Sequence[ShardedParameter]]
 ALIGNMENT = 256  # bytes, of a parameter in a gap

@@ -15,7 +15,8 @@ from parallel import device
 from parallel.export import export_folder
 from parallel.groups import group_of
 from parallel.layout import Layout
-from parallel.reshard.execute import Resharder, addresses_of, allocations_of
+from parallel.reshard.addresses import addresses_of, views_at
+from parallel.reshard.execute import Resharder
 from parallel.reshard.overlay import overlay
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.reshard.proof import SAMPLE, ReshardError
@@ -152,10 +153,8 @@ def laid_over() -> None:
         everyone: list = [None] * 4
         dist.all_gather_object(everyone, addresses_of(given))
         found = overlay(source=source, destination=destination, memory=dict(enumerate(everyone)), element_bytes=4, window_bytes=2**16, in_place=in_place)
-        storages = allocations_of(given)
         taken = {(p.chunk, p.name): torch.full(p.shape, torch.nan, device=device.device()) for p in destination[rank]}
-        for key, (space, first) in found.addresses[rank].items():
-            taken[key] = torch.empty(0, device=device.device()).set_(storages[space], first // 4, taken[key].shape)
+        taken |= views_at(found.addresses[rank], destination[rank], given, torch.float32)
         common = dict(rank=rank, dtype=torch.float32, group=None, device=device.device(), verify="all")
         out = Resharder(found.forth, source=given, destination=taken, **common)
         home = Resharder(found.back, source=taken, destination=given, **common) if found.back else None

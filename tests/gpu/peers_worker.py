@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.layout import Layout
-from parallel.reshard.execute import Parameters, Resharder, addresses_of, allocations_of
-from parallel.reshard.overlay import Addresses, Overlay, overlay
+from parallel.reshard.addresses import Addresses, addresses_of, views_at
+from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.overlay import overlay
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from tests.distributed.reshard_worker import TIED, UNTIED, Shards, filled, first_error, served, trained, whole_tensors
@@ -104,15 +105,10 @@ class LaidOver:
         found = overlay(source=source, destination=destination, memory=dict(enumerate(memory)), in_place=in_place, **common)
         for plan in filter(None, (found.forth, found.back)):
             assert plan.pulled == (device.is_gpu() and bool(plan.windows))
-        self.taken = self._views(found)
+        own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
+        self.taken = own | views_at(found.addresses[rank], destination[rank], self.given, dtype)
         self.out = resharder(found.forth, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind)
         self.home = resharder(found.back, self.taken, self.given, dtype=dtype, kind=kind) if found.back else None
-
-    def _views(self, found: Overlay) -> Parameters:
-        (memory,), taken = allocations_of(self.given), {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
-        for key, (_, first) in found.addresses[dist.get_rank()].items():
-            taken[key] = torch.empty_like(taken[key]).set_(memory, first // taken[key].element_size(), taken[key].shape)
-        return taken
 
     def check(self, what: object) -> None:
         """The present values go out and come back; in memory that is only shared nothing has to come back."""

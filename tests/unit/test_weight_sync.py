@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from parallel.reshard.addresses import addresses_of, views_at
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_parameters
-from verl_megatron.rollout.weights import check_parameters, views_at
+from parallel.weights.shard import ShardedParameter
+from verl_megatron.rollout.weights import check_parameters
 
 SIZES = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=32, vocab_size=64, norm_eps=1e-5, max_positions=64)
 PARAMETERS = vllm_parameters(Architecture(model_type="llama", **SIZES), 2, 0)
@@ -43,9 +45,12 @@ def test_missing_and_unknown_parameters_are_named(lost):
 
 
 def test_views_lie_in_the_memory_they_are_given():
-    flat = torch.arange(100, dtype=torch.float32)
-    memory = {(0, "a"): flat[:40].view(4, 10), (0, "b"): flat[40:]}
-    view = views_at({(0, "w"): (0, 24)}, {(0, "w"): (3, 5)}, memory, torch.float32)[0, "w"]
-    assert torch.equal(view, flat[6:21].view(3, 5))
+    flat, alone = torch.arange(100, dtype=torch.float32), torch.zeros(8)
+    memory = {(0, "a"): flat[:40].view(4, 10), (0, "b"): flat[40:], (1, "c"): alone}
+    addresses = addresses_of(memory)
+    space = addresses[0, "b"][0]
+    assert addresses[0, "a"] == (space, 0) and addresses[0, "b"] == (space, 160) and addresses[1, "c"] == (1 - space, 0)
+    views = views_at({(0, "w"): (space, 24)}, [ShardedParameter("w", (3, 5), ()), ShardedParameter("own", (2,), ())], memory, torch.float32)
+    assert views.keys() == {(0, "w")} and torch.equal(views[0, "w"], flat[6:21].view(3, 5))
     flat[6] = -1
-    assert view[0, 0] == -1
+    assert views[0, "w"][0, 0] == -1

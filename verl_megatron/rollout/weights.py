@@ -1,6 +1,6 @@
 """The actor's weights: from Megatron's shards into vLLM's shards, and back where vLLM's lie over Megatron's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,9 @@ from torch import Tensor
 from parallel import device
 from parallel.groups import group_of
 from parallel.layout import Layout
-from parallel.reshard.execute import Parameters, Resharder, ReshardReport, addresses_of, allocations_of
-from parallel.reshard.overlay import Addresses, overlay
+from parallel.reshard.addresses import Addresses, addresses_of, views_at
+from parallel.reshard.execute import Parameters, Resharder, ReshardReport
+from parallel.reshard.overlay import overlay
 from parallel.reshard.peers import map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
@@ -51,8 +52,8 @@ class WeightSync:
             self.peers = None  # in place a window's order holds for all ranks together: by messages
         found = overlay(**common, memory=dict(enumerate(memory)), in_place=config.mode == "swap", peer_memory=self.peers is not None)
         self.plan, self.back = found.forth, found.back
-        shapes = {(p.chunk, p.name): p.shape for p in self.destination[self.rank]}
-        self.shared_weights = {key[1]: tensor for key, tensor in views_at(found.addresses[self.rank], shapes, self.source, dtype).items()}
+        views = views_at(found.addresses[self.rank], self.destination[self.rank], self.source, dtype)
+        self.shared_weights = {name: tensor for (_, name), tensor in views.items()}
 
     def attach(self, vllm: VLLMActor) -> None:
         """Resolve the plans on vLLM's parameters.
@@ -67,9 +68,15 @@ class WeightSync:
         self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
         self.backward = Resharder(self.back, source=held, destination=self.source, **common) if self.back is not None else None
 
-    def run(self) -> ReshardReport:
-        """Move, prove, and forget what vLLM cached with the old weights. In mode `swap` Megatron's weights are gone until `restore()`."""
-        report = self.forward.run()
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> ReshardReport:
+        """Move, prove, and forget what vLLM cached with the old weights. In mode `swap` Megatron's weights are gone until `restore()`.
+
+        Args:
+            meanwhile: what the host does while the GPUs move weights.
+        """
+        self.forward.start()
+        meanwhile()
+        report = self.forward.finish()
         self.vllm.reset_prefix_cache()
         return report
 
@@ -96,14 +103,6 @@ def served_shards(actor: Engine, rollout: Layout) -> Shards:
     """vLLM's parameters on every rank."""
     slots = [vllm_parameters(actor.arch, rollout.tp, slot) for slot in range(rollout.tp)]
     return {rank: slots[rollout.coordinates(rank).tp] for rank in rollout.ranks}
-
-
-def views_at(addresses: Addresses, shapes: Mapping[tuple[int, str], tuple[int, ...]], memory: Parameters, dtype: torch.dtype) -> Parameters:
-    """Tensors of these shapes at these addresses in the allocations that hold `memory`."""
-    allocations, views = allocations_of(memory), {}
-    for key, (space, first) in addresses.items():
-        views[key] = torch.empty(0, dtype=dtype, device=device.device()).set_(allocations[space], first // dtype.itemsize, shapes[key])
-    return views
 
 
 def _host_group() -> dist.ProcessGroup | None:
