@@ -60,6 +60,7 @@ class RLTrainer:
         """Run all iterations; returns the last metrics, with `validation/before` and `validation/after` where there is validation data."""
         config, metrics = self.config, {}
         run = self.run = build_run(config)
+        self.say(f"reshard.mode={config.reshard.mode}: {run.sync.plan}")
         gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
         gc.enable()
         try:

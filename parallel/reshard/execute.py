@@ -55,11 +55,9 @@ class _Staging:
     """Where a window's slices lie in the staging memory of every rank: even windows from its beginning, odd ones up to its end."""
 
     sizes: Mapping[int, int]  # elements, by rank
-    number: int = 0
     used: dict[int, int] = field(default_factory=dict)
 
     def begin(self, number: int, elements: Mapping[int, int]) -> None:
-        self.number = number
         self.used = {rank: 0 if number % 2 == 0 else self.sizes[rank] - size for rank, size in elements.items()}
 
     def take(self, rank: int, elements: int) -> int:

@@ -12,7 +12,7 @@ from parallel.layout import Layout
 from parallel.reshard.addresses import Addresses, addresses_of, views_at
 from parallel.reshard.execute import Parameters, Resharder, ReshardReport
 from parallel.reshard.overlay import overlay
-from parallel.reshard.peers import map_tensors
+from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shard import ShardedParameter
@@ -38,7 +38,7 @@ class WeightSync:
         self.config, self.dtype, self.rank = config, dtype, dist.get_rank()
         self.source: Parameters = actor.tensors if actor.groups.is_member else {}
         source, self.destination = trained_shards(actor), served_shards(actor, rollout)
-        self.peers = map_tensors(self.source, _host_group()) if dtype == actor.compute.dtype else None
+        self.peers = _mapped_everywhere(self.source) if dtype == actor.compute.dtype else None
         single_host = device.host_of(dist.get_world_size() - 1) == 0
         common = dict(source=source, destination=self.destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.back: Plan | None = None
@@ -105,7 +105,14 @@ def served_shards(actor: Engine, rollout: Layout) -> Shards:
     return {rank: slots[rollout.coordinates(rank).tp] for rank in rollout.ranks}
 
 
-def _host_group() -> dist.ProcessGroup | None:
+def _mapped_everywhere(source: Parameters) -> dict[int, Mapped] | None:
+    """The sources of the ranks of this host, if every host can map its own: all ranks have to plan alike. Collective over the world."""
+    peers, outcomes = map_tensors(source, _host_group()), [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, peers is not None)
+    return peers if all(outcomes) else None
+
+
+def _host_group() -> dist.ProcessGroup:
     """The ranks of this host. Collective over the world."""
     hosts: dict[int, list[int]] = {}
     for rank in range(dist.get_world_size()):
