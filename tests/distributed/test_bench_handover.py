@@ -56,3 +56,12 @@ def test_the_ways_are_measured_and_the_tokens_the_same_in_every_mode_and_layout(
     assert gib(kept, "weights that vLLM has of its own") > 0.99 * gib(kept, "weights that training keeps")
     assert gib(kept, "received on the way to rollout") == 0 and ("plan", "gradient buffers") not in kept
     assert 0 < float(kept["memory", "back in training: the process's peak"]["value"]) < 8
+
+
+def test_virtual_stages_and_replicas_swap_too(tmp_path):
+    """Each stage holds two chunks, twice; vLLM is two replicas."""
+    (tmp_path / "config.json").write_text(json.dumps(shape("qwen2.5-7b") | SIZES))
+    output, swapped = handed_over(tmp_path, 4, "--train", "pp2vpp2", "--rollout", 2, "--mode", "swap", "--offload", "grads", "--verify", "all")
+    assert "same bits after each of 5 ways back" in output
+    assert all(row["train"] == "pp2vpp2dp2" and row["rollout"] == "tp2dp2" for row in swapped.values())
+    assert float(swapped["plan", "received on the way back"]["value"]) > 0
