@@ -102,7 +102,7 @@ def _whole(name: str, shape: tuple[int, ...]) -> ShardedParameter:
 
 
 def _window_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return max(WINDOW_BYTES, *(matrix_shape(shape)[1] * dtype.itemsize for shape in shapes.values()))
+    return max(WINDOW_BYTES, *(2 * matrix_shape(shape)[1] * dtype.itemsize for shape in shapes.values()))
 
 
 def _elements(shape: tuple[int, ...]) -> int:
