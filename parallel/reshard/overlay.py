@@ -68,10 +68,11 @@ def overlay(
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
     layers = {rank: _Layer(source.get(rank, ()), parameters, memory.get(rank, {}), element_bytes) for rank, parameters in destination.items()}
+    homes = {block.tensor: (p.chunk, p.name) for shards in source.values() for p in shards if p.owner for block in p.blocks}
     for layer in layers.values():
         layer.share()
         if in_place:
-            layer.fill()
+            layer.fill(homes)
     while True:
         addresses = {rank: layer.addresses for rank, layer in layers.items()}
         ends = _Ends(source, destination, memory, addresses, element_bytes)
@@ -101,7 +102,8 @@ class _Layer:
         self.addresses: Addresses = {}
         self.sizes = {(p.chunk, p.name): _bytes(p, element_bytes) for p in destination}
         self.shared: set[Key] = set()
-        self.free = _merged((*memory[p.chunk, p.name], _bytes(p, element_bytes)) for p in source)
+        self.source_sizes = {(p.chunk, p.name): _bytes(p, element_bytes) for p in source}
+        self.free = _merged((*memory[key], size) for key, size in self.source_sizes.items())
 
     def share(self) -> None:
         """Parameters that are one contiguous block of a source parameter."""
@@ -116,17 +118,23 @@ class _Layer:
                     self.addresses[parameter.chunk, parameter.name] = address
                     self.shared.add((parameter.chunk, parameter.name))
 
-    def fill(self) -> None:
-        """The others, largest first: at the parameter that their own elements come from, then the rest in the smallest gaps that fit."""
-        holders = {block.tensor: self.memory[p.chunk, p.name] for p in self.source if p.owner for block in p.blocks}
-        rest = sorted((p for p in self.destination if (p.chunk, p.name) not in self.addresses), key=lambda p: -self.sizes[p.chunk, p.name])
-        for near in (True, False):
+    def fill(self, homes: Mapping[str, Key]) -> None:
+        """The others, largest first: where their elements come from here, then where such elements would be, then wherever they fit.
+
+        What other ranks hold in a parameter of some name goes into this rank's parameter of that name: then whole parameters change
+        places, in circles that fit a window.
+
+        Args:
+            homes: which source parameter holds a tensor, on whatever rank.
+        """
+        held = {block.tensor for p in self.source if p.owner for block in p.blocks}
+        own_first = sorted(self.destination, key=lambda p: (-self.sizes[p.chunk, p.name], _first_tensor(p) not in held))
+        rest = [p for p in own_first if (p.chunk, p.name) not in self.addresses]
+        for find in (self._slot, self._spill, self._gap):
             for parameter in rest:
                 key = (parameter.chunk, parameter.name)
-                if key not in self.addresses:
-                    address = self._near(holders.get(_first_tensor(parameter)), self.sizes[key]) if near else self._gap(self.sizes[key])
-                    if address is not None:
-                        self.addresses[key] = address
+                if key not in self.addresses and (address := find(homes.get(_first_tensor(parameter)), self.sizes[key])) is not None:
+                    self.addresses[key] = address
 
     def evict(self, key: Key) -> None:
         """Give a parameter memory of its own; what it leaves is not filled again."""
@@ -136,10 +144,21 @@ class _Layer:
         """Intervals (allocation, first byte, end) in which the source's values are lost, sorted."""
         return sorted((space, start, start + self.sizes[key]) for key, (space, start) in self.addresses.items() if key not in self.shared)
 
-    def _near(self, address: Address | None, size: int) -> Address | None:
-        return address if address is not None and self._take(address, size) else None
+    def _slot(self, home: Key | None, size: int) -> Address | None:
+        """What is free of the source parameter `home`, from its beginning on."""
+        if home not in self.memory:
+            return None
+        (space, start), end = self.memory[home], self.memory[home][1] + self.source_sizes[home]
+        for held, first, stop in self.free:
+            if held == space and max(first, start) + size <= min(stop, end) and self._take((space, max(first, start)), size):
+                return space, max(first, start)
+        return None
 
-    def _gap(self, size: int) -> Address | None:
+    def _spill(self, home: Key | None, size: int) -> Address | None:
+        """From the beginning of `home` over what follows."""
+        return self.memory[home] if home in self.memory and self._take(self.memory[home], size) else None
+
+    def _gap(self, home: Key | None, size: int) -> Address | None:
         fitting = [(end - _aligned(start), space, _aligned(start)) for space, start, end in self.free if end - _aligned(start) >= size]
         if not fitting:
             return None
