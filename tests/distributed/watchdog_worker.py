@@ -1,0 +1,224 @@
+"""Four gloo ranks of which one gets stuck, or is asked to end; what the watchdog and the pre-emption say goes to stderr.
+
+Arguments: a folder, and what happens (keys of SCENARIOS). Started under torchrun it is one rank of one scenario. Started alone it runs
+all at the same time: it forks their ranks after the imports, and holds their stores as torchrun does. FOLDER/SCENARIO then has their
+`output`, and in `codes` the four exit codes as JSON.
+"""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel.preemption import Preemption
+from parallel.watchdog import Watchdog
+
+NUM_RANKS, VICTIM = 4, 2
+TIMEOUT_S = 3.0
+END_S = 45  # from the start of the ranks until all have ended
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def sleep_forever() -> None:
+    threading.Event().wait()
+
+
+def sleeping(watchdog: Watchdog, rank: int) -> None:
+    """One sleeps in its rollout; the others go on to the update and wait for it there."""
+    with watchdog.operation("rollout"):
+        if rank == VICTIM:
+            sleep_forever()
+    with watchdog.operation("actor_update"):
+        meet()
+
+
+def same_operation(watchdog: Watchdog, rank: int) -> None:
+    """All are in the update; only the lines of their main threads tell them apart."""
+    with watchdog.operation("actor_update"):
+        if rank == VICTIM:
+            sleep_forever()
+        meet()
+
+
+def stopped(watchdog: Watchdog, rank: int) -> None:
+    """One is stopped from outside, once it has made its file, in a loop of short operations."""
+    watched_from = time.monotonic()
+    while True:
+        with watchdog.operation("actor_update"):
+            meet()
+            time.sleep(0.05)
+        if rank == VICTIM and time.monotonic() > watched_from + 2.5:  # it has told of this operation
+            (watchdog.stacks.parent / "ready").touch()
+
+
+def keeps_lock(watchdog: Watchdog, rank: int) -> None:
+    """One is in a C call that does not give up Python's lock."""
+    import ctypes
+
+    with watchdog.operation("rollout"):
+        if rank == VICTIM:
+            ctypes.PyDLL(None).sleep(END_S)
+    with watchdog.operation("actor_update"):
+        meet()
+
+
+def other_collective(watchdog: Watchdog, rank: int) -> None:
+    """One took another branch, and waits for the rest in a collective of another group."""
+    other = dist.new_group(list(range(NUM_RANKS)))
+    with watchdog.operation("critic_update" if rank == VICTIM else "actor_update"):
+        meet(other if rank == VICTIM else None)
+
+
+def skipped(watchdog: Watchdog, rank: int) -> None:
+    """One left out a collective that the others wait in, and is ahead of them."""
+    other = dist.new_group(list(range(NUM_RANKS)))
+    with watchdog.operation("log_probs"):
+        if rank != VICTIM:
+            meet()
+    with watchdog.operation("actor_update"):
+        meet(other)
+
+
+def slow(watchdog: Watchdog, rank: int) -> None:
+    """Waits shorter than the timeout, a long one with beats and a long one with its own timeout: longer together than the timeout."""
+    for turn in range(2):
+        with watchdog.operation("rollout"):
+            time.sleep(1.0 if rank == turn else 0)
+            meet()
+    with watchdog.operation("critic_update"):
+        for _ in range(5 if rank == VICTIM else 0):
+            time.sleep(0.8)
+            watchdog.beat()
+    with watchdog.operation("start", timeout_s=END_S), watchdog.operation("save"):
+        time.sleep(TIMEOUT_S + 1.5 if rank == VICTIM else 0)
+    with watchdog.operation("actor_update"):
+        meet()
+
+
+def off(watchdog: Watchdog, rank: int) -> None:
+    """Longer than any timeout of another scenario, with the watchdog turned off."""
+    with watchdog.operation("rollout"):
+        time.sleep(1.0 if rank == VICTIM else 0)
+        watchdog.beat()
+        meet()
+
+
+def preempted(watchdog: Watchdog, rank: int) -> None:
+    """One receives SIGTERM, the others learn of it at the end of the iteration; nobody enters the next."""
+    iterate(watchdog, rank, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def terminated(watchdog: Watchdog, rank: int) -> None:
+    """The same, where the signal comes from outside once this rank has made its file."""
+    iterate(watchdog, rank, (watchdog.stacks.parent / "ready").touch)
+
+
+def iterate(watchdog: Watchdog, rank: int, on_third: Callable[[], None]) -> None:
+    with Preemption(grace_s=END_S) as preemption:
+        for iteration in itertools.count(1):
+            watchdog.iteration = iteration
+            with watchdog.operation("actor_update"):
+                meet()
+                if rank == VICTIM and iteration == 3:
+                    on_third()
+                time.sleep(0.1)
+            if preemption.requested():
+                print(f"rank {rank} ends after iteration {iteration}", flush=True)
+                return
+
+
+_functions = (sleeping, same_operation, stopped, keeps_lock, other_collective, skipped, slow, off, preempted)
+SCENARIOS = {function.__name__: function for function in _functions}
+UNDER_TORCHRUN = {"sleeping": sleeping, "terminated": terminated}
+
+
+def run_rank(name: str, folder: Path) -> None:
+    """The life of a rank."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with Watchdog(0 if name == "off" else TIMEOUT_S, folder) as watchdog:
+        watchdog.iteration = 5
+        (SCENARIOS | UNDER_TORCHRUN)[name](watchdog, rank)
+    dist.destroy_process_group()
+
+
+def fork(run: Callable[[], None], **environment: object) -> int:
+    """Process id of a new process that runs this and ends with 0, or with 1 by an error."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def codes_of(pids: list[int], name: str, folder: Path) -> list[int | None]:
+    """Exit codes once all have ended (minus the signal for one that a signal ended); None for one that had to be killed."""
+    codes: dict[int, int] = {}
+    deadline, to_stop = time.monotonic() + END_S, name == "stopped"
+    try:
+        while len(codes) < len(pids) and time.monotonic() < deadline:
+            if to_stop and (folder / "ready").exists():
+                os.kill(pids[VICTIM], signal.SIGSTOP)
+                to_stop = False
+            for pid in set(pids) - codes.keys():
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            if name == "stopped" and len(codes) == len(pids) - 1:
+                break
+            time.sleep(0.05)
+    finally:
+        for pid in set(pids) - codes.keys():
+            os.kill(pid, signal.SIGKILL)  # works on a stopped process as well
+            os.waitpid(pid, 0)
+    return [codes.get(pid) for pid in pids]
+
+
+def launch(name: str, folder: Path) -> None:
+    """Fork the ranks of a scenario and hold their store."""
+    folder.mkdir(parents=True)
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    pids = [fork(partial(run_rank, name, folder), RANK=rank, LOCAL_RANK=rank) for rank in range(NUM_RANKS)]  # before the store starts its threads
+    _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    (folder / "codes").write_text(json.dumps(codes_of(pids, name, folder)))
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    if "RANK" in os.environ:
+        return run_rank(names[0], folder)
+    launchers = [fork(partial(launch, name, folder / name)) for name in names]
+    for pid in launchers:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

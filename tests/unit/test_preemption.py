@@ -1,0 +1,143 @@
+"""Pre-emption in one process: what a SIGTERM does while the main thread is inside C code, and what is left of it afterwards."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from parallel import preemption
+from parallel.preemption import EXIT_STATUS, Preemption
+
+PATIENCE_S = 30
+
+
+def wait_in_c() -> None:
+    """Until the process ends; Python's lock is given up, and no Python handler runs meanwhile."""
+    dist.HashStore().get("never")
+
+
+@contextmanager
+def forked(run: Callable[[Callable[[], None]], None]):
+    """Process id of a child that runs this and has called the function it was given; ended at the latest with the block."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            run(lambda: os.write(writing, b"1"))
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        os.close(writing)
+        assert os.read(reading, 1) == b"1"
+        yield pid
+    finally:
+        os.close(reading)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def end_of(pid: int) -> int:
+    """Exit code of a child (minus the signal that ended it)."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    raise AssertionError(f"the process was still there after {PATIENCE_S} s")
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_handlers_come_back():
+    received: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        with Preemption() as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert eventually(request._asked.is_set) and not received
+        assert signal.getsignal(signal.SIGTERM) is mine and signal.set_wakeup_fd(-1) == -1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert eventually(lambda: received == [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_ends_by_itself_when_the_grace_is_over(capfd):
+    def run(ready):
+        with Preemption(grace_s=0.5):
+            ready()
+            wait_in_c()
+
+    with forked(run) as pid:
+        os.kill(pid, signal.SIGTERM)
+        assert end_of(pid) == EXIT_STATUS
+    said = capfd.readouterr().err
+    assert said.index("rank 0: SIGTERM; the run ends after this iteration, or in 0.5 s") < said.index("0.5 s of grace are over")
+
+
+def test_a_second_sigterm_ends_at_once_and_a_copy_does_not(capfd, monkeypatch):
+    monkeypatch.setattr(preemption, "COPY_S", 1.5)
+
+    def run(ready):
+        with Preemption(grace_s=10 * PATIENCE_S):
+            ready()
+            wait_in_c()
+
+    with forked(run) as pid:
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(2)
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # alive: the two were one request
+        os.kill(pid, signal.SIGTERM)
+        assert end_of(pid) == EXIT_STATUS
+    assert capfd.readouterr().err.count("SIGTERM") == 2  # the request and the end
+
+
+def test_the_sigterm_of_a_forked_child_is_its_own():
+    with Preemption() as request:
+
+        def run(ready):
+            ready()
+            wait_in_c()
+
+        with forked(run) as pid:
+            os.kill(pid, signal.SIGTERM)
+            assert end_of(pid) == -signal.SIGTERM
+        time.sleep(0.2)
+        assert not request._asked.is_set()
+
+
+def test_an_error_after_sigterm_goes_with_it(capfd):
+    def run(ready):
+        with Preemption() as request:
+            ready()
+            assert eventually(request._asked.is_set)
+            raise RuntimeError("connection closed by peer")
+
+    with forked(run) as pid:
+        os.kill(pid, signal.SIGTERM)
+        assert end_of(pid) == -signal.SIGTERM
+    assert "after SIGTERM came RuntimeError: connection closed by peer (" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("grace_s", [0, -1, float("nan")])
+def test_refuses_no_grace(grace_s):
+    with pytest.raises(ValueError, match="grace_s"):
+        Preemption(grace_s=grace_s)
