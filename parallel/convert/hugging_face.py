@@ -1,0 +1,76 @@
+"""A Hugging Face folder as a source of rows, and safetensors files written row by row."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from parallel.convert.open_files import OpenFiles
+from parallel.weights.architecture import read_architecture
+from parallel.weights.files import FLOATS, INDEX, SINGLE, CheckpointFolder
+from parallel.weights.rules import Head, hf_shapes
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class HuggingFace:
+    """An open folder, checked against its config.json; its tensors are read by rows.
+
+    Raises:
+        ValueError: the folder, a file or a tensor is missing, broken, unknown, quantised or of another shape.
+    """
+
+    kind = "Hugging Face folder"
+
+    def __init__(self, path: Path):
+        self.path = self.config_folder = Path(path)
+        self.arch = read_architecture(self.path)
+        with CheckpointFolder(self.path) as folder:
+            self.head: Head = "token" if "score.bias" in folder.names else "sequence" if "score.weight" in folder.names else "lm"
+            self.shapes = hf_shapes(self.arch, self.head)
+            folder.check_shapes(self.shapes)
+            dtypes = {name: folder.dtype(name) for name in self.shapes}
+        if wrong := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS]:
+            raise ValueError(f"{wrong[0]} in {self.path} is not of a floating dtype; quantised weights are not supported, convert them to bfloat16")
+        self.dtypes = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
+        self._files = OpenFiles(self.path)
+        self._starts = self._locate()
+
+    @property
+    def source_files(self) -> list[Path]:
+        return [self.path / name for name in sorted({file for file, _ in self._starts.values()})]
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
+        """Fill `out` [stop - start, columns], contiguous and of the tensor's own dtype, with these rows."""
+        file, first = self._starts[name]
+        self._files.read_into(file, first + start * (out.nbytes // max(1, stop - start)), out)
+
+    def _locate(self) -> dict[str, tuple[str, int]]:
+        """The file and the first byte of each tensor; `CheckpointFolder` has checked what is read here."""
+        single = (self.path / SINGLE).is_file()
+        weight_map = dict.fromkeys(self.shapes, SINGLE) if single else json.loads((self.path / INDEX).read_text())["weight_map"]
+        headers = {}
+        for file in {weight_map[name] for name in self.shapes}:
+            length = int.from_bytes(self._files.bytes_at(file, 0, 8), "little")
+            headers[file] = (8 + length, json.loads(self._files.bytes_at(file, 8, length)))
+        return {name: (file := weight_map[name], headers[file][0] + headers[file][1][name]["data_offsets"][0]) for name in self.shapes}
+
+
+def write_safetensors(file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], rows_of: Iterator[Tensor]) -> None:
+    """Write one file: its header, then contiguous parts of the tensors in the header's order as `rows_of` yields them."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, dtype, shape in tensors:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of eight
+    file.write(len(text).to_bytes(8, "little") + text)
+    for part in rows_of:
+        file.write(memoryview(part.view(-1).view(torch.uint8).numpy()))
+        at -= part.nbytes
+    assert at == 0, f"{at} bytes of the header's tensors were not written"

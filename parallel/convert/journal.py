@@ -1,0 +1,93 @@
+"""Files of an unfinished conversion that are done: a rerun recognises them by size and digest and goes on with the rest."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAME = ".convert.jsonl"
+READ_BYTES = 2**22
+
+
+class Journal:
+    """The record beside the files, one line a file; held by one process at a time.
+
+    Args:
+        conversion: what is being converted and how; a journal of anything else is refused.
+
+    Raises:
+        ValueError: the folder holds the beginning of another conversion, or another process is at work in it.
+    """
+
+    def __init__(self, folder: Path, conversion: Mapping[str, Any]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.path = folder, folder / NAME
+        self._file = self.path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is converting into {folder}; wait for it") from None
+        self._file.seek(0)
+        whole = [line for line in self._file if line.endswith("\n")]  # the last one may have been cut by a kill
+        self._file.truncate(sum(len(line.encode()) for line in whole))
+        lines = [json.loads(line) for line in whole]
+        if not lines:
+            self._append({"conversion": conversion})
+        elif lines[0] != {"conversion": json.loads(json.dumps(conversion))}:
+            raise ValueError(f"{folder} holds the beginning of another conversion (other source files or options); remove the folder or finish that one")
+        self.finished = {entry["name"]: entry for entry in lines[1:] if self._is_whole(entry)}
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Record a finished file: its "name", "bytes", "sha256" and what else a rerun needs to know."""
+        self._append(entry)
+        self.finished[entry["name"]] = json.loads(json.dumps(entry))  # as a rerun would read it: what is made of it has the same bytes
+
+    def remove(self) -> None:
+        self._file.close()
+        self.path.unlink()
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
+        path = self.folder / entry["name"]
+        return path.is_file() and path.stat().st_size == entry["bytes"] and digest_of(path) == entry["sha256"]
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+class DigestedFile:
+    """A file that is written from the first byte to the last and appears under its name when complete."""
+
+    def __init__(self, path: Path):
+        self.path, self._partial = path, path.with_name(path.name + ".part")
+        self._file, self._digest, self.position = self._partial.open("wb"), hashlib.sha256(), 0
+
+    def write(self, data) -> int:
+        self._digest.update(data)
+        self._file.write(data)
+        self.position += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def flush(self) -> None: ...
+
+    def complete(self) -> dict[str, Any]:
+        """Close the file under its name; what the journal has to know of it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self.path)
+        return {"name": str(self.path.name), "bytes": self.position, "sha256": self._digest.hexdigest()}

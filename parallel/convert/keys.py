@@ -1,0 +1,93 @@
+"""The tensors of a Megatron-Core checkpoint, as rectangles of Hugging Face tensors.
+
+Megatron stacks equal layers along a first axis and cuts nothing else: with one tensor-parallel rank and one stage a parameter is
+what the checkpoint calls the global tensor, gate above up in `linear_fc1`. Keys are transformer-engine's in either spec.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel.layout import Layout
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import Head, megatron_parameters
+from parallel.weights.shard import Block
+
+Spec = Literal["te", "local"]
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+VOCAB_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows may be padded, more or less
+# Modules with an `_extra_state` (FP8 scales; None without FP8) that Megatron asks for when it loads.
+LAYER_STATES = {
+    "local": ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+    "te": ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTensor:
+    """One key of the checkpoint: `blocks[layer]` are rectangles of whole rows; rows that none covers are padding."""
+
+    key: str
+    stacked: bool  # whether the shape begins with the number of layers
+    shape: tuple[int, ...]  # of one layer
+    blocks: tuple[tuple[Block, ...], ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return (self.layers, *self.shape) if self.stacked else self.shape
+
+    @property
+    def needed_rows(self) -> int:
+        """Rows that hold weights; those after them pad the vocabulary."""
+        return max(block.row + block.rows[1] - block.rows[0] for block in self.blocks[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An interval of rows of a Hugging Face tensor and where it begins in a layer of a global tensor."""
+
+    key: str
+    layer: int
+    rows: tuple[int, int]
+    row: int
+
+
+def global_tensors(arch: Architecture, head: Head) -> dict[str, GlobalTensor]:
+    """Every tensor of the model's checkpoint by key, in the model's order; a tied output layer is not among them."""
+    parts: dict[str, list] = {}
+    for parameter in megatron_parameters(arch, Layout(), 0, spec="te", head=head):
+        match = LAYER.fullmatch(parameter.name)
+        parts.setdefault(f"decoder.layers.{match[2]}" if match else parameter.name, []).append(parameter)
+    return {key: GlobalTensor(key, key.startswith("decoder.layers."), same[0].shape, tuple(p.blocks for p in same)) for key, same in parts.items()}
+
+
+def places(tensors: Mapping[str, GlobalTensor]) -> dict[str, list[Place]]:
+    """Where the rows of each Hugging Face tensor lie, from the first row on."""
+    found: dict[str, list[Place]] = {}
+    for tensor in tensors.values():
+        for layer, blocks in enumerate(tensor.blocks):
+            for block in blocks:
+                found.setdefault(block.tensor, []).append(Place(tensor.key, layer, block.rows, block.row))
+    return {name: sorted(parts, key=lambda place: place.rows) for name, parts in found.items()}
+
+
+def extra_states(arch: Architecture, spec: Spec) -> list[str]:
+    """Keys of the objects beside the tensors, with Megatron's mark of which shard of how many."""
+    modules = LAYER_STATES[spec]
+    if spec == "te" and arch.qk_norm:
+        modules += ("self_attention.q_layernorm", "self_attention.k_layernorm")
+    keys = [f"decoder.layers.{module}._extra_state/shard_{layer}_{arch.num_layers}" for layer in range(arch.num_layers) for module in modules]
+    return keys + ["decoder.final_layernorm._extra_state/shard_0_1"] * (spec == "te")

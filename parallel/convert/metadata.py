@@ -1,0 +1,96 @@
+"""The `.metadata` of torch.distributed.checkpoint: a pickle, of which only its own records are admitted."""
+
+import pickle
+from collections import OrderedDict
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch.distributed._shard.sharded_tensor import metadata as shard_metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+
+FILE = ".metadata"
+
+
+class _Ignored:
+    """Takes the place of plans that writers keep in the file."""
+
+    def __init__(self, *_, **__): ...
+
+    def __setstate__(self, state): ...
+
+
+def _member(kind: type, name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError("getattr of something else than an enumeration")
+    return kind[name]
+
+
+_RECORDS = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")
+_PLANS = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+ADMITTED = {
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _RECORDS},
+    **{(filesystem.__name__, name): getattr(filesystem, name) for name in ("_StorageInfo", "_StoragePrefix")},
+    **{(planner.__name__, name): _Ignored for name in _PLANS},
+    (planner.__name__, "WriteItemType"): planner.WriteItemType,
+    **{(shard_metadata.__name__, name): getattr(shard_metadata, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")},
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Ignored,
+    **{("torch", name): getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype | torch.layout)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "getattr"): _member,  # how Python 3.11 writes members of enumerations
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib", "WindowsPath"): PurePosixPath,
+}
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Resolves the names of `ADMITTED` and no others."""
+
+    def find_class(self, module: str, name: str):
+        if (module, name) not in ADMITTED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file has no use for")
+        return ADMITTED[module, name]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The checkpoint's table of tensors and objects; nothing but its records is ever constructed.
+
+    Raises:
+        ValueError: no such file, not such a pickle, or one that names anything else.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; the checkpoint is incomplete, copy it again with its hidden files")
+    try:
+        with path.open("rb") as file:
+            found = RestrictedUnpickler(file).load()
+        assert isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict)
+    except Exception as error:  # a broken pickle raises nearly anything
+        raise ValueError(f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it again from its source") from None
+    return found
+
+
+def write_metadata(folder: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], entries: list[dict]) -> None:
+    """Write the table.
+
+    Args:
+        tensors: dtype and shape by key, in the order to be listed.
+        entries: one a chunk or object: "key", "offset" and "shape" (None for an object), "file", "start", "length".
+    """
+    state: dict = {key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []) for key, (dtype, shape) in tensors.items()}
+    storage = {}
+    for entry in entries:
+        key, offset = entry["key"], entry["offset"]
+        if offset is None:
+            state[key] = metadata.BytesStorageMetadata()
+        else:
+            state[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(entry["shape"])))
+        storage[MetadataIndex(key, offset)] = filesystem._StorageInfo(entry["file"], entry["start"], entry["length"])
+    table = Metadata(state_dict_metadata=state, storage_data=storage, storage_meta=metadata.StorageMeta())
+    with (folder / FILE).open("wb") as file:
+        pickle.dump(table, file, protocol=4)

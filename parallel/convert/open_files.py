@@ -1,0 +1,41 @@
+"""Reading byte ranges of files straight into tensors: no mapping of files, so that what is resident is what was asked for."""
+
+import os
+from pathlib import Path
+
+from torch import Tensor, uint8
+
+
+class OpenFiles:
+    """The files of a folder, each opened when it is first read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._descriptors: dict[str, int] = {}
+
+    def bytes_at(self, name: str, offset: int, length: int) -> bytes:
+        """Up to `length` bytes, fewer at the end of the file."""
+        return os.pread(self._descriptor(name), length, offset)
+
+    def read_into(self, name: str, offset: int, out: Tensor) -> None:
+        """Fill a contiguous CPU tensor of any dtype with the bytes from `offset` on.
+
+        Raises:
+            ValueError: the file ends before the tensor is full.
+        """
+        view = memoryview(out.view(-1).view(uint8).numpy())
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor(name), [view[done:]], offset + done)
+            if not count:
+                raise ValueError(f"{self.folder / name} ends at byte {offset + done}, inside a tensor; copy it again from its source")
+            done += count
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._descriptors:
+            self._descriptors[name] = os.open(self.folder / name, os.O_RDONLY)
+        return self._descriptors[name]
+
+    def __del__(self):
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)

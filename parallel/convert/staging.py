@@ -1,0 +1,52 @@
+"""A folder that is written under another name and appears when it is complete."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import Head
+
+
+class Source(Protocol):
+    """What weights are read from: a folder of either kind."""
+
+    kind: str
+    path: Path
+    config_folder: Path
+    arch: Architecture
+    head: Head
+    shapes: dict[str, tuple[int, ...]]  # of the Hugging Face tensors, by name
+    dtypes: dict[str, torch.dtype]
+
+    @property
+    def source_files(self) -> list[Path]: ...
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> None: ...
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Yields `target`.partial, which stays after an error or a kill, for the next run to go on with, and becomes `target` at the end.
+
+    Raises:
+        ValueError: `target` holds something already.
+    """
+    target = Path(target).absolute()
+    if target.is_file() or target.is_dir() and any(target.iterdir()):
+        raise ValueError(f"{target} exists already; remove it or name another folder")
+    scratch = target.with_name(target.name + ".partial")
+    yield scratch
+    os.replace(scratch, target)
+
+
+def conversion_of(source: Source, **options: Any) -> dict[str, Any]:
+    """What tells one conversion from another: the source's files as they are now, and the options."""
+    files = [*source.source_files, source.config_folder / "config.json"]
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    return {"files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats], **options}

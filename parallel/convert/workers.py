@@ -1,0 +1,79 @@
+"""A list of jobs over processes that end with their parent, and one bar of bytes over all of them."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+POLL_S = 0.2
+WORKER_BUFFERS = 6  # slabs that a process takes at most: one, a part of it, a copy while it is written, and what the allocator keeps
+LARGEST_SLAB_BYTES = 16 * 2**20
+
+_counter: Any = None  # bytes done by all processes of the pool, in each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How the memory is shared out: bytes of a slab, and processes."""
+
+    slab_bytes: int
+    workers: int
+
+    @classmethod
+    def of(cls, memory_bytes: int, workers: int) -> "Budget":
+        slab = min(LARGEST_SLAB_BYTES, memory_bytes // WORKER_BUFFERS)
+        return cls(slab_bytes=slab, workers=max(1, min(workers, memory_bytes // (WORKER_BUFFERS * max(1, slab)))))
+
+    def rows(self, row_bytes: int, what: str) -> int:
+        """Rows in a slab; ValueError if not one fits."""
+        if row_bytes > self.slab_bytes:
+            raise ValueError(f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part of a tensor; raise it")
+        return self.slab_bytes // row_bytes
+
+
+def run_jobs(function: Callable[[Any, Callable[[int], None]], Any], jobs: Sequence[Any], *, workers: int, total_bytes: int, title: str) -> Iterator[Any]:
+    """Results of `function(job, report)` as they are ready; `report(bytes)` moves the bar. An error of a job ends the others."""
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc=title) as bar:
+        if workers == 1 or len(jobs) <= 1:
+            for job in jobs:
+                yield function(job, bar.update)
+            return
+        context = multiprocessing.get_context("spawn")
+        counter = context.Value("q", 0)
+        with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context, initializer=_begin, initargs=(counter,)) as pool:
+            pending = {pool.submit(_run, function, job) for job in jobs}
+            try:
+                while pending:
+                    done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                    bar.update(counter.value - bar.n)
+                    for future in done:
+                        yield future.result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(counter) -> None:
+    global _counter
+    _counter = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its pool."""
+    parent = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)
+
+
+def _run(function, job):
+    return function(job, _report)
+
+
+def _report(count: int) -> None:
+    with _counter.get_lock():
+        _counter.value += count

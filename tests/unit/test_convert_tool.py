@@ -1,0 +1,119 @@
+"""The program tools/convert.py as a user starts it: memory, kills, exit status, one-line errors."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel.convert import to_megatron
+from parallel.convert.compare import differences
+from parallel.convert.to_hugging_face import CheckpointArguments
+from parallel.convert.workers import Budget
+from tests.tiny import write_hf
+from tests.worlds import ROOT
+from tools import convert
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+CAP_MIB = 64
+# Growth of the resident memory's peak from the moment at which everything is imported.
+MEASURE = """
+import re, sys
+sys.path.insert(0, "tools")
+import convert
+status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+convert.parser()
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from what is resident now
+before = status("VmRSS")
+result = convert.main(sys.argv[1:])
+print("grown by", status("VmHWM") - before, "KiB")
+sys.exit(result)
+"""
+
+
+def tool(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "tools/convert.py", *map(str, arguments)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def grown_mib(*arguments) -> float:
+    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, arguments)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(re.search(r"grown by (\d+) KiB", done.stdout)[1]) / 1024
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A model whose embedding alone is three times the cap."""
+    folder = tmp_path_factory.mktemp("large") / "hf"
+    write_hf(folder, "llama_tied_llama3", hidden_size=1024, num_hidden_layers=1)
+    weights = load_file(folder / "model.safetensors")
+    words = torch.arange(3 * CAP_MIB * 2**20 // 4, dtype=torch.float32).view(-1, 1024)
+    save_file(weights | {"model.embed_tokens.weight": words}, folder / "model.safetensors")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 150', f'"vocab_size": {len(words)}'))
+    return folder
+
+
+def test_memory_stays_below_the_cap_with_a_larger_tensor_both_ways(large, tmp_path):
+    cap = ("--memory-gib", CAP_MIB / 1024, "--workers", 1)
+    assert (large / "model.safetensors").stat().st_size > 3 * CAP_MIB * 2**20
+    assert grown_mib("hf-to-mcore", large, tmp_path / "mcore", *cap) < CAP_MIB
+    to_megatron.convert(large, tmp_path / "whole", spec="te", budget=Budget(slab_bytes=2**30, workers=1), file_bytes=2**30)  # one chunk a tensor
+    assert grown_mib("mcore-to-hf", tmp_path / "whole", tmp_path / "back", *cap) < CAP_MIB
+    assert grown_mib("verify", tmp_path / "whole", tmp_path / "back", *cap) < CAP_MIB
+    assert not differences(*map(CheckpointArguments, (large, tmp_path / "mcore")), Budget.of(2**28, workers=1))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_run_is_continued_where_it_stopped(large, tmp_path):
+    def command(name, workers):
+        return list(map(str, ["hf-to-mcore", large, tmp_path / name, "--file-gib", 0.004, "--memory-gib", 0.1875, "--workers", workers]))
+
+    process = subprocess.Popen([sys.executable, "tools/convert.py", *command("mcore", 2)], cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    journal = tmp_path / "mcore.partial" / ".convert.jsonl"
+    while not journal.is_file() or len(journal.read_text().splitlines()) < 4:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    children = [int(pid) for pid in (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text().split()]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.05)
+    finished = set(re.findall(r'"name": "(\S+)", "bytes"', journal.read_text()))
+    ages = {name: (tmp_path / "mcore.partial" / name).stat().st_mtime_ns for name in finished}
+    assert len(children) >= 2 and len(finished) >= 3 and not (tmp_path / "mcore").exists()
+    assert convert.main(command("mcore", 1)) == convert.main(command("unbroken", 1)) == 0
+    assert {name: (tmp_path / "mcore" / name).stat().st_mtime_ns for name in finished} == ages  # not written again
+    files = {path.relative_to(tmp_path / "unbroken") for path in (tmp_path / "unbroken").rglob("*") if path.is_file()}
+    assert files == {path.relative_to(tmp_path / "mcore") for path in (tmp_path / "mcore").rglob("*") if path.is_file()}
+    assert len([path for path in files if path.suffix == ".distcp"]) > len(finished)
+    for name in files:
+        assert (tmp_path / "unbroken" / name).read_bytes() == (tmp_path / "mcore" / name).read_bytes(), name
+
+
+def test_exit_status_and_one_line_errors(tmp_path, capsys):
+    write_hf(tmp_path / "a", "qwen3")
+    write_hf(tmp_path / "b", "qwen3", seed=1)
+    other = tool("verify", tmp_path / "a", tmp_path / "b", "--workers", 1)
+    assert other.returncode == 1 and other.stdout.startswith("model.embed_tokens.weight differs") and "and 37 more" in other.stdout
+    assert convert.main(["verify", str(tmp_path / "a"), str(tmp_path / "a"), "--workers", "1"]) == 0
+    assert "every tensor has the same bits" in capsys.readouterr().out
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(SystemExit) as end:
+        convert.main(["hf-to-mcore", str(tmp_path / "a"), str(tmp_path / "c")])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and len(error.splitlines()) == 1 and "model.safetensors is truncated" in error
