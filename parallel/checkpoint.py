@@ -1,108 +1,256 @@
-"""Training state on disk: one file a rank and a manifest; a checkpoint is complete or it does not exist.
+"""A model that learns on disk: a folder in Megatron-Core's torch_dist format, which every layout and optimizer reads.
 
-Resuming takes the same layouts and number of ranks and is exact to the bit.
+A parameter is three float32 tensors in its whole shape: the value that the optimizer keeps (the weight is this or its rounding) and
+Adam's moments. In a data-parallel group each parameter has one holder, which alone writes it, or reads it and hands it round.
+Only the description of the model is Megatron-Core's: those of its optimizers differ between plain and distributed ones, and with
+torch's AdamW the latter share one step between parameters. Its asynchronous writer, which starts processes, is not used either.
 """
 
 import json
-import os
-import random
-import shutil
+import pickle
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_state
+from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.megatron import get_cuda_rng_tracker
+from parallel import device
+from parallel.groups import ProcessGroups
 
-MANIFEST, PARTIAL = "manifest.json", ".partial"
+device.prepare()
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories, apply_factory_merges, is_main_replica  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistLoadShardedStrategy, mcore_to_pyt_state_dict  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
-def newest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `folder`."""
-    found = {int(path.parent.name.removeprefix("step_")): path.parent for path in folder.glob(f"step_*/{MANIFEST}") if path.parent.suffix != PARTIAL}
-    return found[max(found)] if found else None
+from parallel.megatron import lent_to_globals  # noqa: E402
 
-
-def save(folder: Path, *, step: int, state: dict, manifest: dict) -> Path:
-    """Write this rank's `state` (tensors, numbers, strings and containers of them) and, once all ranks have, the manifest."""
-    path, scratch = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    dist.barrier()
-    torch.save(state, scratch / f"rank_{dist.get_rank()}.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (scratch / MANIFEST).write_text(json.dumps({"step": step, "world_size": dist.get_world_size(), **manifest}, indent=1))
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(scratch, path)
-    dist.barrier()
-    return path
+VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
+# What the index of a torch_dist folder consists of; unpickling anything else could run it.
+_SAFE = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),  # where it was written
+    "torch": ("Size", *(str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype))),
+}
 
 
-def load(path: Path, manifest: dict) -> tuple[int, dict]:
-    """The step of a checkpoint and this rank's state.
+@dataclass(kw_only=True)
+class Learned:
+    """One parameter of this rank: what it is in the model, and which part of it the optimizer steps on here."""
+
+    name: str
+    weight: Tensor
+    sharded: ShardedTensor | ShardedTensorFactory
+    holder: int  # rank within the data-parallel group
+    inner: torch.optim.Optimizer | None = None  # None: the part is empty
+    value: Tensor | None = None  # what `inner` steps on: elements `start` to `stop` of the flattened parameter
+    start: int = 0
+    stop: int = 0
+
+    def part(self, kind: str) -> Tensor | None:
+        """What the optimizer holds here of the value or a moment."""
+        return self.value if kind == VALUE or self.value is None else self.inner.state.get(self.value, {}).get(kind)
+
+
+def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
+    """All parameters of a member's chunks, in an order that is the same on the ranks of a data-parallel group."""
+    found, loads = {}, [0] * groups.dp_cp.size()
+    for number, chunk in enumerate(chunks):
+        with lent_to_globals(groups):
+            described = chunk.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        for name, sharded in described.items():
+            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(sharded.data, torch.nn.Parameter):
+                holder = loads.index(min(loads))
+                loads[holder] += sharded.data.numel()
+                found[sharded.data] = Learned(name=f"{number}.{name}", weight=sharded.data, sharded=sharded, holder=holder)
+    missing = [name for chunk in chunks for name, parameter in chunk.module.named_parameters() if parameter not in found]
+    assert not missing, f"Megatron-Core describes no checkpoint of {missing}"
+    for part in _parts(optimizer):
+        _add_ranges(part, found)
+    return list(found.values())
+
+
+def _parts(optimizer) -> list:
+    """Megatron-Core's optimizers with parameters under one that may be a chain."""
+    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+
+
+def _add_ranges(optimizer, found: dict[Tensor, Learned]) -> None:
+    """Fill in which part of each parameter this Megatron optimizer steps on."""
+    inner = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        for weight, (group, place) in optimizer.model_param_group_index_map.items():
+            span, known = optimizer._get_model_param_range_map(weight)["param"], found[weight]
+            known.inner, known.value, known.start, known.stop = inner, inner.param_groups[group]["params"][place], span.start, span.end
+        return
+    stepped = {id(value) for group in inner.param_groups for value in group["params"]}
+    for weight, known in found.items():
+        value = next((value for value in (getattr(weight, "main_param", None), weight) if id(value) in stepped), None)
+        if value is not None:
+            known.inner, known.value, known.start, known.stop = inner, value, 0, weight.numel()
+
+
+def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
+    """Steps taken so far, the same on every member; Megatron's FusedAdam counts them by group, torch's AdamW by parameter."""
+    steps = [0]
+    for inner in {id(one.inner): one.inner for one in parameters if one.inner is not None}.values():
+        steps += [int(holder["step"]) for holder in (*inner.param_groups, *inner.state.values()) if "step" in holder]
+    most = torch.tensor(max(steps), device=device.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.world)
+    return int(most)
+
+
+def gather(chunks: list, optimizer, groups: ProcessGroups) -> tuple[dict[str, Tensor], int]:
+    """Float32 tensors on the CPU of all parameters that this rank holds for its data-parallel group, and the optimizer's step.
+
+    Before the first step there are no moments.
+    """
+    parameters = learned(chunks, optimizer, groups)
+    step = optimizer_step(parameters, groups)
+    is_split = groups.dp_cp.size() > 1 and any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    tensors = {}
+    for one in parameters:
+        is_mine = one.holder == groups.dp_cp.rank()
+        for kind in (VALUE, *MOMENTS) if step else (VALUE,):
+            if not (is_mine or is_split):
+                continue
+            whole, part = torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device), one.part(kind)
+            if part is not None:
+                whole[one.start : one.stop] = part.detach().flatten()
+            if is_split:  # summed as integers: of each element all ranks but one have 0, so the bits stay
+                dist.reduce(whole.view(torch.int32), dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
+            if is_mine:
+                tensors[f"{one.name}/{kind}"] = whole.view(one.weight.shape).cpu()
+    return tensors, step
+
+
+def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
+    """Megatron-Core's description of `tensors`, which this rank holds: tensor-parallel and tied copies are told by their replica."""
+    described = {}
+    for one in parameters:
+        for kind in (VALUE, *MOMENTS):
+            tensor, sharded = tensors.get(f"{one.name}/{kind}"), one.sharded
+            if tensor is not None:
+                key = sharded.key if kind == VALUE else f"optimizer.state.{kind}.{sharded.key}"
+                dtype = {"dtype": tensor.dtype} if isinstance(sharded, ShardedTensor) else {}
+                described[f"{one.name}/{kind}"] = replace(sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype)
+    return described
+
+
+def write(folder: Path, tensors: dict[str, Tensor], chunks: list, optimizer, groups: ProcessGroups) -> None:
+    """Write what `gather` gave. Every rank of the world calls this together; non-members with nothing.
 
     Raises:
-        ValueError: it was saved with another number of ranks or another value of an entry of `manifest`.
+        torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
     """
-    saved = json.loads((path / MANIFEST).read_text())
-    for name, value in {"world_size": dist.get_world_size(), **manifest}.items():
-        if saved.get(name) != value:
-            raise ValueError(f"checkpoint {path} was saved with {name}={saved.get(name)}, this run has {value}; resume with the same, or set run.resume=false")
-    return saved["step"], torch.load(path / f"rank_{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
+    state = _describe(learned(chunks, optimizer, groups), tensors) if groups.is_member else {}
+    apply_factories(state)
+    shards = defaultdict(list)
+    for sharded in nested_values(state):
+        if is_main_replica(sharded.replica_id):
+            shards[sharded.key].append(sharded)
+    save_state(mcore_to_pyt_state_dict(shards), storage_writer=_Writer(folder), planner=MCoreSavePlanner(flatten_state_dict=False))
 
 
-def rng_state() -> dict:
-    """All random states of this process."""
-    kind, keys, *rest = numpy.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
-        "python": random.getstate(),
-    }
+class _Writer(FileSystemWriter):
+    def finish(self, metadata, results) -> None:
+        """On the first rank, after all have written; an error here reaches every rank, as theirs do."""
+        super().finish(metadata, results)
+        torch.save({}, Path(self.path) / "common.pt")  # these two are what Megatron-Core's own `load` looks for first
+        (Path(self.path) / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
-def set_rng_state(state: dict) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-    random.setstate(state["python"])
+def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: int) -> None:
+    """Put a folder's values and moments in place. Every rank of the world calls this together.
+
+    Args:
+        step: the optimizer's, as `gather` gave it.
+
+    Raises:
+        ValueError: the folder's index holds what no checkpoint needs, or the folder lacks a tensor of this model.
+    """
+    check_index(folder / ".metadata")
+    parameters = learned(chunks, optimizer, groups) if groups.is_member else []
+    kinds = (VALUE, *MOMENTS) if step else (VALUE,)
+    mine = [one for one in parameters if one.holder == groups.dp_cp.rank()]
+    wanted = _describe(mine, {f"{one.name}/{kind}": torch.empty(one.weight.shape) for one in mine for kind in kinds})
+    merges = dict(wanted)
+    apply_factories(wanted)
+    try:
+        loaded = TorchDistLoadShardedStrategy().load(wanted, folder)
+    except CheckpointException as error:  # no Exception, and one for all ranks
+        cause = next(iter(error.failures.values()))[0]
+        raise ValueError(f"{folder} does not fit this model ({cause}); resume with the version of megatron-core that wrote it, or set run.resume=false") from None
+    factories = {name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)}
+    loaded = apply_factory_merges(loaded, factories)
+    for one in parameters:
+        for kind in kinds:
+            _put(one, kind, _handed_round(one, loaded.pop(f"{one.name}/{kind}", None), groups))
+        _set_step(one, step)
 
 
-def optimizer_state(optimizer) -> list[list[dict]]:
-    """What each torch optimizer under Megatron's holds: by group its step, and of each parameter the value it keeps and its moments."""
-    return [
-        [
-            {
-                "step": {name: value for name, value in group.items() if name == "step"},  # rates and decays come from this run's settings
-                "parameters": [{"value": p.data.cpu(), "moments": _moved(inner.state.get(p, {}), "cpu")} for p in group["params"]],
-            }
-            for group in inner.param_groups
-        ]
-        for inner in _inner(optimizer)
-    ]
+def _handed_round(one: Learned, tensor: Tensor | None, groups: ProcessGroups) -> Tensor:
+    """[N] float32 on the weight's device: the holder's tensor, flattened."""
+    if tensor is None:
+        whole = torch.empty(one.weight.numel(), dtype=torch.float32, device=one.weight.device)
+    else:
+        whole = tensor.to(one.weight.device).flatten()
+    if groups.dp_cp.size() > 1:
+        dist.broadcast(whole, dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
+    return whole
 
 
-def set_optimizer_state(optimizer, state: list[list[dict]]) -> None:
-    for inner, groups in zip(_inner(optimizer), state, strict=True):
-        for group, saved in zip(inner.param_groups, groups, strict=True):
-            group.update(saved["step"])
-            for p, kept in zip(group["params"], saved["parameters"], strict=True):
-                p.data.copy_(kept["value"])
-                inner.state[p] = _moved(kept["moments"], p.device)
+@torch.no_grad()
+def _put(one: Learned, kind: str, whole: Tensor) -> None:
+    if kind == VALUE:
+        one.weight.copy_(whole.view(one.weight.shape))
+    if one.value is None:
+        return
+    part, state = whole[one.start : one.stop].view(one.value.shape), one.inner.state
+    if kind == VALUE:
+        one.value.copy_(part)
+    elif kind in state[one.value]:
+        state[one.value][kind].copy_(part)
+    else:
+        state[one.value][kind] = part.clone()
 
 
-def _inner(optimizer) -> list[torch.optim.Optimizer]:
-    return [chained.optimizer for chained in getattr(optimizer, "chained_optimizers", [optimizer])]
+def _set_step(one: Learned, step: int) -> None:
+    if one.inner is None or not step:
+        return
+    if isinstance(one.inner, torch.optim.Adam | torch.optim.AdamW):
+        one.inner.state[one.value]["step"] = torch.tensor(float(step))  # each its own, on the CPU wherever the parameter is
+    else:
+        for group in one.inner.param_groups:
+            group["step"] = step
 
 
-def _moved(moments: dict, device) -> dict:
-    """Copies; AdamW keeps its step on the CPU wherever the parameter is."""
-    return {name: value.to("cpu" if name == "step" else device, copy=True) if isinstance(value, torch.Tensor) else value for name, value in moments.items()}
+class _Index(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        if name in _SAFE.get(module, ()):
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def check_index(path: Path) -> None:
+    """Refuse an index whose unpickling (torch's reader does it without a check) could run something.
+
+    Raises:
+        ValueError: it names a class or function that is not part of the format.
+    """
+    try:
+        with path.open("rb") as file:
+            _Index(file).load()
+    except (ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is not loaded: {error}; take the checkpoint from where it was written") from None

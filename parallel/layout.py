@@ -117,7 +117,7 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
     """World ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
 
     Raises:
-        ValueError: not a list of ranks, a rank named twice, or a rank outside the world.
+        ValueError: not a list of ranks, ranks that do not increase, a rank named twice, or a rank outside the world.
     """
     if not text:
         return tuple(range(world_size))
@@ -127,6 +127,8 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
         if not match:
             raise ValueError(f'devices "{text}" is not understood at "{part}"; write ranks such as 0-3 or cuda:0-3,6')
         ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if ranks != sorted(ranks):  # torch sorts a group's ranks, so that Megatron would take them for others
+        raise ValueError(f'devices "{text}" must name ranks in increasing order; write them so')
     if len(set(ranks)) != len(ranks) or not ranks or max(ranks) >= world_size:
         raise ValueError(f'devices "{text}" must name distinct ranks below the {world_size} that were started')
     return tuple(ranks)

@@ -132,6 +132,11 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             problems.append(f"data.{name}={path!r} does not exist; name a .jsonl file")
     if run.validate_interval > 0 and not data.validation:
         problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
+    if run.keep_best > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
+        problems.append(
+            f"run.keep_best={run.keep_best} compares the validation accuracy at each checkpoint, and run.save_interval={run.save_interval}"
+            f" is no multiple of run.validate_interval={run.validate_interval}; make it one, or leave keep_best at 0"
+        )
     return problems
 
 

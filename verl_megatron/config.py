@@ -17,6 +17,8 @@ class RunConfig:
     iterations: int = 100
     validate_interval: int = 0  # iterations between validations; 0: before the first and after the last only
     save_interval: int = 0  # iterations between checkpoints; 0: none
+    keep_last: int = 2  # checkpoints that are kept; 0: all
+    keep_best: int = 0  # checkpoints kept besides, those with the best validation accuracy
     resume: bool = True  # continue from output_dir/checkpoint if there is one
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
     track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow

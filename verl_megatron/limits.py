@@ -7,7 +7,14 @@ from typing import Any
 
 # Square brackets include the end, round ones leave it out; "inf" has no upper end.
 INTERVALS = {
-    "RunConfig": {"seed": "[0, inf)", "iterations": "[1, inf)", "validate_interval": "[0, inf)", "save_interval": "[0, inf)"},
+    "RunConfig": {
+        "seed": "[0, inf)",
+        "iterations": "[1, inf)",
+        "validate_interval": "[0, inf)",
+        "save_interval": "[0, inf)",
+        "keep_last": "[0, inf)",
+        "keep_best": "[0, inf)",
+    },
     "DataConfig": {
         "max_prompt_tokens": "[1, inf)",
         "prompts_per_iteration": "[1, inf)",

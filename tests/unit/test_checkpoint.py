@@ -1,16 +1,20 @@
-"""Which checkpoint is the newest, what makes one complete, and which are refused; a world of one rank in this process."""
+"""Which checkpoint is used, what makes one complete and sound, and which go; a world of one rank in this process."""
 
 import json
+import os
+import pickle
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import checkpoint, device
+from parallel import checkpoint, checkpoints, device, random_state
+from parallel.checkpoints import MANIFEST, CheckpointError
 
-MANIFEST = {"layouts": {"actor": "tp2pp2"}, "models": {"actor": {"hidden_size": 64}}}
+MODELS = {"actor": {"hidden_size": 64, "rope_theta": 1e4}, "critic": {"hidden_size": 32}}
 
 
 @pytest.fixture
@@ -26,52 +30,200 @@ def world(monkeypatch):
         dist.destroy_process_group()
 
 
-def test_newest_is_the_complete_one_of_the_highest_step(tmp_path):
-    assert checkpoint.newest(tmp_path / "absent") is None
+def write_weights(scratch: Path) -> dict:
+    (scratch / "actor").mkdir()
+    (scratch / "actor/weights").write_bytes(bytes(range(256)) * 16)
+    return {"roles": {"actor": {"optimizer_step": 7}}}
+
+
+def save(folder: Path, step: int, *, accuracy: float | None = None, own: dict | None = None, write=write_weights) -> Path:
+    validation = {} if accuracy is None else {"step": step, "validation/accuracy": accuracy}
+    return checkpoints.save(folder, step=step, manifest={"models": MODELS, "validation": validation, "before": {"x": 0.1}}, own=own or {}, write=write)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in checkpoints.complete(folder)]
+
+
+def test_complete_ones_come_newest_first(tmp_path):
+    assert checkpoints.complete(tmp_path / "absent") == []
     for name in ("step_2", "step_10", "step_9"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / checkpoint.MANIFEST).write_text("{}")
-    (tmp_path / "step_11").mkdir()  # no manifest: killed while it was written
-    (tmp_path / "step_12.partial").mkdir()
-    (tmp_path / "step_12.partial" / checkpoint.MANIFEST).write_text("{}")  # killed before it got its name
-    assert checkpoint.newest(tmp_path) == tmp_path / "step_10"
+        (tmp_path / name / MANIFEST).write_text("{}")
+    (tmp_path / "step_11").mkdir()  # no manifest
+    for name in ("step_12.partial", "step_13.replaced", "step_14.damaged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text("{}")
+    assert steps_in(tmp_path) == [10, 9, 2]
 
 
-def test_state_comes_back(tmp_path, world):
-    state = {"weights": [torch.arange(6.0).view(2, 3)], "scheduler": {"steps": 4, "style": "cosine"}, "kl": {"coef": 0.1}}
-    path = checkpoint.save(tmp_path, step=3, state=state, manifest=MANIFEST)
-    assert checkpoint.newest(tmp_path) == path
-    assert [file.name for file in tmp_path.iterdir()] == ["step_3"]  # nothing partial is left
-    step, found = checkpoint.load(path, MANIFEST)
-    assert step == 3 and torch.equal(found["weights"][0], state["weights"][0])
-    assert {name: found[name] for name in ("scheduler", "kl")} == {name: state[name] for name in ("scheduler", "kl")}
+def test_what_is_saved_comes_back(tmp_path, world):
+    (tmp_path / "step_1.partial").mkdir(parents=True)  # of a run that was killed
+    path = save(tmp_path, 3, own={"tensor": torch.arange(6.0)})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]  # nothing partial is left
+    found, manifest = checkpoints.newest_sound(tmp_path, say=pytest.fail)
+    assert found == path and manifest["step"] == 3 and manifest["world_size"] == 1
+    assert manifest["roles"] == {"actor": {"optimizer_step": 7}} and manifest["before"] == {"x": 0.1}
+    assert torch.equal(checkpoints.own_state(path)["tensor"], torch.arange(6.0))
+    assert set(manifest["files"]) == {"actor/weights", "rank_0.pt"} and manifest["files"]["actor/weights"]["bytes"] == 4096
 
 
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
-        path = checkpoint.save(tmp_path, step=1, state={"value": value}, manifest=MANIFEST)
-    assert checkpoint.load(path, MANIFEST)[1] == {"value": 2}
+        path = save(tmp_path, 1, own={"value": value})
+    assert checkpoints.own_state(path) == {"value": 2} and [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
 
 
-def test_another_layout_model_or_number_of_ranks_is_refused(tmp_path, world):
-    path = checkpoint.save(tmp_path, step=1, state={}, manifest=MANIFEST)
-    with pytest.raises(ValueError, match=r"layouts=\{'actor': 'tp2pp2'\}, this run has \{'actor': 'tp4'\}; resume with the same, or set run.resume=false"):
-        checkpoint.load(path, MANIFEST | {"layouts": {"actor": "tp4"}})
-    with pytest.raises(ValueError, match="models="):
-        checkpoint.load(path, MANIFEST | {"models": {"actor": {"hidden_size": 128}}})
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"world_size": 4}))
-    with pytest.raises(ValueError, match="world_size=4, this run has 1"):
-        checkpoint.load(path, MANIFEST)
+def test_what_could_run_code_is_not_loaded(tmp_path, world):
+    path = save(tmp_path, 1)
+    torch.save({"rng": Harmful()}, path / "rank_0.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoints.own_state(path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match=r"\.metadata is not loaded: it names posix\.mkdir.*take the checkpoint from where it was written"):
+        checkpoint.check_index(tmp_path / ".metadata")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.distributed.checkpoint.metadata.MetadataIndex("weight")))
+    checkpoint.check_index(tmp_path / ".metadata")
+    assert not Path("harmed").exists()
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> str:
+    os.truncate(path / "actor/weights", 1000)
+    return "actor/weights has 1000 bytes of 4096"
+
+
+def flip_a_bit(path: Path) -> str:
+    content = bytearray((path / "actor/weights").read_bytes())
+    content[2000] ^= 1
+    (path / "actor/weights").write_bytes(content)
+    return "actor/weights is not what was written: its SHA-256 differs"
+
+
+def remove(path: Path) -> str:
+    (path / "rank_0.pt").unlink()
+    return "rank_0.pt is missing"
+
+
+def spoil_manifest(path: Path) -> str:
+    (path / MANIFEST).write_text('{"step": 2, "files"')
+    return f"{MANIFEST} cannot be read"
+
+
+def older_format(path: Path) -> str:
+    (path / MANIFEST).write_text('{"step": 2}')
+    return "written by another version"
+
+
+@pytest.mark.parametrize("harm", [truncate, flip_a_bit, remove, spoil_manifest, older_format])
+def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
+    first, second, said = save(tmp_path, 1), save(tmp_path, 2), []
+    why = harm(second)
+    found, manifest = checkpoints.newest_sound(tmp_path, say=said.append)
+    assert found == first and manifest["step"] == 1
+    assert len(said) == 1 and said[0].startswith(f"warning: checkpoint {second} is damaged and not used: ") and why in said[0]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged"]
+    harm(first)
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=false"):
+        checkpoints.newest_sound(tmp_path, say=said.append)
+    assert first.exists()  # the only one stays where it is
+
+
+def test_no_checkpoint_is_no_error(tmp_path, world):
+    assert checkpoints.newest_sound(tmp_path / "absent", say=pytest.fail) is None
+
+
+def test_other_models_are_refused_by_name(tmp_path, world):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    checkpoints.refuse_other_models(path, manifest, MODELS)
+    with pytest.raises(CheckpointError, match=r"holds an actor with hidden_size=64, this run's has hidden_size=128; set actor.path"):
+        checkpoints.refuse_other_models(path, manifest, MODELS | {"actor": {"hidden_size": 128, "rope_theta": 1e4}})
+    with pytest.raises(CheckpointError, match="holds actor, critic, this run trains actor; choose the same algorithm"):
+        checkpoints.refuse_other_models(path, manifest, {"actor": MODELS["actor"]})
+
+
+# ---- failing to save --------------------------------------------------------------------------------------------------
+
+
+def shared_file_full(scratch: Path) -> dict:
+    (scratch / "actor").mkdir()
+    (scratch / "actor/__0_0.distcp").symlink_to("/dev/full")  # Linux' full disk to try things on
+    torch.distributed.checkpoint.save({"weight": torch.zeros(1000)}, checkpoint_id=scratch / "actor")
+    return {}
+
+
+def own_file_full(scratch: Path) -> dict:
+    (scratch / "rank_0.pt").symlink_to("/dev/full")
+    return {}
+
+
+@pytest.mark.parametrize("write", [shared_file_full, own_file_full])
+def test_a_full_disk_leaves_what_is_there(tmp_path, world, write):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No space left on device.* \(rank 0\)"):
+        save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
+    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 1
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match=f"was not written to {tmp_path}/file/checkpoint.*Not a directory"):
+        save(tmp_path / "file/checkpoint", 1)
+
+
+# ---- how many stay ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "left"),
+    [(0, 0, [6, 5, 4, 3, 2, 1]), (1, 0, [6]), (2, 0, [6, 5]), (2, 1, [6, 5, 2]), (1, 2, [6, 4, 2]), (1, 3, [6, 4, 2, 1]), (9, 0, [6, 5, 4, 3, 2, 1])],
+)
+def test_old_ones_go(tmp_path, world, keep_last, keep_best, left):
+    for step, accuracy in enumerate([0.3, 0.9, None, 0.5, 0.1, 0.2], start=1):
+        save(tmp_path, step, accuracy=accuracy)
+    checkpoints.remove_old(tmp_path, step=6, keep_last=keep_last, keep_best=keep_best)
+    assert steps_in(tmp_path) == left and len(list(tmp_path.iterdir())) == len(left)
+
+
+def test_later_ones_do_not_count(tmp_path, world):
+    """Of a run that went further before this one began at an earlier step."""
+    for step in (2, 3, 8):
+        save(tmp_path, step)
+    checkpoints.remove_old(tmp_path, step=3, keep_last=1, keep_best=0)
+    assert steps_in(tmp_path) == [8, 3]
+
+
+# ---- random states ----------------------------------------------------------------------------------------------------
+
+
+def draw():
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
 def test_random_states_come_back(tmp_path, world):
-    def draw():
-        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
-
     draw()
-    path = checkpoint.save(tmp_path, step=1, state={"rng": checkpoint.rng_state()}, manifest={})
+    path = save(tmp_path, 1, own={"rng": random_state.rng_state()})
     expected = draw()
     assert draw() != expected
-    checkpoint.set_rng_state(checkpoint.load(path, {})[1]["rng"])
+    random_state.set_rng_state(checkpoints.own_state(path)["rng"])
     assert draw() == expected
+
+
+def test_random_states_begin_anew_from_seed_and_step(world):
+    from parallel.groups import ProcessGroups
+    from parallel.layout import Layout
+
+    groups, drawn = ProcessGroups(Layout()), []
+    for seed, step in ((1, 5), (1, 5), (2, 5), (1, 6)):
+        random_state.seed_anew(groups, seed=seed, step=step)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3

@@ -95,12 +95,12 @@ def test_uneven_stages():
         Layout(pp=2, stage_layers=(6,), ranks=(0, 1))
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("", (0, 1, 2, 3)), ("1", (1,)), ("0-2", (0, 1, 2)), ("cuda:0-1, 3", (0, 1, 3)), ("3,1", (3, 1))])
+@pytest.mark.parametrize(("text", "ranks"), [("", (0, 1, 2, 3)), ("1", (1,)), ("0-2", (0, 1, 2)), ("cuda:0-1, 3", (0, 1, 3)), ("1,3", (1, 3))])
 def test_devices(text, ranks):
     assert parse_devices(text, 4) == ranks
 
 
-@pytest.mark.parametrize("text", ["4", "0-4", "1,1", "0-2,2", "a", "2-1", "-1", "0,"])
+@pytest.mark.parametrize("text", ["4", "0-4", "3,1", "1,1", "0-2,2", "a", "2-1", "-1", "0,"])
 def test_refused_devices(text):
     with pytest.raises(ValueError, match="devices"):
         parse_devices(text, 4)

@@ -201,25 +201,33 @@ class Engine:
     # ---- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """This rank's weights, optimizer state and place in the schedule; brings back what was released."""
+        """What this rank holds for its data-parallel group (float32 tensors on the CPU, as `checkpoint.gather` gives them) and the
+        place in the schedule; brings back what was released. Collective over the layout's ranks; empty on others."""
         if not self.groups.is_member:
             return {}
         self._restore()
-        return {
-            "weights": [self.tensors[key].cpu() for key in sorted(self.tensors)],
-            "optimizer": checkpoint.optimizer_state(self.optimizer),
-            "scheduler": self.scheduler.state_dict(),
-        }
+        tensors, step = checkpoint.gather(self.chunks, self.optimizer, self.groups)
+        return {"tensors": tensors, "optimizer_step": step, "scheduler": self.scheduler.state_dict()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict()` of the same layout, in place."""
-        if not self.groups.is_member:
-            return
-        self._restore()
-        for key, saved in zip(sorted(self.tensors), state["weights"], strict=True):
-            self.tensors[key].copy_(saved)
-        checkpoint.set_optimizer_state(self.optimizer, state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+    def save(self, folder: Path) -> dict:
+        """Write weights and optimizer state into `folder`, for any layout to load; returns what `load` needs besides, in JSON values.
+
+        Every rank of the world calls this.
+        """
+        state = self.state_dict()
+        checkpoint.write(folder, state.pop("tensors", {}), self.chunks, self.optimizer, self.groups)
+        told = [state]
+        dist.broadcast_object_list(told, src=self.layout.ranks[0])
+        return told[0]
+
+    def load(self, folder: Path, state: dict) -> None:
+        """Continue from what `save` wrote and returned, under whatever layout, in place. Every rank of the world calls this."""
+        if self.groups.is_member:
+            self._restore()
+        checkpoint.read(folder, self.chunks, self.optimizer, self.groups, step=state["optimizer_step"])
+        if self.groups.is_member:
+            self.scheduler.num_steps = 0  # Megatron-Core adds the saved steps to those taken
+            self.scheduler.load_state_dict(state["scheduler"])
 
     def export(self, folder: Path, *, template: str) -> None:
         """Write a Hugging Face folder with the config and tokenizer of `template`; collective over the layout's ranks."""

@@ -1,0 +1,53 @@
+"""Checkpoints of whole runs: from another layout, past damage, and on a disk that does not take them. The same layout is in test_ppo.py."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+
+from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
+from tests.end_to_end.launch import run, start
+from verl_megatron.tracking import read_metrics
+
+
+def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, tmp_path):
+    """Saved on four ranks with distributed optimizers, resumed on two without; the newest checkpoint is damaged."""
+    folder = tmp_path / "run/checkpoint"
+    shutil.copytree(whole_run.output_dir / "checkpoint", folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_4"]
+    damaged = next((folder / "step_4/actor").glob("*.distcp"))
+    os.truncate(damaged, damaged.stat().st_size - 1)
+    layouts = ["actor.layout=pp2", "critic.layout=tp2", "rollout.tp=2", "engine.distributed_optimizer=false", "run.keep_last=1", "run.export=false"]
+    ended = run(2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *layouts, folder=tmp_path)
+
+    assert ended.stdout.count("is damaged and not used") == 1 and f"{damaged} has" in ended.stdout, ended.text
+    assert re.search(r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step", ended.stdout), ended.text
+    assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_4.damaged"]
+    expected, found = ({row["step"]: row for row in read_metrics(output_dir)} for output_dir in (whole_run.output_dir, tmp_path / "run"))
+    assert list(found) == [3, 4]
+    for key in ("policy/loss", "policy/entropy", "policy/grad_norm", "critic/loss", "critic/grad_norm", "kl/coef", "kl/ref", "reward/mean"):
+        assert found[3][key] == pytest.approx(expected[3][key], rel=1e-3, abs=1e-5), key
+
+
+def test_the_manifest_tells_the_run(whole_run):
+    manifest = json.loads((whole_run.output_dir / "checkpoint/step_4/manifest.json").read_text())
+    assert manifest["step"] == 4 and manifest["world_size"] == 4
+    assert manifest["layouts"] == {"actor": "tp2pp2 on ranks [0, 1, 2, 3]", "critic": "pp2dp2 on ranks [0, 1, 2, 3]"}
+    assert manifest["settings"]["algorithm"]["kl_target"] == 0.01 and manifest["models"]["actor"]["hidden_size"]
+    assert {"verl-megatron", "torch", "megatron-core"} <= manifest["versions"].keys()
+    assert manifest["validation"]["step"] == 4 and 0 <= manifest["validation"]["validation/accuracy"] <= 1
+    assert {"actor/.metadata", "critic/.metadata", "rank_0.pt", "rank_3.pt"} <= manifest["files"].keys()
+    assert all(len(file["sha256"]) == 64 for file in manifest["files"].values())
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(toy, tmp_path):
+    """One error from one rank, by name."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint").write_text("a file where the folder should be")
+    job = ["run.iterations=1", "run.save_interval=1", "data.validation=", "rollout.max_tokens=4", "actor.layout=tp2", "critic.layout=tp2", "rollout.tp=2"]
+    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *job), folder=tmp_path).wait(timeout_s=120)
+    assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
+    assert "the checkpoint of step 1 was not written to" in ended.error_lines[0] and "make room" in ended.error_lines[0]
+    assert "command_line.py" not in ended.stderr, ended.text

@@ -1,0 +1,127 @@
+"""On four ranks: training that goes on from a checkpoint, under its own layout and under others, against training that was never interrupted."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel import checkpoint
+from parallel.collectives import all_max
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.weights.architecture import read_architecture
+from tests.parity.training_worker import CLASSES, FIELDS, LR, experience, full_weights, policy, same, value
+from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
+from verl_megatron.config import EngineConfig
+from verl_megatron.roles.engine import Engine
+
+COMMON = {"clip_grad": 0.5, "adam_eps": 1e-4, "schedule": "cosine", "warmup_steps": 1, "tokens_per_micro_batch": 64}
+
+
+def make_engine(folder: Path, head: str, layout: Layout, *, seed: int = 1, **settings) -> Engine:
+    engine = Engine(arch=read_architecture(folder), folder=str(folder), groups=ProcessGroups(layout), config=EngineConfig(**COMMON, **settings), head=head, seed=seed)
+    engine.prepare_training(lr=LR, total_steps=6)
+    return engine
+
+
+def steps(engine: Engine, batch, count: int) -> None:
+    mine, micro = share_of(batch, engine.layout, engine.config.tokens_per_micro_batch)
+    for _ in range(count):
+        engine.train_step(mine, micro, policy if engine.head == "lm" else value, fields=FIELDS[engine.head], num_tokens=int(batch.response_mask.sum()))
+
+
+def bits(engine: Engine) -> list:
+    """Everything a member holds: its own copies of the weights and what its optimizer keeps for them."""
+    if not engine.groups.is_member:
+        return []
+    parts = checkpoint.learned(engine.chunks, engine.optimizer, engine.groups)
+    held = [(one.weight.data, one.start, *(tensor for kind in (checkpoint.VALUE, *checkpoint.MOMENTS) if (tensor := one.part(kind)) is not None)) for one in parts]
+    steps_taken = [float(one.inner.state.get(one.value, {}).get("step", 0)) for one in parts if one.inner is not None]
+    return [leaf for row in held for leaf in row] + steps_taken + [engine.scheduler.state_dict()]
+
+
+CASES = (
+    # head, family, saved under (layout, ranks, stage layers, settings), loaded under each of
+    ("lm", "qwen2_tied_yarn", ("tp2pp2", (0, 1, 2, 3), (), {}), [
+        ("pp2", (0, 1, 2, 3), (), {}), ("tp4", (0, 1, 2, 3), (), {}), ("tp2", (2, 3), (), {"distributed_optimizer": False}), ("pp2vpp2", (0, 1, 2, 3), (), {}),
+    ]),
+    ("lm", "qwen3", ("tp2", (0, 1, 2, 3), (), {}), [("tp2pp2", (0, 2, 1, 3), (), {}), ("cp2tp2sp", (0, 1, 2, 3), (), {}), ("tp1", (1,), (), {"distributed_optimizer": False})]),
+    ("token", "llama_tied_llama3", ("pp2", (0, 1, 2, 3), (1, 3), {"distributed_optimizer": False}), [("tp2pp2", (0, 1, 2, 3), (), {}), ("tp1", (0, 1, 2), (), {})]),
+)  # fmt: skip
+
+
+def check_layouts() -> None:
+    """A step after loading equals the step of training that went on: to the bit under the same layout, else to float32 rounding."""
+    folder = shared_folder()
+    for number, (head, family, source, targets) in enumerate(CASES):
+        path = folder / f"{head}_{family}"
+        batch = experience(write_once(path, family, CLASSES[head]).config.vocab_size)
+        text, ranks, stage_layers, settings = source
+        going_on = make_engine(path, head, Layout.parse(text, ranks, stage_layers), **settings)
+        steps(going_on, batch, 2)
+        saved = going_on.save(folder / f"saved_{number}")
+        held = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in bits(going_on)]
+        steps(going_on, batch, 1)
+        want = full_weights(going_on)
+
+        again = make_engine(path, head, Layout.parse(text, ranks, stage_layers), seed=2, **settings)
+        again.load(folder / f"saved_{number}", saved)
+        assert same(bits(again), held), f"{head} {family} {source}: not the bits that were saved"
+        steps(again, batch, 1)
+        assert same(bits(again), bits(going_on)), f"{head} {family} {source}: other bits after a step"
+        for text, ranks, stage_layers, settings in targets:
+            other = make_engine(path, head, Layout.parse(text, ranks, stage_layers), seed=2, **settings)
+            other.load(folder / f"saved_{number}", saved)
+            steps(other, batch, 1)
+            moved = max((tensor - want[name]).abs().max().item() for name, tensor in full_weights(other).items())
+            check(f"checkpoint {head} {family} {source[0]} on {text} {list(ranks)} {settings or ''}", limit=5e-6, weights=moved)
+
+
+def check_bfloat16() -> None:
+    """Master weights come back to the bit, and so do the bfloat16 weights that are their roundings; before the first step, too."""
+    folder = shared_folder()
+    batch = experience(write_once(folder / "qwen3", "qwen3").config.vocab_size)
+    layout = Layout.parse("tp2", tuple(range(4)))
+    for count in (0, 2):
+        for distributed in (True, False):
+            first = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed)
+            steps(first, batch, count)
+            saved = first.save(folder / f"{count}_{distributed}")
+            again = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed, seed=2)
+            steps(again, batch, 1 if count else 0)  # moments that are there are written over
+            again.load(folder / f"{count}_{distributed}", saved)
+            assert same(bits(again), bits(first)), f"{count} steps, distributed optimizer {distributed}"
+            other = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=not distributed)
+            other.load(folder / f"{count}_{distributed}", saved)
+            mine, theirs = other.state_dict(), first.state_dict()
+            assert mine["tensors"].keys() == theirs["tensors"].keys() and same(mine, theirs)
+    say("bfloat16: equal bit by bit")
+
+
+def check_format() -> None:
+    """Megatron-Core's own reader takes the folder for one of its own, and finds the weights in it."""
+    from megatron.core import dist_checkpointing  # only after parallel.device has prepared it
+
+    folder = shared_folder()
+    write_once(folder / "qwen3", "qwen3")
+    engine = make_engine(folder / "qwen3", "lm", Layout.parse("tp2pp2", tuple(range(4))))
+    engine.save(folder / "saved")
+    found = dist_checkpointing.load_plain_tensors(str(folder / "saved"))
+    want = full_weights(engine)["model.norm.weight"].flatten()
+    assert torch.equal(found["decoder.final_layernorm.weight"], want) and not any(key.startswith("optimizer") for key in found)
+    checkpoint.check_index(folder / "saved/.metadata")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "saved/.metadata").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    dist.barrier()
+    try:
+        checkpoint.check_index(folder / "saved/.metadata")
+    except ValueError as error:
+        refused = "os.system" in str(error) or "posix.system" in str(error)
+    assert all_max(torch.tensor([0.0 if refused else 1.0])).item() == 0, "an index that runs a command was loaded"
+    say("format: read by Megatron-Core")
+
+
+if __name__ == "__main__":
+    run_checks({"layouts": check_layouts, "bfloat16": check_bfloat16, "format": check_format}, sys.argv[1:])
