@@ -89,8 +89,7 @@ class PhaseTimer:
         self._synchronize = synchronize  # waits for the device, so that a phase owns the kernels it queued
         self._used_memory = used_memory
         self._seconds: dict[str, float] = {}
-        self._noted = 0
-        self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase, or where it was noted before
+        self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -102,12 +101,7 @@ class PhaseTimer:
             self._synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            self.note_memory()
-            self.memory_bytes[name], self._noted = self._noted, 0
-
-    def note_memory(self) -> None:
-        """Read the memory in use within a phase: about to give some back."""
-        self._noted = max(self._noted, self._used_memory())
+            self.memory_bytes[name] = self._used_memory()
 
     def pop(self) -> dict[str, float]:
         """The seconds per phase since the last call."""
