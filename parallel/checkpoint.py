@@ -111,10 +111,41 @@ def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
     return int(most)
 
 
-def gather(chunks: list, optimizer, groups: ProcessGroups) -> tuple[dict[str, Tensor], int]:
-    """Float32 tensors on the CPU of all parameters that this rank holds for its data-parallel group, and the optimizer's step.
+class HostCopies:
+    """Copies of what a rank holds, on the host: in new memory each time or, once it is reserved, in the same (pinned where there is a GPU)."""
 
-    Before the first step there are no moments.
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._is_kept = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def reserve(self, chunks: list, optimizer, groups: ProcessGroups) -> None:
+        """Take the memory for all that `gather` will give."""
+        self._is_kept = True
+        for one in learned(chunks, optimizer, groups):
+            if one.holder == groups.dp_cp.rank():
+                for kind in (VALUE, *MOMENTS):
+                    self._of(f"{one.name}/{kind}", one.weight.shape)
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """A float32 copy on the host, which a GPU fills in the order of its current stream."""
+        return self._of(name, tensor.shape).copy_(tensor, non_blocking=True)
+
+    def _of(self, name: str, shape: torch.Size) -> Tensor:
+        if not self._is_kept:
+            return torch.empty(shape, dtype=torch.float32)
+        if name not in self._tensors:
+            self._tensors[name] = torch.empty(shape, dtype=torch.float32, pin_memory=device.is_gpu())
+        return self._tensors[name]
+
+
+def gather(chunks: list, optimizer, groups: ProcessGroups, copies: HostCopies) -> tuple[dict[str, Tensor], int]:
+    """Float32 tensors on the host of all parameters that this rank holds for its data-parallel group, and the optimizer's step.
+
+    Before the first step there are no moments. On a GPU the current stream may still be filling the tensors.
     """
     parameters = learned(chunks, optimizer, groups)
     step = optimizer_step(parameters, groups)
@@ -125,14 +156,37 @@ def gather(chunks: list, optimizer, groups: ProcessGroups) -> tuple[dict[str, Te
         for kind in (VALUE, *MOMENTS) if step else (VALUE,):
             if not (is_mine or is_split):
                 continue
-            whole, part = torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device), one.part(kind)
-            if part is not None:
-                whole[one.start : one.stop] = part.detach().flatten()
-            if is_split:  # summed as integers: of each element all ranks but one have 0, so the bits stay
-                dist.reduce(whole.view(torch.int32), dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
+            whole = _whole(one, kind, groups) if is_split else one.part(kind)
             if is_mine:
-                tensors[f"{one.name}/{kind}"] = whole.view(one.weight.shape).cpu()
+                whole = torch.zeros_like(one.weight, dtype=torch.float32) if whole is None else whole.detach()  # None: no gradient ever came
+                tensors[f"{one.name}/{kind}"] = copies.copy(f"{one.name}/{kind}", whole.view(one.weight.shape))
     return tensors, step
+
+
+def _whole(one: Learned, kind: str, groups: ProcessGroups) -> Tensor:
+    """[N] float32 on the holder: what the ranks of a data-parallel group hold parts of; elsewhere anything."""
+    whole, part = torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device), one.part(kind)
+    if part is not None:
+        whole[one.start : one.stop] = part.detach().flatten()
+    # Summed as integers: of each element all ranks but one have 0, so the bits stay.
+    dist.reduce(whole.view(torch.int32), dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
+    return whole
+
+
+def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
+    """Euclidean norms of the values and of Adam's moments of the whole model, each element counted once, whatever the layout.
+
+    A collective over the layout's ranks, alike on each.
+    """
+    is_split = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
+    for one in learned(chunks, optimizer, groups):
+        is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (is_split or one.holder == groups.dp_cp.rank())
+        for place, kind in enumerate((VALUE, *MOMENTS)):
+            if is_counted and (part := one.part(kind)) is not None:
+                squares[place] += part.detach().double().square().sum()
+    dist.all_reduce(squares, group=groups.world)
+    return {f"norm/{kind}": value for kind, value in zip((VALUE, *MOMENTS), squares.sqrt().tolist())}
 
 
 def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
@@ -148,19 +202,28 @@ def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
     return described
 
 
-def write(folder: Path, tensors: dict[str, Tensor], chunks: list, optimizer, groups: ProcessGroups) -> None:
-    """Write what `gather` gave. Every rank of the world calls this together; non-members with nothing.
+class Snapshot:
+    """What `gather` gave, ready to be written, by another thread too; of a rank without the model it is empty."""
 
-    Raises:
-        torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
-    """
-    state = _describe(learned(chunks, optimizer, groups), tensors) if groups.is_member else {}
-    apply_factories(state)
-    shards = defaultdict(list)
-    for sharded in nested_values(state):
-        if is_main_replica(sharded.replica_id):
-            shards[sharded.key].append(sharded)
-    save_state(mcore_to_pyt_state_dict(shards), storage_writer=_Writer(folder), planner=MCoreSavePlanner(flatten_state_dict=False))
+    def __init__(self, tensors: dict[str, Tensor], chunks: list, optimizer, groups: ProcessGroups):
+        state = _describe(learned(chunks, optimizer, groups), tensors) if groups.is_member else {}
+        apply_factories(state)
+        shards = defaultdict(list)
+        for sharded in nested_values(state):
+            if is_main_replica(sharded.replica_id):
+                shards[sharded.key].append(sharded)
+        self._state = mcore_to_pyt_state_dict(shards)
+        self._is_copied = torch.cuda.current_stream().record_event() if device.is_gpu() else None
+
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Every rank of `group` (default: the world) calls this together.
+
+        Raises:
+            torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
+        """
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+        save_state(self._state, storage_writer=_Writer(folder), planner=MCoreSavePlanner(flatten_state_dict=False), process_group=group)
 
 
 class _Writer(FileSystemWriter):

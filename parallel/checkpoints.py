@@ -1,7 +1,8 @@
 """A run's checkpoints: folders step_N that are complete or do not exist, with a manifest that tells what is in them.
 
 A checkpoint is written into a scratch folder, its manifest last, and gets its name in one step. Before it is used each file's size and
-SHA-256 are compared with the manifest (about 1.5 GB/s a rank; the ranks share the files). All functions are collective over the world.
+SHA-256 are compared with the manifest (about 1.5 GB/s a rank; the ranks share the files). All functions are collective over the
+world, or over a group of all its ranks where one is given.
 """
 
 import contextlib
@@ -32,28 +33,31 @@ def complete(folder: Path) -> list[Path]:
 # ---- agreement --------------------------------------------------------------------------------------------------------
 
 
-def _from_first(value):
+Group = dist.ProcessGroup | None
+
+
+def _from_first(value, group: Group = None):
     """The first rank's value, on every rank."""
     values = [value]
-    dist.broadcast_object_list(values)
+    dist.broadcast_object_list(values, group=group)
     return values[0]
 
 
-def _gathered(value) -> list:
+def _gathered(value, group: Group = None) -> list:
     values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextlib.contextmanager
-def _together(action: str) -> Iterator[None]:
+def _together(action: str, group: Group = None) -> Iterator[None]:
     """At the end of the block every rank knows whether one failed to read or write, and raises the same CheckpointError."""
     problem = None
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk with either
         problem = str(error)
-    for rank, found in enumerate(_gathered(problem)):
+    for rank, found in enumerate(_gathered(problem, group)):
         if found is not None:
             raise CheckpointError(f"{action}: {found} (rank {rank})")
 
@@ -61,13 +65,13 @@ def _together(action: str) -> Iterator[None]:
 # ---- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[[Path], dict]) -> Path:
+def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None], group: Group = None) -> Path:
     """Write the checkpoint of a step; one of the same step is replaced.
 
     Args:
         manifest: what the manifest tells besides the step, the number of ranks and the files; JSON values.
         own: this rank's state, in what `torch.load(weights_only=True)` reads; comes back from `own_state`.
-        write: writes the shared files into the folder it is given and returns what the manifest has to tell about them.
+        write: writes the shared files into the folder it is given.
 
     Raises:
         CheckpointError: a rank could not write; what was there before is as it was.
@@ -75,21 +79,21 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
     path, scratch, is_first = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}", dist.get_rank() == 0
     action = f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room or make the folder writable and start again"
     try:
-        with _together(action):
+        with _together(action, group):
             if is_first:
                 for left in (*folder.glob(f"step_*{PARTIAL}"), *folder.glob(f"step_*{REPLACED}")):  # by a run that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 scratch.mkdir(parents=True)
         try:
-            manifest = manifest | write(scratch)
+            write(scratch)
         except CheckpointException as error:  # from torch, on every rank alike
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"{action}: {cause} (rank {rank})") from None
-        with _together(action):
+        with _together(action, group):
             with (scratch / f"rank_{dist.get_rank()}.pt").open("wb") as file:
                 torch.save(own, file)
-        files = _describe_files(scratch, action)
-        with _together(action):
+        files = _describe_files(scratch, action, group)
+        with _together(action, group):
             if is_first:
                 text = json.dumps({"step": step, "world_size": dist.get_world_size(), **manifest, "files": files}, indent=1)
                 _name(scratch, path, text)
@@ -100,15 +104,19 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
     return path
 
 
-def _describe_files(scratch: Path, action: str) -> dict[str, dict]:
+def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]:
     """Size and digest of every file, each read by one rank, which also makes sure that it is on the disk."""
     names = sorted(str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file())
     mine = {}
-    with _together(action):
-        for name in _share(_from_first(names)):
-            _sync(scratch / name)
-            mine[name] = {"bytes": (scratch / name).stat().st_size, "sha256": _digest(scratch / name)}
-    return dict(sorted((name, file) for part in _gathered(mine) for name, file in part.items()))
+    with _together(action, group):
+        for name in _share(_from_first(names, group)):
+            mine[name] = _describe_file(scratch / name)
+    return dict(sorted((name, file) for part in _gathered(mine, group) for name, file in part.items()))
+
+
+def _describe_file(path: Path) -> dict:
+    _sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
 def _share(names: list[str]) -> list[str]:
@@ -141,6 +149,64 @@ def _sync(path: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- what is added to a checkpoint afterwards -------------------------------------------------------------------------
+
+
+def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
+    """Add this rank's `own` (as in `save`) to the checkpoint in `path`; what had that name before is replaced.
+
+    Raises:
+        CheckpointError: a rank could not write; the checkpoint is what it was.
+    """
+    action = f"{name} were not added to {path}"
+    with _together(action, group):
+        file = path / f"{name}_{dist.get_rank()}.pt"
+        torch.save(own, file.with_suffix(PARTIAL))
+        described = {file.name: _describe_file(file.with_suffix(PARTIAL))}
+    files = {name: description for part in _gathered(described, group) for name, description in part.items()}
+    with _together(action, group):
+        if dist.get_rank() == 0:
+            (path / f"{name}.json").unlink(missing_ok=True)  # no time at which old digests stand beside new files
+    with _together(action, group):
+        os.replace(file.with_suffix(PARTIAL), file)
+    with _together(action, group):
+        if dist.get_rank() == 0:
+            tell(path, name, {"world_size": dist.get_world_size(), "files": files})
+
+
+def tell(path: Path, name: str, told: dict) -> None:
+    """Write `told` (JSON values) into the checkpoint in `path`, whole or not at all; not collective."""
+    scratch = path / f"{name}{PARTIAL}"
+    scratch.write_text(json.dumps(told, indent=1))
+    _sync(scratch)
+    os.replace(scratch, path / f"{name}.json")
+
+
+def told(path: Path, name: str) -> dict | None:
+    """What `tell` wrote, on every rank; None: nothing that can be read."""
+
+    def read() -> dict | None:
+        try:
+            return json.loads((path / f"{name}.json").read_text())
+        except (OSError, ValueError):
+            return None
+
+    return _from_first(read() if dist.get_rank() == 0 else None)
+
+
+def added(path: Path, name: str, *, say: Callable[[str], None]) -> list[dict] | None:
+    """What `add` wrote, by its rank, where it is whole: this rank's own if there are as many ranks as then, else all ranks', on each."""
+    described = told(path, name)
+    if described is None:
+        return None
+    mine = next((found for file in _share(sorted(described["files"])) if (found := _file_damage(path / file, described["files"][file]))), None)
+    if problem := next((found for found in _gathered(mine) if found), None):
+        say(f"warning: {name} of {path} are not used: {problem}")
+        return None
+    ranks = [dist.get_rank()] if described["world_size"] == dist.get_world_size() else range(described["world_size"])
+    return [torch.load(path / f"{name}_{rank}.pt", map_location="cpu", weights_only=True) for rank in ranks]
 
 
 def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> None:

@@ -43,7 +43,20 @@ def initialize() -> None:
     if is_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", device_id=device() if is_gpu() else None)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", device_id=device() if is_gpu() else None, **_launchers_store())
+
+
+def _launchers_store() -> dict:
+    """Arguments that join through the store which torchrun keeps over all its attempts: under keys of this attempt alone.
+
+    Without them a restarted gloo rank (torch 2.13) finds the addresses of the ranks that have ended, and cannot connect.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"verl_megatron/attempt_{attempt}", store), "rank": rank, "world_size": world_size}
 
 
 def _free_port() -> int:

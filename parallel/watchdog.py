@@ -26,8 +26,8 @@ EXIT_STATUS = 75  # sysexits.h's EX_TEMPFAIL: the same command may succeed when 
 INTERVAL_S = 1.0  # between two messages of a rank
 START_S = 60.0  # a rank may enter this much later than the first, beside its timeout: some need seconds more to join the world
 SILENCE_S = 2.0  # a rank is silent after its timeout and this: its messages and our readings are a second apart
-GUARD_S = 7.0  # after the timeout and this a rank whose thread cannot run is ended by faulthandler; later than others name it
-FAREWELL_S = 7.0  # the ranks wait this long for each other's stacks, those by faulthandler too: torchrun ends all when the first has ended
+GUARD_S = 15.0  # after the timeout and this a rank whose thread cannot run is ended by faulthandler; later than others name it
+FAREWELL_S = 15.0  # the ranks wait this long for each other's stacks, those by faulthandler too: torchrun ends all when the first has ended
 ENDED = 2**62  # sequence of a rank that has left the watchdog
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -139,9 +139,8 @@ class Watchdog:
     The thread that does this needs Python's lock (GIL), which collectives give up. A rank whose main thread keeps the lock in a C
     call falls silent: the others name it, and faulthandler, which needs no lock, writes its stacks and ends it with status 1.
 
-    torchrun --max-restarts=N then starts all ranks again, where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set: with torch 2.13 the next
-    attempt otherwise finds the addresses of the last one in the store that torchrun keeps, and cannot connect. A rank that was
-    stopped by a signal ends only by torchrun's SIGKILL, its --shutdown-timeout (30 s) later.
+    torchrun --max-restarts=N then starts all ranks again. A rank that was stopped by a signal ends only by torchrun's SIGKILL, its
+    --shutdown-timeout (30 s) later.
 
     Set the timeout below the one of torch.distributed (10 minutes for NCCL), or that ends the run first, without a name. Leave the
     process's other uses of faulthandler.dump_traceback_later alone: there is one such timer in a process, and this class takes it.
@@ -191,9 +190,10 @@ class Watchdog:
             self._thread.join(timeout=INTERVAL_S + FAREWELL_S)
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # the last to leave takes the empty folder along
                 if not Path(self._file.name).stat().st_size:
                     os.unlink(self._file.name)
+                    self.stacks.rmdir()
 
     @contextlib.contextmanager
     def operation(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:

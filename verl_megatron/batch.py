@@ -5,6 +5,7 @@ A per-token field at position t speaks of token t: `logprobs[b, t]` is log p(tok
 `values[b, t]` the critic's value of the state in which token t is chosen. Outside the response every such field is 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -44,6 +45,17 @@ class RolloutBatch:
     def lengths(self) -> Tensor:
         """[B] int64, tokens of prompt and response."""
         return self.attention_mask.sum(-1)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """All rows of `parts` (at least one, with the same fields set), ordered by number and padded to the widest."""
+
+        def joined(tensors: list[Tensor]) -> Tensor:
+            width = max((tensor.size(1) for tensor in tensors if tensor.dim() > 1), default=0)
+            return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.size(1))) if tensor.dim() > 1 else tensor for tensor in tensors])
+
+        batch = cls(**{name: joined([part.tensors()[name] for part in parts]) for name in parts[0].tensors()})
+        return batch.select(batch.row_id.argsort())
 
     @classmethod
     def from_rows(cls, row_ids: list[int], prompts: list[list[int]], responses: list[list[int]], rollout_logprobs: list[list[float]] | None = None) -> "RolloutBatch":

@@ -1,5 +1,6 @@
 """Refuses settings that cannot work, all at once and before any model is built. A problem names the setting, its value and a remedy."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,12 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
     problems = _said_by(check_sinks, run.track_metrics)
     if not run.output_dir or Path(run.output_dir).is_file():
         problems.append(f"run.output_dir={run.output_dir!r} is no folder; name one (it is made if need be)")
+    else:
+        existing = Path(run.output_dir).absolute()
+        while not existing.exists():
+            existing = existing.parent
+        if not os.access(existing, os.W_OK | os.X_OK):
+            problems.append(f"run.output_dir={run.output_dir!r} cannot be written: {existing} is read-only; make it writable or name another folder")
     if data.train == MISSING:
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
@@ -132,10 +139,10 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             problems.append(f"data.{name}={path!r} does not exist; name a .jsonl file")
     if run.validate_interval > 0 and not data.validation:
         problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
-    if run.keep_best > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
+    if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
         problems.append(
-            f"run.keep_best={run.keep_best} compares the validation accuracy at each checkpoint, and run.save_interval={run.save_interval}"
-            f" is no multiple of run.validate_interval={run.validate_interval}; make it one, or leave keep_best at 0"
+            f"run.keep_best_k={run.keep_best_k} compares the validation accuracy at each checkpoint, and run.save_interval={run.save_interval}"
+            f" is no multiple of run.validate_interval={run.validate_interval}; make it one, or leave keep_best_k at 0"
         )
     return problems
 

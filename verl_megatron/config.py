@@ -17,9 +17,13 @@ class RunConfig:
     iterations: int = 100
     validate_interval: int = 0  # iterations between validations; 0: before the first and after the last only
     save_interval: int = 0  # iterations between checkpoints; 0: none
-    keep_last: int = 2  # checkpoints that are kept; 0: all
-    keep_best: int = 0  # checkpoints kept besides, those with the best validation accuracy
+    keep_last_k: int = 2  # checkpoints that are kept; 0: all
+    keep_best_k: int = 0  # checkpoints kept besides, those with the best validation accuracy
+    async_save: bool = False  # train on while a checkpoint is written; costs a copy of weights and optimizer state in host memory
     resume: bool = True  # continue from output_dir/checkpoint if there is one
+    verify: bool = False  # after resuming, compare the first iteration, on the rows that are stored, with what was recorded
+    stall_timeout_s: float = 300.0  # end the run, and name the culprit, when a rank makes no progress for so long; 0: never
+    grace_s: float = 25.0  # from SIGTERM to the end by force, in which the run saves; below torchrun's --shutdown-timeout
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
     track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow
 

@@ -12,8 +12,10 @@ INTERVALS = {
         "iterations": "[1, inf)",
         "validate_interval": "[0, inf)",
         "save_interval": "[0, inf)",
-        "keep_last": "[0, inf)",
-        "keep_best": "[0, inf)",
+        "keep_last_k": "[0, inf)",
+        "keep_best_k": "[0, inf)",
+        "stall_timeout_s": "[0, inf)",
+        "grace_s": "(0, inf)",
     },
     "DataConfig": {
         "max_prompt_tokens": "[1, inf)",

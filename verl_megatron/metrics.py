@@ -6,7 +6,7 @@ Letters: B rows on this rank, T token positions, N response tokens of those rows
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -36,6 +36,18 @@ class Sums:
         if name in self._maxima:
             value = torch.maximum(*(torch.as_tensor(x, dtype=torch.float64) for x in (value, self._maxima[name])))
         self._maxima[name] = value
+
+    def state_dict(self) -> dict[str, dict]:
+        """Plain numbers, for `from_state`."""
+        names = list(self._totals)
+        cells = iter(to_floats([cell for name in names for cell in self._totals[name]]))
+        return {"totals": {name: (next(cells), next(cells)) for name in names}, "maxima": dict(zip(self._maxima, to_floats(list(self._maxima.values()))))}
+
+    @classmethod
+    def from_state(cls, state: dict[str, dict]) -> "Sums":
+        sums = cls()
+        sums._totals, sums._maxima = {name: tuple(cells) for name, cells in state["totals"].items()}, dict(state["maxima"])
+        return sums
 
     def merge(self, other: "Sums") -> None:
         """Take in everything `other` holds."""
@@ -85,10 +97,16 @@ def to_floats(values: list[Scalar]) -> list[float]:
 class PhaseTimer:
     """Wall-clock seconds per phase of an iteration, in the order in which they first began, and memory in use after each."""
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None, used_memory: Callable[[], int] = lambda: 0):
+    def __init__(
+        self,
+        synchronize: Callable[[], None] = lambda: None,
+        used_memory: Callable[[], int] = lambda: 0,
+        around: Callable[[str], AbstractContextManager] = nullcontext,
+    ):
         self._synchronize = synchronize  # waits for the device, so that a phase owns the kernels it queued
         self._used_memory = used_memory
-        self._seconds: dict[str, float] = {}
+        self._around = around  # entered with the phase's name
+        self.seconds: dict[str, float] = {}  # since the last pop()
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
 
     @contextmanager
@@ -97,15 +115,16 @@ class PhaseTimer:
         self._synchronize()
         start = time.perf_counter()
         try:
-            yield
-            self._synchronize()
+            with self._around(name):
+                yield
+                self._synchronize()
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.memory_bytes[name] = self._used_memory()
 
     def pop(self) -> dict[str, float]:
         """The seconds per phase since the last call."""
-        seconds, self._seconds = self._seconds, {}
+        seconds, self.seconds = self.seconds, {}
         return seconds
 
 

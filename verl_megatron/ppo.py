@@ -1,8 +1,9 @@
-"""One iteration of reinforcement learning. Read this first.
+"""One iteration of reinforcement learning: collect rows, learn from them. Read this first.
 
-Every rank runs this function. A role's method is called on all ranks; those outside the role's layout only pass their rows on.
+Every rank runs these functions. A role's method is called on all ranks; those outside the role's layout only pass their rows on.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 from parallel.collectives import all_sum
@@ -16,19 +17,35 @@ POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 VALUE_FIELDS = ("values", "returns")
 
 
-def iterate(run: Run, step: int) -> dict[str, float]:
-    """Hand the weights to vLLM, draw prompts, generate, score and learn; returns the iteration's metrics."""
-    config, clock, sums = run.config.algorithm, run.clock, Sums()
+@dataclass(kw_only=True)
+class Collected:
+    """An iteration's rows with their scores, before anything is learnt from them."""
+
+    batch: RolloutBatch  # the rows at home on this rank
+    rows: RowTable
+    sums: Sums
+    reshard_bytes: int
+
+
+def collect(run: Run, step: int) -> Collected:
+    """Hand the weights to vLLM, draw prompts, generate and score."""
+    clock, sums = run.clock, Sums()
     with clock.phase("reshard"):
         report = run.hand_over()
     with clock.phase("rollout"):
         batch = run.generate(run.draw_prompts(), iteration=step)
-        rows = RowTable.gather(batch, num_rows=run.num_rows, num_mini_batches=config.mini_batches)  # waits for the slowest replica
+        rows = run.table_of(batch)  # waits for the slowest replica
     with clock.phase("return"):
         run.end_rollout()
         run.start_restore()
     with clock.phase("reward"):
         batch.rewards = run.score(batch, rows, sums)
+    return Collected(batch=batch, rows=rows, sums=sums, reshard_bytes=report.bytes_received + report.bytes_local)
+
+
+def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
+    """Log-probs, values, advantages and the updates; returns the iteration's metrics."""
+    config, clock, batch, rows, sums = run.config.algorithm, run.clock, collected.batch, collected.rows, collected.sums
     with clock.phase("log_probs"):
         batch.logprobs = run.actor.infer(batch, rows)["logprobs"]
         if run.reference is not None:
@@ -51,7 +68,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     costs = iteration_metrics(
         clock.pop(),
         response_tokens=int(rows.response_R.sum()),
-        reshard_bytes=report.bytes_received + report.bytes_local,
+        reshard_bytes=collected.reshard_bytes,
         memory_bytes=run.used_memory(),
     )
     return metrics | costs

@@ -12,6 +12,7 @@ from parallel.collectives import all_max
 from parallel.layout import Layout
 from parallel.placement import place
 from parallel.reshard.execute import ReshardReport
+from parallel.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import Algorithm, get_algorithm
 from verl_megatron.batch import RolloutBatch
@@ -49,13 +50,18 @@ class Run:
     sync: WeightSync
     algorithm: Algorithm
     kl: KLController
-    clock: PhaseTimer = field(default_factory=lambda: PhaseTimer(device.synchronize, device.used_memory_bytes))
+    watchdog: Watchdog
+    clock: PhaseTimer
     stale: bool = True  # vLLM's weights are not the actor's
     shown_failures: set[str] = field(default_factory=set)
 
     @property
     def num_rows(self) -> int:
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
+
+    def table_of(self, batch: RolloutBatch) -> RowTable:
+        """All rows of the iteration, from those at home here."""
+        return RowTable.gather(batch, num_rows=self.num_rows, num_mini_batches=self.config.algorithm.mini_batches)
 
     def draw_prompts(self) -> list[Prompt]:
         return [self.prompts[i] for i in self.cursor.draw(self.config.data.prompts_per_iteration)]
@@ -72,6 +78,7 @@ class Run:
             iteration=iteration,
             tokenizer=self.tokenizer,
             pool=self.pool,
+            on_step=self.watchdog.beat,
         )
 
     def end_rollout(self) -> None:
@@ -116,7 +123,7 @@ class Run:
         """[B] float32: what the reward function and the reward model give the rows at home."""
         rewards = torch.zeros(len(batch))
         if self.pool is not None:
-            results = self.pool.results()
+            results = self.pool.results(progress=self.watchdog.beat)
             sums.add("reward/latency_ms", self.pool.total_ms, self.pool.calls)
             for b, row in enumerate(batch.row_id.tolist()):
                 rewards[b] = results[row].score
@@ -151,8 +158,8 @@ class Run:
         self.vllm.close()
 
 
-def build_run(config: TrainerConfig) -> Run:
-    """All parts of a run from its (checked) settings. Collective over the world.
+def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
+    """All parts of a run from its (checked) settings; `watchdog` hears of its phases and its progress. Collective over the world.
 
     Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
     the actor comes first.
@@ -172,7 +179,7 @@ def build_run(config: TrainerConfig) -> Run:
     def role(model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
         layout = layout_of(model)  # what is split like the actor shares its groups
         steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
-        common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature, train_steps=steps)
+        common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature, train_steps=steps, progress=watchdog.beat)
         return make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
 
     if config.reshard.mode == "keep":
@@ -208,6 +215,8 @@ def build_run(config: TrainerConfig) -> Run:
         sync=sync,
         algorithm=algorithm,
         kl=make_controller(config.algorithm),
+        watchdog=watchdog,
+        clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=watchdog.operation),
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_sum
+from parallel.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import check_sft_config, refuse
@@ -38,6 +39,10 @@ class SFTTrainer:
 
     def train(self) -> dict[str, float]:
         """All optimizer steps, then the export; returns the last metrics."""
+        with Watchdog(self.config.run.stall_timeout_s, self.config.run.output_dir) as watchdog:
+            return self._train(watchdog)
+
+    def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
         tokenizer = load_tokenizer(config.actor.path)
         rows = DemonstrationDataset(config.data.train, tokenizer, config.data)
@@ -49,7 +54,7 @@ class SFTTrainer:
         gc.enable()
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
         tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None
-        clock, metrics = PhaseTimer(device.synchronize), {}
+        clock, metrics = PhaseTimer(device.synchronize, around=watchdog.operation), {}
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
                 metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.rows_per_step)])

@@ -19,7 +19,7 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
     assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_4"]
     damaged = next((folder / "step_4/actor").glob("*.distcp"))
     os.truncate(damaged, damaged.stat().st_size - 1)
-    layouts = ["actor.layout=pp2", "critic.layout=tp2", "rollout.tp=2", "engine.distributed_optimizer=false", "run.keep_last=1", "run.export=false"]
+    layouts = ["actor.layout=pp2", "critic.layout=tp2", "rollout.tp=2", "engine.distributed_optimizer=false", "run.keep_last_k=1", "run.export=false"]
     ended = run(2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *layouts, folder=tmp_path)
 
     assert ended.stdout.count("is damaged and not used") == 1 and f"{damaged} has" in ended.stdout, ended.text

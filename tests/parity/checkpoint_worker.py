@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import checkpoint
+from parallel.background import Background
 from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
@@ -29,6 +30,12 @@ def steps(engine: Engine, batch, count: int) -> None:
     mine, micro = share_of(batch, engine.layout, engine.config.tokens_per_micro_batch)
     for _ in range(count):
         engine.train_step(mine, micro, policy if engine.head == "lm" else value, fields=FIELDS[engine.head], num_tokens=int(batch.response_mask.sum()))
+
+
+def save(engine: Engine, folder: Path) -> dict:
+    snapshot, told = engine.snapshot()
+    snapshot.write(folder)
+    return told
 
 
 def bits(engine: Engine) -> list:
@@ -60,10 +67,10 @@ def check_layouts() -> None:
         text, ranks, stage_layers, settings = source
         going_on = make_engine(path, head, Layout.parse(text, ranks, stage_layers), **settings)
         steps(going_on, batch, 2)
-        saved = going_on.save(folder / f"saved_{number}")
+        saved = save(going_on, folder / f"saved_{number}")
         held = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in bits(going_on)]
         steps(going_on, batch, 1)
-        want = full_weights(going_on)
+        want, norms = full_weights(going_on), going_on.norms()
 
         again = make_engine(path, head, Layout.parse(text, ranks, stage_layers), seed=2, **settings)
         again.load(folder / f"saved_{number}", saved)
@@ -75,7 +82,8 @@ def check_layouts() -> None:
             other.load(folder / f"saved_{number}", saved)
             steps(other, batch, 1)
             moved = max((tensor - want[name]).abs().max().item() for name, tensor in full_weights(other).items())
-            check(f"checkpoint {head} {family} {source[0]} on {text} {list(ranks)} {settings or ''}", limit=5e-6, weights=moved)
+            apart = max(abs(found / norm - 1) for found, norm in zip(other.norms().values(), norms.values()))
+            check(f"checkpoint {head} {family} {source[0]} on {text} {list(ranks)} {settings or ''}", limit=5e-6, weights=moved, norms=apart)
 
 
 def check_bfloat16() -> None:
@@ -87,7 +95,7 @@ def check_bfloat16() -> None:
         for distributed in (True, False):
             first = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed)
             steps(first, batch, count)
-            saved = first.save(folder / f"{count}_{distributed}")
+            saved = save(first, folder / f"{count}_{distributed}")
             again = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed, seed=2)
             steps(again, batch, 1 if count else 0)  # moments that are there are written over
             again.load(folder / f"{count}_{distributed}", saved)
@@ -99,6 +107,27 @@ def check_bfloat16() -> None:
     say("bfloat16: equal bit by bit")
 
 
+def check_background() -> None:
+    """What a thread writes while training goes on is the state at the snapshot, every time."""
+    folder = shared_folder()
+    batch = experience(write_once(folder / "qwen3", "qwen3").config.vocab_size)
+    layout, background = Layout.parse("tp2", tuple(range(4))), Background(enabled=True)
+    engine = make_engine(folder / "qwen3", "lm", layout)
+    reserved = engine.reserve_copies()
+    for number in range(2):
+        steps(engine, batch, 1)
+        (snapshot, told), held = engine.snapshot(), [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in bits(engine)]
+        background.submit(lambda group, path=folder / f"saved_{number}", snapshot=snapshot: snapshot.write(path, group))
+        steps(engine, batch, 1)
+        background.wait()
+        again = make_engine(folder / "qwen3", "lm", layout, seed=2)
+        again.load(folder / f"saved_{number}", told)
+        assert same(bits(again), held) and not same(bits(engine), held)
+    assert engine.copies.num_bytes == reserved > 0
+    background.close()
+    say("background: the state at the snapshot")
+
+
 def check_format() -> None:
     """Megatron-Core's own reader takes the folder for one of its own, and finds the weights in it."""
     from megatron.core import dist_checkpointing  # only after parallel.device has prepared it
@@ -106,7 +135,7 @@ def check_format() -> None:
     folder = shared_folder()
     write_once(folder / "qwen3", "qwen3")
     engine = make_engine(folder / "qwen3", "lm", Layout.parse("tp2pp2", tuple(range(4))))
-    engine.save(folder / "saved")
+    save(engine, folder / "saved")
     found = dist_checkpointing.load_plain_tensors(str(folder / "saved"))
     want = full_weights(engine)["model.norm.weight"].flatten()
     assert torch.equal(found["decoder.final_layernorm.weight"], want) and not any(key.startswith("optimizer") for key in found)
@@ -124,4 +153,4 @@ def check_format() -> None:
 
 
 if __name__ == "__main__":
-    run_checks({"layouts": check_layouts, "bfloat16": check_bfloat16, "format": check_format}, sys.argv[1:])
+    run_checks({"layouts": check_layouts, "bfloat16": check_bfloat16, "background": check_background, "format": check_format}, sys.argv[1:])

@@ -13,6 +13,7 @@ import sys
 import time
 import types
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import TimeoutError
 from dataclasses import dataclass, field
 from multiprocessing import context, popen_spawn_posix
@@ -99,11 +100,15 @@ class RewardPool:
         future = self._pool.schedule(_score, args=(self._spec, prompt, response, ground_truth, extra or {}), timeout=self.timeout_s)
         self._pending[row_id] = (prompt, response, future)
 
-    def results(self) -> dict[int, Reward]:
-        """Rewards by row_id of all rows submitted since the last call; waits for them."""
+    def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
+        """Rewards by row_id of all rows submitted since the last call; waits for them, and calls `progress` as they come."""
         pending, self._pending = self._pending, {}
         self.failures, self.total_ms, self.calls = Counter(), 0.0, len(pending)
-        return {row_id: self._collect(row_id, *row) for row_id, row in pending.items()}
+        rewards = {}
+        for row_id, row in pending.items():
+            rewards[row_id] = self._collect(row_id, *row)
+            progress()
+        return rewards
 
     def _collect(self, row_id: int, prompt: str, response: str, future: ProcessFuture) -> Reward:
         error = future.exception()
@@ -138,6 +143,7 @@ def _start_worker(spec: str, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # even a call that never gives up the GIL ends with the trainer
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
+    os.setsid()  # torchrun passes SIGTERM on to the trainer's whole process group, and the trainer still wants its answers
     with contextlib.suppress(ValueError):  # said by the first call; here it only spares that call the import
         _load(spec)
 

@@ -58,15 +58,29 @@ def check_weights(folder: str, head: Head) -> None:
 class Engine:
     """A model on its ranks. Every rank of the world constructs it; what non-members call returns nothing."""
 
-    def __init__(self, *, arch: Architecture, folder: str | None, groups: ProcessGroups, config: EngineConfig, head: Head, seed: int, temperature: float = 1.0):
+    def __init__(
+        self,
+        *,
+        arch: Architecture,
+        folder: str | None,
+        groups: ProcessGroups,
+        config: EngineConfig,
+        head: Head,
+        seed: int,
+        temperature: float = 1.0,
+        progress: Callable[[], None] = lambda: None,
+    ):
         """
         Args:
             folder: a Hugging Face folder with the weights; None keeps them as initialised and reads no files.
+            progress: called before each micro-batch.
         """
+        self.progress = progress
         self.arch, self.groups, self.config, self.head = arch, groups, config, head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
         self.optimizer = None
         self.offload = Offload(device.device())
+        self.copies = checkpoint.HostCopies()
         self.chunks = []
         if not groups.is_member:
             return
@@ -206,22 +220,36 @@ class Engine:
         if not self.groups.is_member:
             return {}
         self._restore()
-        tensors, step = checkpoint.gather(self.chunks, self.optimizer, self.groups)
+        tensors, step = checkpoint.gather(self.chunks, self.optimizer, self.groups, self.copies)
         return {"tensors": tensors, "optimizer_step": step, "scheduler": self.scheduler.state_dict()}
 
-    def save(self, folder: Path) -> dict:
-        """Write weights and optimizer state into `folder`, for any layout to load; returns what `load` needs besides, in JSON values.
+    def snapshot(self) -> tuple[checkpoint.Snapshot, dict]:
+        """Weights and optimizer state as they are now, to be written for any layout to load, and what `load` needs besides (JSON values).
 
-        Every rank of the world calls this.
+        Every rank of the world calls this. The snapshot is of this state until the next one is made.
         """
         state = self.state_dict()
-        checkpoint.write(folder, state.pop("tensors", {}), self.chunks, self.optimizer, self.groups)
+        snapshot = checkpoint.Snapshot(state.pop("tensors", {}), self.chunks, self.optimizer, self.groups)
         told = [state]
+        dist.broadcast_object_list(told, src=self.layout.ranks[0])
+        return snapshot, told[0]
+
+    def reserve_copies(self) -> int:
+        """Take the host memory that snapshots need, once and for all; its bytes on this rank."""
+        if self.groups.is_member:
+            self.copies.reserve(self.chunks, self.optimizer, self.groups)
+        return self.copies.num_bytes
+
+    def norms(self) -> dict[str, float]:
+        """Norms of the weights and of Adam's moments, the same under every layout, on every rank of the world."""
+        if self.groups.is_member:
+            self._restore()
+        told = [checkpoint.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}]
         dist.broadcast_object_list(told, src=self.layout.ranks[0])
         return told[0]
 
     def load(self, folder: Path, state: dict) -> None:
-        """Continue from what `save` wrote and returned, under whatever layout, in place. Every rank of the world calls this."""
+        """Continue from what a snapshot wrote into `folder` and told, under whatever layout, in place. Every rank of the world calls this."""
         if self.groups.is_member:
             self._restore()
         checkpoint.read(folder, self.chunks, self.optimizer, self.groups, step=state["optimizer_step"])
@@ -301,6 +329,7 @@ class Engine:
             )
 
     def _forward_step(self, on_last_stage, forward_only, iterator, model):
+        self.progress()
         micro: MicroBatch = next(iterator)
         longest = max(micro.lengths)
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)

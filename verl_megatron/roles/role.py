@@ -71,11 +71,20 @@ def layout_of(model: ModelConfig) -> Layout:
 
 
 def make_role(
-    model: ModelConfig, layout: Layout, *, arch: Architecture, engine: EngineConfig, head: Head, seed: int, temperature: float, train_steps: int = 0
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    arch: Architecture,
+    engine: EngineConfig,
+    head: Head,
+    seed: int,
+    temperature: float,
+    train_steps: int = 0,
+    progress: Callable[[], None] = lambda: None,
 ) -> Role:
-    """A role on its own layout; with `train_steps` above 0 it learns."""
+    """A role on its own layout; with `train_steps` above 0 it learns. `progress` is called before each micro-batch."""
     groups = ProcessGroups(layout)
-    made = Engine(arch=arch, folder=model.path, groups=groups, config=engine, head=head, seed=seed, temperature=temperature)
+    made = Engine(arch=arch, folder=model.path, groups=groups, config=engine, head=head, seed=seed, temperature=temperature, progress=progress)
     if train_steps:
         made.prepare_training(lr=model.lr, total_steps=train_steps)
     return Role(made, DataCollector(layout, rank=dist.get_rank(), group=None, device=device.device()))

@@ -1,6 +1,6 @@
 """Prompts in, rows out: what vLLM generated here, scored while it was being generated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.data import Prompt
@@ -20,11 +20,12 @@ def generate_rows(
     iteration: int,
     tokenizer: Tokenizer,
     pool: RewardPool | None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> RolloutBatch:
     """Rows prompt by prompt: row i answers prompt i // samples_per_prompt. Every rank passes the same prompts.
 
     Returns the rows whose home is this rank (the first of its replica; the other ranks hold none), ordered by number.
-    Function rewards start as rows finish; `pool.results()` has them afterwards.
+    Function rewards start as rows finish; `pool.results()` has them afterwards. `on_step` is called as tokens are added.
     """
     requests = [
         Request(row_id=i * samples_per_prompt + s, prompt_token_ids=prompt.prompt_token_ids, seed=row_seed(seed, iteration, i * samples_per_prompt + s))
@@ -36,7 +37,7 @@ def generate_rows(
         prompt = prompts[row.row_id // samples_per_prompt]
         pool.submit(row.row_id, prompt.text, tokenizer.decode(row.token_ids), prompt.answer, prompt.extra)
 
-    generations = vllm.generate(requests, sampling, on_finish=score if pool is not None and vllm.is_home else None)
+    generations = vllm.generate(requests, sampling, on_finish=score if pool is not None and vllm.is_home else None, on_step=on_step)
     mine = sorted(generations, key=lambda row: row.row_id) if vllm.is_home else []
     return RolloutBatch.from_rows(
         [row.row_id for row in mine],

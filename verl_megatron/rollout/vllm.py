@@ -154,12 +154,14 @@ class VLLMActor:
         sampling: Sampling,
         *,
         on_finish: Callable[[Generation], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
         shared: bool = True,
     ) -> list[Generation]:
         """Generate the rows of `requests`, divided among the replicas as they get free. Collective: every rank passes the same.
 
         Args:
             on_finish: called with each row as it finishes, on the replica's home rank only.
+            on_step: called on every rank as tokens are added to its rows.
             shared: False: every replica generates all of the rows it is given.
 
         Returns:
@@ -176,7 +178,7 @@ class VLLMActor:
         queue = WorkQueue(len(requests), num_replicas=self.num_replicas if shared else 1)
         dispatcher = Dispatcher(queue, limit=self.config.max_num_seqs, group=self._tp_group if self.tp > 1 else None)
         done: dict[int, Generation] = {}
-        finished = self._finished(dispatcher, requests, sampling, budgets)
+        finished = self._finished(dispatcher, requests, sampling, budgets, on_step)
         with self._guarded(), contextlib.closing(finished):
             for index, completion in finished:
                 request = requests[index]
@@ -188,7 +190,9 @@ class VLLMActor:
         self._check_same_rows(rows)
         return rows
 
-    def _finished(self, dispatcher: Dispatcher, requests: Sequence[Request], sampling: Sampling, budgets: list[int]) -> Iterator[tuple[int, object]]:
+    def _finished(
+        self, dispatcher: Dispatcher, requests: Sequence[Request], sampling: Sampling, budgets: list[int], on_step: Callable[[], None]
+    ) -> Iterator[tuple[int, object]]:
         """(index of the request, vLLM's completion) as rows finish, until the queue and this replica are empty."""
         from vllm.inputs import tokens_input
 
@@ -203,6 +207,7 @@ class VLLMActor:
                     running.add(str(index))
                 if not running:
                     return
+                on_step()
                 for output in engine.step():
                     if output.finished:
                         running.remove(output.request_id)

