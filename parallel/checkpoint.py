@@ -254,7 +254,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
         loaded = TorchDistLoadShardedStrategy().load(wanted, folder)
     except CheckpointException as error:  # no Exception, and one for all ranks
         cause = next(iter(error.failures.values()))[0]
-        raise ValueError(f"{folder} does not fit this model ({cause}); resume with the version of megatron-core that wrote it, or set run.resume=false") from None
+        raise ValueError(f"{folder} does not fit this model ({cause}); resume with the version of megatron-core that wrote it, or set run.resume=never") from None
     factories = {name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)}
     loaded = apply_factory_merges(loaded, factories)
     for one in parameters:

@@ -260,7 +260,7 @@ def newest_sound(folder: Path, *, say: Callable[[str], None]) -> tuple[Path, dic
         first = first or f"{path.name}: {problem}"
         say(f"warning: checkpoint {path} is damaged and not used: {problem}")
     if damaged:
-        raise CheckpointError(f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=false to begin anew")
+        raise CheckpointError(f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew")
     return None
 
 
@@ -312,13 +312,13 @@ def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> 
     """
     saved, models = manifest["models"], json.loads(json.dumps(models))
     if saved.keys() != models.keys():
-        raise CheckpointError(f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=false")
+        raise CheckpointError(f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never")
     for role, model in models.items():
         for name in sorted(model.keys() | saved[role].keys()):
             if model.get(name) != saved[role].get(name):
                 raise CheckpointError(
                     f"checkpoint {path} holds an {role} with {name}={saved[role].get(name)}, this run's has {name}={model.get(name)};"
-                    f" set {role}.path to the model that it was trained from, or run.resume=false"
+                    f" set {role}.path to the model that it was trained from, or run.resume=never"
                 )
 
 

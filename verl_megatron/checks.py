@@ -13,7 +13,7 @@ from parallel.layout import Layout, parse_devices
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.config import MISSING, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
 from verl_megatron.limits import check_values, nearest
 from verl_megatron.rewards.functions import load_reward
 from verl_megatron.tracking import check_sinks
@@ -77,7 +77,7 @@ def _example(section: DictConfig, name: str) -> str:
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a reinforcement-learning run on `world_size` ranks; empty: nothing."""
-    problems = check_values(config) + _check_run(config.run, config.data)
+    problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
     needs_critic = algorithm is not None and algorithm.needs_critic
     actor, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
@@ -90,14 +90,12 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     problems += _check_rollout(config, arch, world_size)
     problems += _check_rows(config, layouts)
     problems += _check_algorithm(config, needs_critic)
-    if config.engine.spec == "te":
-        problems += _said_by(require, "transformer_engine", feature="engine.spec=te")
     return problems
 
 
 def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
-    problems = check_values(config) + _check_run(config.run, config.data)
+    problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     layout, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
     data = config.data
     if layout is not None and data.rows_per_step < layout.dp:
@@ -106,8 +104,6 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
         problems.append(f"data.max_tokens={data.max_tokens} exceeds the model's {arch.max_positions} positions; lower it")
     if config.run.save_interval:
         problems.append(f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, only its model at the end; leave it at 0")
-    if config.engine.spec == "te":
-        problems += _said_by(require, "transformer_engine", feature="engine.spec=te")
     return problems
 
 
@@ -144,6 +140,13 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             f"run.keep_best_k={run.keep_best_k} compares the validation accuracy at each checkpoint, and run.save_interval={run.save_interval}"
             f" is no multiple of run.validate_interval={run.validate_interval}; make it one, or leave keep_best_k at 0"
         )
+    return problems
+
+
+def _check_engine(engine: EngineConfig) -> list[str]:
+    problems = _said_by(require, "transformer_engine", feature="engine.spec=te") if engine.spec == "te" else []
+    if len(engine.adam_betas) != 2 or not all(0 <= beta < 1 for beta in engine.adam_betas):
+        problems.append(f"engine.adam_betas={list(engine.adam_betas)} must be two numbers inside [0, 1), such as [0.9, 0.95]")
     return problems
 
 

@@ -11,13 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
-def run_command(main: Callable[[DictConfig], None]) -> None:
+def _no_plan(settings: dict, *, gpu: str) -> str:
+    raise ValueError("--dry-run: this command has no plan; leave it out")
+
+
+def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., str] = _no_plan) -> None:
     """Compose the recipe named on the command line and hand it to `main`.
 
-    `--track_metrics` stands for run.track_metrics with every file sink. Relative paths count from where the command was typed.
+    With `--dry-run` its settings, by section, go to `plan` instead, together with the GPU of `--gpu`, and the text that comes back is printed.
+    `--track_metrics` stands for run.track_metrics with every file sink, `--verify` for run.resume=verify. Relative paths count from where the command was typed.
     A ValueError is the user's: one rank prints it and all exit with 2. Of other errors those are shown that began it, not those
     of ranks which lost a peer by it.
     """
@@ -25,12 +30,17 @@ def run_command(main: Callable[[DictConfig], None]) -> None:
     quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", default="../recipes")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--gpu", default="h200")
     known, rest = parser.parse_known_args()
     sys.argv[1:] = [_override(argument) for argument in rest] + quiet
 
     def guarded(config: DictConfig) -> None:
         try:
-            main(config)
+            if known.dry_run:
+                print(plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu))
+            else:
+                main(config)
         except ValueError as error:
             rank = int(os.environ.get("RANK", "0"))
             if rank:
@@ -54,8 +64,8 @@ def _recipes(path: str) -> str:
 
 def _override(argument: str) -> str:
     """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
-    if argument == "--track_metrics":
-        argument = "run.track_metrics=[console,jsonl,csv,tensorboard]"
+    flags = {"--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard]", "--verify": "run.resume=verify"}
+    argument = flags.get(argument, argument)
     is_setting = "=" in argument and argument[0] not in "+~-" and not argument.startswith("hydra")
     return "++" + argument if is_setting else argument
 

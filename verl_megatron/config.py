@@ -20,10 +20,8 @@ class RunConfig:
     keep_last_k: int = 2  # checkpoints that are kept; 0: all
     keep_best_k: int = 0  # checkpoints kept besides, those with the best validation accuracy
     async_save: bool = False  # train on while a checkpoint is written; costs a copy of weights and optimizer state in host memory
-    resume: bool = True  # continue from output_dir/checkpoint if there is one
-    verify: bool = False  # after resuming, compare the first iteration, on the rows that are stored, with what was recorded
+    resume: str = "newest"  # checkpoint in output_dir to go on from: newest, never; verify: newest, whose next iteration is compared with what was recorded of it
     stall_timeout_s: float = 300.0  # end the run, and name the culprit, when a rank makes no progress for so long; 0: never
-    grace_s: float = 25.0  # from SIGTERM to the end by force, in which the run saves; below torchrun's --shutdown-timeout
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
     track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow
 
@@ -70,8 +68,7 @@ class EngineConfig:
     min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
     weight_decay: float = 0.01
     clip_grad: float = 1.0  # global gradient norm; 0: off
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     adam_eps: float = 1e-8
 
 

@@ -15,7 +15,6 @@ INTERVALS = {
         "keep_last_k": "[0, inf)",
         "keep_best_k": "[0, inf)",
         "stall_timeout_s": "[0, inf)",
-        "grace_s": "(0, inf)",
     },
     "DataConfig": {
         "max_prompt_tokens": "[1, inf)",
@@ -32,8 +31,6 @@ INTERVALS = {
         "min_lr_ratio": "[0, 1]",
         "weight_decay": "[0, inf)",
         "clip_grad": "[0, inf)",
-        "adam_beta1": "[0, 1)",
-        "adam_beta2": "[0, 1)",
         "adam_eps": "(0, inf)",
     },
     "RewardConfig": {"timeout_s": "(0, inf)", "workers": "[1, inf)", "failure_score": "(-inf, inf)"},
@@ -68,6 +65,7 @@ INTERVALS = {
 }
 
 CHOICES = {
+    "RunConfig": {"resume": ("newest", "verify", "never")},
     "DataConfig": {"overlong": ("error", "drop")},
     "SFTDataConfig": {"overlong": ("error", "drop")},
     "EngineConfig": {

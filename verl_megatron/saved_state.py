@@ -31,7 +31,7 @@ class SavedState:
     """Iterations done, what validation found, and their checkpoints. Every rank constructs it and calls its methods together.
 
     A checkpoint is of the end of an iteration. The rows that the next one collects, and what it then records, are added to it: a run
-    that ends in between goes on with the same rows, and `run.verify` has something to compare with.
+    that ends in between goes on with the same rows, and `run.resume=verify` has something to compare with.
     """
 
     def __init__(self, run: Run, *, say: Callable[[str], None]):
@@ -152,7 +152,7 @@ class SavedState:
         """An iteration has ended: count it, and add what it learnt to the checkpoint that it started from.
 
         Raises:
-            CheckpointError: with `run.verify`, it is not what was recorded.
+            CheckpointError: with `run.resume=verify`, it is not what was recorded.
         """
         self.step += 1
         path, resumed, self._newest, self._resumed = self._newest, self._resumed, None, None
@@ -160,7 +160,7 @@ class SavedState:
             return
         norms = {f"{name}/{kind}": value for name, role in self._learning().items() for kind, value in role.engine.norms().items()}
         learnt = {name: value for name, value in metrics.items() if name.startswith(LEARNT) and not name.endswith("_ms")} | norms
-        if resumed is not None and self.config.run.verify:
+        if resumed is not None and self.config.run.resume == "verify":
             self._verify(path, learnt)
         else:
             self._background.submit(lambda _: self._record(path, learnt))
@@ -175,16 +175,16 @@ class SavedState:
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
         recorded = checkpoints.told(path, RECORDED)
         if recorded is None:
-            return self.say(f"run.verify: the run ended before it had recorded iteration {self.step}; nothing to compare with")
+            return self.say(f"run.resume=verify: the run ended before it had recorded iteration {self.step}; nothing to compare with")
         # On GPUs some sums have no order of their own.
         apart = differences(recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2)
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
-                f"run.verify: iteration {self.step}, repeated from {path} on the rows of that time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
-                " compare versions and settings with the manifest there, or set run.verify=false"
+                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
+                " compare versions and settings with the manifest there, or set run.resume=newest"
             )
-        self.say(f"run.verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers")
+        self.say(f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers")
 
     # ---- resuming -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class SavedState:
         Raises:
             CheckpointError: all are damaged, or it is of other models.
         """
-        found = checkpoints.newest_sound(self.folder, say=self.say) if self.config.run.resume else None
+        found = checkpoints.newest_sound(self.folder, say=self.say) if self.config.run.resume != "never" else None
         if found is None:
             return
         path, saved = found

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class RLTrainer:
         After a SIGTERM to any rank it saves at the next opportunity and returns early; the same run resumes there.
         """
         config = self.config.run
-        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=config.grace_s) as self.preemption:
+        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=grace_s()) as self.preemption:
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
@@ -86,6 +87,8 @@ class RLTrainer:
             tracker = MetricsTracker(self.output_dir, config.track_metrics, first_step=first_step, total_steps=config.iterations)
         if state.step == 0 and not state.before:
             state.before = after = self.validate(tracker)
+        elif state.validated.get("step") == config.iterations:  # only the export was missing
+            after = state.validated
         while state.step < config.iterations:
             self.watchdog.iteration = state.step + 1
             learnt = self._iterate()
@@ -177,6 +180,11 @@ class RLTrainer:
                 with self.watchdog.operation("export", timeout_s=SLOW_S):
                     role.engine.export(self.output_dir / name, template=source)
                 self.say(f"exported {self.output_dir / name}")
+
+
+def grace_s() -> float:
+    """Seconds from SIGTERM to the end by force: what torchrun waits before its SIGKILL, as far as this process can know, less five."""
+    return max(int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 5.0, 1.0)
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -90,7 +90,7 @@ def test_operations_nest_and_keep_their_timeouts(tmp_path):
 
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory) -> Iterator[dict[str, Started]]:
-    """Scenarios under torchrun, which go on beside the others."""
+    """Scenarios under torchrun."""
     folders = {name: tmp_path_factory.mktemp(name) for name in UNDER_TORCHRUN}
     started = {name: start(NUM_RANKS, WORKER, str(folder), name, folder=folder / "output") for name, folder in folders.items()}
     yield started
@@ -101,7 +101,7 @@ def torchrun(tmp_path_factory) -> Iterator[dict[str, Started]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, torchrun) -> Path:
+def folder(tmp_path_factory) -> Path:
     """All scenarios at the same time: their ranks mostly wait."""
     folder = tmp_path_factory.mktemp("watchdog")
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,14 +1,11 @@
 """One toy job for all tests here, and the run that several of them look at."""
 
-import os
-import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import Ended, run, start
+from tests.end_to_end.launch import Ended, run
 from tools.make_toy import make_toy
 
 TRAIN = "verl_megatron.train"
@@ -74,30 +71,3 @@ def whole_run(toy, tmp_path_factory) -> Finished:
     """Four iterations without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     return Finished(output_dir=folder / "run", ended=run(4, TRAIN, *adaptive_settings(toy, folder / "run"), folder=folder))
-
-
-@dataclass(kw_only=True)
-class Killed:
-    """A run of which one rank was killed after the checkpoint of iteration 2."""
-
-    output_dir: Path
-    settings: list[str]
-    ended: Ended
-    seconds: float  # from the kill to the end of the command
-    leftovers: list[str]  # command lines of processes that outlived it
-
-
-@pytest.fixture(scope="session")
-def killed_run(toy, tmp_path_factory) -> Killed:
-    """The same as `whole_run` until rank 2 gets SIGKILL."""
-    folder = tmp_path_factory.mktemp("killed")
-    settings = adaptive_settings(toy, folder / "run")
-    started = start(4, TRAIN, *settings, folder=folder)
-    deadline = time.monotonic() + 120
-    while not (folder / "run/checkpoint/step_2/manifest.json").exists():
-        assert started.process.poll() is None and time.monotonic() < deadline, started.wait(timeout_s=0).text
-        time.sleep(0.01)
-    os.kill(started.rank(2), signal.SIGKILL)
-    killed = time.monotonic()
-    ended = started.wait(timeout_s=90)
-    return Killed(output_dir=folder / "run", settings=settings, ended=ended, seconds=time.monotonic() - killed, leftovers=started.leftovers())

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,10 +87,10 @@ class Started:
         return [(Path(f"/proc/{pid}/cmdline").read_bytes()).replace(b"\0", b" ").decode() for pid in alive]
 
 
-def start(nproc: int, module: str, *settings: str, folder: Path) -> Started:
-    """`torchrun --nproc-per-node nproc -m module settings...` with its output in files of `folder`."""
+def start(nproc: int, module: str, *settings: str, folder: Path, launcher: Sequence[str] = ()) -> Started:
+    """`torchrun --nproc-per-node nproc launcher... -m module settings...` with its output in files of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", module, *settings]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *launcher, "-m", module, *settings]
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path, MARK: mark}

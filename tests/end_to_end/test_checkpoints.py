@@ -19,11 +19,12 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
     assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_4"]
     damaged = next((folder / "step_4/actor").glob("*.distcp"))
     os.truncate(damaged, damaged.stat().st_size - 1)
-    layouts = ["actor.layout=pp2", "critic.layout=tp2", "rollout.tp=2", "engine.distributed_optimizer=false", "run.keep_last_k=1", "run.export=false"]
+    layouts = ["actor.layout=pp2", "critic.layout=tp2", "rollout.tp=2", "engine.distributed_optimizer=false", "run.keep_last_k=1", "run.export=false", "run.resume=verify"]
     ended = run(2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *layouts, folder=tmp_path)
 
     assert ended.stdout.count("is damaged and not used") == 1 and f"{damaged} has" in ended.stdout, ended.text
-    assert re.search(r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step", ended.stdout), ended.text
+    assert re.search(r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step, with the rows", ended.stdout), ended.text
+    assert re.search(r"run.resume=verify: iteration 3, repeated on the rows of that time, gives all \d\d recorded numbers", ended.stdout), ended.text
     assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_4.damaged"]
     expected, found = ({row["step"]: row for row in read_metrics(output_dir)} for output_dir in (whole_run.output_dir, tmp_path / "run"))
     assert list(found) == [3, 4]

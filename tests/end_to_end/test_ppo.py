@@ -11,29 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run
+from tests.end_to_end.measured import learned
 from verl_megatron.tracking import read_metrics
-
-# Keys that no two runs agree on: seconds, memory, and the last bit of vLLM's log-probs, which depends on the rows that a replica decodes together.
-MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob_gap")
-
-
-def learned(output_dir) -> list[dict]:
-    """What the rows of metrics say about the mathematics."""
-    return [{key: value for key, value in row.items() if not MEASURED.match(key)} for row in read_metrics(output_dir)]
-
-
-def test_killed_run_resumes_bit_by_bit(whole_run, killed_run, tmp_path):
-    """4 iterations equal 2, a kill, and 2 more: weights, optimizer, schedule, KL coefficient, random states and data order."""
-    resumed = run(4, TRAIN, *killed_run.settings, folder=tmp_path)
-    assert "resuming after iteration 2" in resumed.stdout
-    expected, found = learned(whole_run.output_dir), learned(killed_run.output_dir)
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4] and found == expected
-    assert len({row["kl/coef"] for row in expected[1:]}) == 4, "the KL coefficient did not adapt"
-    assert resumed.last_line == whole_run.ended.last_line
-    for role in ("actor", "critic"):
-        whole, again = (load_file(folder / role / "model.safetensors") for folder in (whole_run.output_dir, killed_run.output_dir))
-        assert whole.keys() == again.keys()
-        assert all(torch.equal(whole[name], again[name]) for name in whole), role
 
 
 @pytest.mark.parametrize("mode,offload", [("swap", "all"), ("share", "optimizer")])

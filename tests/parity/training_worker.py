@@ -133,7 +133,7 @@ def plain_steps(model, batch: RolloutBatch, head: str, config: EngineConfig, tem
     """Gradient norms of two AdamW steps, and the weights afterwards."""
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay}, {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=tuple(config.adam_betas), eps=config.adam_eps)
     norms = []
     for _ in range(2):
         optimizer.zero_grad()

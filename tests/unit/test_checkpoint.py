@@ -1,6 +1,7 @@
 """Which checkpoint is used, what makes one complete and sound, and which go; a world of one rank in this process."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -30,15 +31,15 @@ def world(monkeypatch):
         dist.destroy_process_group()
 
 
-def write_weights(scratch: Path) -> dict:
+def write_weights(scratch: Path) -> None:
     (scratch / "actor").mkdir()
     (scratch / "actor/weights").write_bytes(bytes(range(256)) * 16)
-    return {"roles": {"actor": {"optimizer_step": 7}}}
 
 
 def save(folder: Path, step: int, *, accuracy: float | None = None, own: dict | None = None, write=write_weights) -> Path:
     validation = {} if accuracy is None else {"step": step, "validation/accuracy": accuracy}
-    return checkpoints.save(folder, step=step, manifest={"models": MODELS, "validation": validation, "before": {"x": 0.1}}, own=own or {}, write=write)
+    manifest = {"models": MODELS, "validation": validation, "roles": {"actor": {"optimizer_step": 7}}, "before": {"x": 0.1}}
+    return checkpoints.save(folder, step=step, manifest=manifest, own=own or {}, write=write)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -131,7 +132,7 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
     assert len(said) == 1 and said[0].startswith(f"warning: checkpoint {second} is damaged and not used: ") and why in said[0]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged"]
     harm(first)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=false"):
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=never"):
         checkpoints.newest_sound(tmp_path, say=said.append)
     assert first.exists()  # the only one stays where it is
 
@@ -153,16 +154,14 @@ def test_other_models_are_refused_by_name(tmp_path, world):
 # ---- failing to save --------------------------------------------------------------------------------------------------
 
 
-def shared_file_full(scratch: Path) -> dict:
+def shared_file_full(scratch: Path) -> None:
     (scratch / "actor").mkdir()
     (scratch / "actor/__0_0.distcp").symlink_to("/dev/full")  # Linux' full disk to try things on
     torch.distributed.checkpoint.save({"weight": torch.zeros(1000)}, checkpoint_id=scratch / "actor")
-    return {}
 
 
-def own_file_full(scratch: Path) -> dict:
+def own_file_full(scratch: Path) -> None:
     (scratch / "rank_0.pt").symlink_to("/dev/full")
-    return {}
 
 
 @pytest.mark.parametrize("write", [shared_file_full, own_file_full])
@@ -178,6 +177,39 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(CheckpointError, match=f"was not written to {tmp_path}/file/checkpoint.*Not a directory"):
         save(tmp_path / "file/checkpoint", 1)
+
+
+# ---- what is added afterwards -----------------------------------------------------------------------------------------
+
+
+def test_what_is_added_comes_back_and_is_replaced(tmp_path, world):
+    path = save(tmp_path, 1)
+    assert checkpoints.added(path, "rows", say=pytest.fail) is None and checkpoints.told(path, "recorded") is None
+    for value in (1, 2):
+        checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)})
+        (part,) = checkpoints.added(path, "rows", say=pytest.fail)
+        assert part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
+    checkpoints.tell(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
+    assert checkpoints.told(path, "recorded")["loss"] == 0.1 + 0.2 and math.isnan(checkpoints.told(path, "recorded")["norm"])
+    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[0] == path  # it is no less sound
+
+
+def test_damaged_additions_are_not_used(tmp_path, world):
+    path, said = save(tmp_path, 1), []
+    checkpoints.add(path, "rows", {"value": 1})
+    os.truncate(path / "rows_0.pt", 10)
+    assert checkpoints.added(path, "rows", say=said.append) is None
+    assert len(said) == 1 and "rows_0.pt has 10 bytes" in said[0]
+    (path / "recorded.json").write_text('{"loss": ')
+    assert checkpoints.told(path, "recorded") is None
+
+
+def test_what_cannot_be_added_is_said(tmp_path, world):
+    path = save(tmp_path, 1)
+    (path / "rows_0.partial").mkdir()
+    with pytest.raises(CheckpointError, match=rf"rows were not added to {path}: .*\(rank 0\)"):
+        checkpoints.add(path, "rows", {"value": 1})
+    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[0] == path
 
 
 # ---- how many stay ----------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ BAD = [
     (dict(engine__schedule="step"), ["engine.schedule='step'"]),
     (dict(engine__recompute="all"), ["engine.recompute='all'"]),
     (dict(engine__dtype="fp8"), ["engine.dtype='fp8'"]),
-    (dict(engine__adam_beta2=1.0), ["engine.adam_beta2=1.0", "[0, 1)"]),
+    (dict(engine__adam_betas=[0.9, 1.0]), ["engine.adam_betas=[0.9, 1.0]", "[0, 1)"]),
     (dict(data__overlong="skip"), ["data.overlong='skip'"]),
     (dict(data__train="/nowhere.jsonl"), ["data.train='/nowhere.jsonl'"]),
     (dict(data__train="???"), ["data.train has to be given"]),

@@ -3,6 +3,7 @@ import json
 import math
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -71,15 +72,22 @@ def test_sums_show_what_is_not_a_number():
 
 
 def test_phase_timer_adds_up_and_starts_over():
-    waits = []
-    timer = PhaseTimer(synchronize=lambda: waits.append(1))
+    waits, entered = [], []
+
+    @contextmanager
+    def around(name):
+        entered.append(name)
+        yield
+        assert len(waits) % 2 == 0, "left before the device was done"
+
+    timer = PhaseTimer(synchronize=lambda: waits.append(1), around=around)
     for _ in range(2):
         with timer.phase("rollout"):
             time.sleep(0.02)
     with pytest.raises(RuntimeError), timer.phase("update"):
         raise RuntimeError
     seconds = timer.pop()
-    assert list(seconds) == ["rollout", "update"]
+    assert list(seconds) == ["rollout", "update"] and entered == ["rollout", "rollout", "update"]
     assert 0.04 <= seconds["rollout"] < 1 and seconds["update"] < 0.02
     assert len(waits) == 5  # not after a failure: the device may be gone
     assert timer.pop() == {}

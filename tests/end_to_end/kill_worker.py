@@ -1,0 +1,159 @@
+"""Kills a rank of a run at random moments, starts it again each time, and compares what it learnt with an undisturbed run.
+
+    python -m tests.end_to_end.kill_worker FOLDER --moments 50 [--seed 1] [--settings setting=value ...]
+
+FOLDER/toy gets the quickstart's job, cut short; the settings are added to its own. A few moments may never come: the run ends before.
+Stands in for torchrun --max-restarts, whose every attempt imports everything again: ranks are forked, so that it is imported once.
+Prints where the kills struck, and exits with 1 if a number, a weight or a process is not as it should be.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import verl_megatron.rollout.vllm as rollout
+import verl_megatron.trainer  # noqa: F401
+from parallel.device import _free_port
+from tests.end_to_end import killed_train
+from tests.end_to_end.measured import learned
+from tests.worlds import ROOT
+from tools.make_toy import make_toy
+from verl_megatron.command_line import run_command
+from verl_megatron.train import main as train
+
+transformers.AutoTokenizer  # noqa: B018 (imported when it is first touched)
+with rollout._starting():
+    import vllm  # noqa: F401
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+NUM_RANKS = 2
+# Operations of a run, how often they begin before an attempt is at its end, and seconds that they may take: a kill comes in this time.
+OPERATIONS = {
+    "build": (1, 3.0), "resume": (1, 0.2), "reshard": (2, 0.05), "rollout": (2, 0.3), "return": (2, 0.02), "reward": (2, 0.05), "log_probs": (2, 0.2),
+    "values": (2, 0.1), "advantages": (2, 0.02), "critic_update": (2, 0.3), "actor_update": (2, 0.3), "record": (2, 0.05), "save": (2, 0.2), "validation": (1, 0.1),
+}  # fmt: skip
+ATTEMPT_S = 120
+# Everything that a checkpoint has to hold changes.
+SETTINGS = [
+    *("run.save_interval=1", "data.validation_rows=8", "data.prompts_per_iteration=16", "rollout.max_tokens=6", "rollout.tp=2", "actor.layout=tp2", "critic.layout=pp2"),
+    *("algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64", "engine.schedule=cosine", "engine.warmup_steps=2"),
+]
+
+
+def moments(count: int, seed: int) -> list[dict]:
+    """Where the attempts end: every operation before one comes again, at random times."""
+    draw = random.Random(seed)
+    names: list[str] = []
+    while len(names) < count:
+        names += draw.sample(list(OPERATIONS), len(OPERATIONS))
+    return [
+        {
+            "rank": draw.randrange(NUM_RANKS),
+            "operation": name,
+            "entry": OPERATIONS[name][0] if draw.random() < 0.3 else 1,
+            "delay_s": draw.uniform(0, OPERATIONS[name][1]),
+        }
+        for name in names[:count]
+    ]
+
+
+def fork(rank: int, settings: list[str], log: Path, kills: Path | None) -> int:
+    if child := os.fork():
+        return child
+    try:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if kills is not None:
+            killed_train.arm(kills)
+        sys.argv[1:] = settings
+        run_command(train)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(99)
+
+
+def attempt(number: int, settings: list[str], log: Path, kills: Path | None) -> list[int]:
+    """Exit codes of the ranks; when one has failed the others get SIGTERM, then SIGKILL, as from torchrun."""
+    os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RESTART_COUNT": str(number)}
+    running, codes, deadline, failed = {fork(rank, settings, log, kills) for rank in range(NUM_RANKS)}, [], time.monotonic() + ATTEMPT_S, False
+    while running:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in running:
+            running.discard(child)
+            codes.append(os.waitstatus_to_exitcode(status))
+            if codes[-1] and not failed:
+                failed, deadline = True, time.monotonic() + 5
+                for other in running:
+                    os.kill(other, signal.SIGTERM)
+        elif time.monotonic() > deadline:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+        time.sleep(0.02)
+    return codes
+
+
+def leftovers(mark: str) -> list[str]:
+    """Command lines of processes with this in their environment, apart from this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (path / "environ").read_bytes() and int(path.name) != os.getpid():
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    whole, again = load_file(one), load_file(other)
+    return whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--moments", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--settings", nargs="*", default=[])
+    options = parser.parse_args()
+    folder, kills = options.folder, options.folder / "kills.json"
+    make_toy(folder / "toy")
+    job = [f"actor.path={folder}/toy/model", f"data.train={folder}/toy/train.jsonl", f"data.validation={folder}/toy/val.jsonl"]
+    settings = [*("--config-path", str(ROOT / "recipes"), "--config-name", "ppo_toy_cpu"), *job, *SETTINGS, f"run.iterations={options.moments // 2 + 6}", *options.settings]
+    os.environ["KILL_WORKER_MARK"] = mark = f"{os.getpid()}-{time.time()}"
+    kills.write_text(json.dumps(moments(options.moments, options.seed)))
+    whole, broken = folder / "whole", folder / "broken"
+    codes = attempt(0, [*settings, f"run.output_dir={whole}"], folder / "whole.out", None)
+    assert codes == [0] * NUM_RANKS, (folder / "whole.out").read_text()[-6000:]
+    ends, number = [], 0
+    while not ends or any(ends[-1]):
+        assert number <= options.moments, (folder / "broken.out").read_text()[-6000:]
+        ends.append(attempt(number, [*settings, f"run.output_dir={broken}"], folder / "broken.out", kills))
+        number += 1
+    struck = Counter(line.split()[0] for line in kills.with_suffix(".log").read_text().splitlines())
+    print(f"{sum(-signal.SIGKILL in codes for codes in ends)} kills in {len(ends)} attempts: {dict(struck)}")
+    problems = ["other metrics"] * (learned(whole) != learned(broken))
+    problems += [f"other weights of the {role}" for role in ("actor", "critic") if not same_weights(whole / role / "model.safetensors", broken / role / "model.safetensors")]
+    time.sleep(1)
+    problems += [f"still running: {command}" for command in leftovers(f"KILL_WORKER_MARK={mark}")]
+    problems += [f"left in the folder: {path}" for path in (broken / "checkpoint").glob("*.damaged")]
+    print("; ".join(problems) or f"the same {len(learned(whole))} rows of metrics, weights of actor and critic; nothing is left over")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""`verl_megatron.train` of which a rank is killed at given moments, as often as it is started again.
+
+KILLS names a JSON list of {"rank", "operation", "entry", "delay_s"}: in attempt k of the launcher, at the `entry`-th time that the rank
+begins that operation (as the watchdog calls them), it gets SIGKILL `delay_s` later. Where it was then is added to KILLS.log.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from parallel.watchdog import Watchdog
+from verl_megatron.command_line import run_command
+from verl_megatron.train import main
+
+
+def arm(kills: Path) -> None:
+    """Make this process end by itself where the list says so."""
+    moments, attempt = json.loads(kills.read_text()), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt >= len(moments) or moments[attempt]["rank"] != int(os.environ["RANK"]):
+        return
+    moment, usual, entries = moments[attempt], Watchdog.operation, []
+
+    def operation(self: Watchdog, name: str, **options):
+        if name == moment["operation"]:
+            entries.append(name)
+            if len(entries) == moment["entry"]:
+                threading.Thread(target=end, args=(self, moment["delay_s"], kills.with_suffix(".log")), daemon=True).start()
+        return usual(self, name, **options)
+
+    Watchdog.operation = operation
+
+
+def end(watchdog: Watchdog, delay_s: float, log: Path) -> None:
+    time.sleep(delay_s)
+    with log.open("a") as file:
+        file.write(f"{watchdog._position.operation} {watchdog.iteration}\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    arm(Path(os.environ["KILLS"]))
+    run_command(main)

@@ -1,0 +1,42 @@
+"""What a repeated iteration is compared by. Whole runs are in tests/end_to_end/test_restart.py."""
+
+import math
+
+import torch
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.metrics import Sums
+from verl_megatron.saved_state import _merged, differences
+
+
+def test_the_same_bits_or_near_enough():
+    recorded = {"loss": 0.1, "norm": 2.0, "rate": math.nan}
+    assert differences(recorded, dict(recorded), relative=0) == []
+    assert differences(recorded, recorded | {"loss": math.nextafter(0.1, 1)}, relative=0) == [("loss", 0.1, math.nextafter(0.1, 1))]
+    assert differences(recorded, recorded | {"loss": 0.1009, "norm": 1.99}, relative=1e-2) == []
+    assert differences(recorded, recorded | {"norm": 1.9}, relative=1e-2) == [("norm", 2.0, 1.9)]
+    assert differences({"loss": 1e-5}, {"loss": -1e-5}, relative=1e-2) == []  # a mean of signed terms
+    assert differences({"loss": 1.0}, {}, relative=1e-2) == [("loss", 1.0, None)]
+    assert differences({"loss": math.nan}, {"loss": 1.0}, relative=1e-2)
+
+
+def test_rows_of_several_ranks_make_one_batch():
+    one = RolloutBatch.from_rows([3, 0], [[1, 2], [3]], [[4], [5, 6, 7]], [[-0.1], [-0.2, -0.3, -0.4]])
+    none = RolloutBatch.from_rows([], [], [], [])
+    other = RolloutBatch.from_rows([1, 2], [[8] * 5, [9]], [[1], [2]], [[-0.5], [-0.6]])
+    whole = RolloutBatch.concatenate([one, none, other])
+    prompts, responses, logprobs = [[3], [8] * 5, [9], [1, 2]], [[5, 6, 7], [1], [2], [4]], [[-0.2, -0.3, -0.4], [-0.5], [-0.6], [-0.1]]
+    expected = RolloutBatch.from_rows([0, 1, 2, 3], prompts, responses, logprobs).tensors()
+    found = whole.tensors()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_sums_survive_the_disk(monkeypatch):
+    sums = Sums()
+    sums.add("reward/failed", 1.0, 4)
+    sums.add("loss", torch.tensor(0.1), torch.tensor(3))
+    sums.max("longest", torch.tensor(7.0))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    twice = _merged([Sums.from_state(sums.state_dict()), Sums.from_state(sums.state_dict())])
+    alone = dict(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
+    assert twice.reduce(**alone) == sums.reduce(**alone) and twice.state_dict()["totals"]["reward/failed"] == (2.0, 8)
