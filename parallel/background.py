@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 import torch.distributed as dist
+
+from parallel import device
 
 Job = Callable[[dist.ProcessGroup | None], None]
 
@@ -17,7 +20,9 @@ class Background:
 
     def __init__(self, *, enabled: bool):
         self._group = dist.new_group(backend="gloo") if enabled else None
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background") if enabled else None
+        # A new thread would use the first GPU, which may be another rank's.
+        on_this_gpu = dict(initializer=torch.cuda.set_device, initargs=(device.device(),)) if device.is_gpu() else {}
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu) if enabled else None
         self._jobs: list[Future] = []
 
     def submit(self, job: Job) -> None:

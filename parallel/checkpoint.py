@@ -184,7 +184,7 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
         is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (is_split or one.holder == groups.dp_cp.rank())
         for place, kind in enumerate((VALUE, *MOMENTS)):
             if is_counted and (part := one.part(kind)) is not None:
-                squares[place] += part.detach().double().square().sum()
+                squares[place] += torch.linalg.vector_norm(part.detach(), dtype=torch.float64).square()
     dist.all_reduce(squares, group=groups.world)
     return {f"norm/{kind}": value for kind, value in zip((VALUE, *MOMENTS), squares.sqrt().tolist())}
 

@@ -108,6 +108,14 @@ class Preemption:
                 _end("a second SIGTERM")
 
 
+def usual_grace_s() -> float:
+    """Five seconds less than torchrun waits between SIGTERM and SIGKILL, as far as a rank can know."""
+    waits_s = 30
+    if torch.__version__ >= (2, 12):  # earlier ones do not read it
+        waits_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", waits_s))
+    return max(waits_s - 5.0, 1.0)
+
+
 def _nothing(number: int, frame: object) -> None:
     """The handler: that there is one makes Python write the byte."""
 

@@ -3,19 +3,19 @@
 import dataclasses
 import gc
 import json
-import os
 from pathlib import Path
 
 import torch.distributed as dist
 
 from parallel import device
-from parallel.preemption import Preemption
+from parallel.preemption import Preemption, usual_grace_s
 from parallel.watchdog import Watchdog
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import batch_arithmetic, check_config, refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data import Prompt
 from verl_megatron.metrics import Sums
+from verl_megatron.planner import check_fits, machine_here
 from verl_megatron.ppo import Collected, collect, learn
 from verl_megatron.report import draw_report
 from verl_megatron.roles.rows import RowTable
@@ -50,6 +50,7 @@ class RLTrainer:
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
         refuse(check_config(config, world_size=dist.get_world_size()))
+        refuse(check_fits(config, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         self.say(batch_arithmetic(config, dist.get_world_size()))
@@ -66,7 +67,7 @@ class RLTrainer:
         After a SIGTERM to any rank it saves at the next opportunity and returns early; the same run resumes there.
         """
         config = self.config.run
-        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=grace_s()) as self.preemption:
+        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=usual_grace_s()) as self.preemption:
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
@@ -104,7 +105,7 @@ class RLTrainer:
         else:
             if config.export:
                 self.export()
-        with self.watchdog.operation("save", timeout_s=SLOW_S):
+        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             state.finish()
         if tracker is not None:
             tracker.close()
@@ -136,8 +137,8 @@ class RLTrainer:
         return interval > 0 and self.state.step % interval == 0
 
     def save(self, *, cursor: dict | None = None) -> None:
-        """Write a checkpoint. Arguments and errors are those of `SavedState.save`."""
-        with self.watchdog.operation("save", timeout_s=SLOW_S):
+        """Write a checkpoint; its time counts to the next iteration. Arguments and errors are those of `SavedState.save`."""
+        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S), self.run.clock.phase("save"):
             self.state.save(cursor=cursor)
 
     def validate(self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -180,11 +181,6 @@ class RLTrainer:
                 with self.watchdog.operation("export", timeout_s=SLOW_S):
                     role.engine.export(self.output_dir / name, template=source)
                 self.say(f"exported {self.output_dir / name}")
-
-
-def grace_s() -> float:
-    """Seconds from SIGTERM to the end by force: what torchrun waits before its SIGKILL, as far as this process can know, less five."""
-    return max(int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 5.0, 1.0)
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

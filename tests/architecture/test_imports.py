@@ -24,10 +24,10 @@ OWNERS = {
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
     ("train", "sft"),
-    ("command_line", "trainer", "sft_trainer"),
+    ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
     ("ppo",),
     ("run",),
-    ("roles", "rollout", "checks", "report"),
+    ("roles", "rollout", "checks", "report", "planner"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
     ("presets", "versions", "batch", "config"),
 )

@@ -1,9 +1,11 @@
-"""`verl_megatron.train` of which a rank is killed at given moments, as often as it is started again.
+"""`verl_megatron.train` of which a rank is killed, or hangs, at given moments, as often as it is started again.
 
 KILLS names a JSON list of {"rank", "operation", "entry", "delay_s"}: in attempt k of the launcher, at the `entry`-th time that the rank
-begins that operation (as the watchdog calls them), it gets SIGKILL `delay_s` later. Where it was then is added to KILLS.log.
+begins that operation (as the watchdog calls them), it gets SIGKILL `delay_s` later, or goes on for ever where delay_s is null. Where it
+was is added to KILLS.log.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -23,21 +25,34 @@ def arm(kills: Path) -> None:
         return
     moment, usual, entries = moments[attempt], Watchdog.operation, []
 
+    @contextlib.contextmanager
     def operation(self: Watchdog, name: str, **options):
-        if name == moment["operation"]:
-            entries.append(name)
-            if len(entries) == moment["entry"]:
-                threading.Thread(target=end, args=(self, moment["delay_s"], kills.with_suffix(".log")), daemon=True).start()
-        return usual(self, name, **options)
+        with usual(self, name, **options):
+            entries.extend([name] * (name == moment["operation"]))
+            if name == moment["operation"] and len(entries) == moment["entry"]:
+                struck(self, moment["delay_s"], kills.with_suffix(".log"))
+            yield
 
     Watchdog.operation = operation
 
 
+def struck(watchdog: Watchdog, delay_s: float | None, log: Path) -> None:
+    if delay_s is not None:
+        threading.Thread(target=end, args=(watchdog, delay_s, log), daemon=True).start()
+        return
+    note(watchdog, log)
+    threading.Event().wait()
+
+
 def end(watchdog: Watchdog, delay_s: float, log: Path) -> None:
     time.sleep(delay_s)
+    note(watchdog, log)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note(watchdog: Watchdog, log: Path) -> None:
     with log.open("a") as file:
         file.write(f"{watchdog._position.operation} {watchdog.iteration}\n")
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -41,15 +41,23 @@ def undisturbed(toy, tmp_path_factory):
 
 
 def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
-    """A rank is killed in each of two attempts; weights, optimizer, schedule, KL coefficient, random states and data order go on."""
-    kills = [{"rank": 1, "operation": "actor_update", "entry": 3, "delay_s": 0}, {"rank": 0, "operation": "save", "entry": 1, "delay_s": 0.01}]
+    """One attempt hangs, two are killed; weights, optimizer, schedule, KL coefficient, random states and data order go on."""
+    kills = [
+        {"rank": 0, "operation": "advantages", "entry": 3, "delay_s": None},
+        {"rank": 1, "operation": "actor_update", "entry": 1, "delay_s": 0},
+        {"rank": 0, "operation": "save", "entry": 1, "delay_s": 0.01},
+    ]
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     monkeypatch.setenv("KILLS", str(tmp_path / "kills.json"))
-    started = start(2, "tests.end_to_end.killed_train", *adaptive_settings(toy, tmp_path / "run"), *PLACES, folder=tmp_path, launcher=["--max-restarts=2"])
+    settings = [*adaptive_settings(toy, tmp_path / "run"), *PLACES, "run.stall_timeout_s=10"]
+    started = start(2, "tests.end_to_end.killed_train", *settings, folder=tmp_path, launcher=["--max-restarts=3"])
     ended = started.wait(timeout_s=300)
     assert ended.code == 0, ended.text
-    assert [line.split()[0] for line in (tmp_path / "kills.log").read_text().splitlines()][0] == "actor_update"
-    assert ended.stdout.count("resuming after iteration 2") == 2 and "with the rows collected for the next" in ended.stdout, ended.text
+    assert [line.split()[0] for line in (tmp_path / "kills.log").read_text().splitlines()][:2] == ["advantages", "actor_update"]
+    named = r"rank 0 made no progress for \d+ s: it is in advantages \(iteration 3\), at struck .*, rank 1 waits for it in advantages"
+    assert len(re.findall(named, ended.stderr)) == 1, ended.text
+    assert " in struck\n" in (tmp_path / "run/stacks/rank_0.txt").read_text() and (tmp_path / "run/stacks/rank_1.txt").stat().st_size
+    assert ended.stdout.count("resuming after iteration 2") == 3 and "with the rows collected for the next" in ended.stdout, ended.text
     assert "command_line.py" not in ended.stderr, ended.text  # the rank that lost its peer adds no traceback
     expected = learned(undisturbed)
     assert [row["step"] for row in expected] == [0, 1, 2, 3, 4] and learned(tmp_path / "run") == expected

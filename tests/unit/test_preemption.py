@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from parallel import preemption
-from parallel.preemption import EXIT_STATUS, Preemption
+from parallel.preemption import EXIT_STATUS, Preemption, usual_grace_s
 
 PATIENCE_S = 30
 
@@ -141,3 +142,12 @@ def test_an_error_after_sigterm_goes_with_it(capfd):
 def test_refuses_no_grace(grace_s):
     with pytest.raises(ValueError, match="grace_s"):
         Preemption(grace_s=grace_s)
+
+
+@pytest.mark.parametrize(("version", "variable", "expected"), [("2.13.0+cpu", "40", 35), ("2.13.0", None, 25), ("2.11.0", "40", 25), ("2.12.1", "3", 1)])
+def test_the_usual_grace_is_below_what_torchrun_waits(monkeypatch, version, variable, expected):
+    monkeypatch.setattr("torch.__version__", TorchVersion(version))
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if variable:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    assert usual_grace_s() == expected

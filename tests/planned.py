@@ -1,0 +1,42 @@
+"""Runs to plan: the 8B recipe on built-in shapes."""
+
+from dataclasses import replace
+from functools import cache
+
+from parallel.weights.architecture import Architecture
+from parallel.weights.shapes import shape
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner import MACHINES, Case
+
+H200 = MACHINES["h200"]
+
+
+@cache
+def arch(name: str) -> Architecture:
+    """A built-in shape by its name."""
+    return Architecture.from_hf(shape(name))
+
+
+def run_config(
+    layout: str = "tp2pp2sp", *, model: str = "llama3-8b", critic: str = "", rows: int = 256, tokens: int = 512, rollout: int = 2, share: float = 0.4, **engine
+) -> TrainerConfig:
+    """The 8B recipe with its critic and reference model, on other layouts."""
+    config = TrainerConfig()
+    config.actor.path, config.critic.path = model, critic or model
+    config.actor.layout = config.critic.layout = layout
+    config.rollout.tp, config.rollout.max_tokens, config.rollout.gpu_memory_utilization = rollout, tokens, share
+    config.data.max_prompt_tokens, config.data.prompts_per_iteration = tokens, rows
+    config.algorithm.mini_batches, config.algorithm.kl_coef = 4, 0.01
+    config.engine = replace(config.engine, **engine)
+    return config
+
+
+def case_of(config: TrainerConfig, gpus: int, **kwargs) -> Case:
+    """On `gpus` GPUs; paths are names of shapes."""
+    return Case.of(config, world_size=gpus, read=arch, **kwargs)
+
+
+def actor_alone(config: TrainerConfig, gpus: int) -> Case:
+    """Without critic and reference model."""
+    config.algorithm.name, config.algorithm.kl_coef = "grpo", 0.0
+    return case_of(config, gpus)

@@ -1,0 +1,171 @@
+"""The parts of a plan against simpler truths: weight maps, schedules step by step, the queue, the packing."""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import pytest
+
+from parallel.layout import Layout
+from parallel.placement import busiest_elements, place
+from parallel.weights.rules import megatron_parameters, vllm_parameters
+from tests.planned import H200, actor_alone, arch, case_of, run_config
+from tools.reshard_plan import _shared as lying_in
+from verl_megatron.packing import micro_batches
+from verl_megatron.planner import plan_memory, plan_seconds
+from verl_megatron.planner.activations import micro_batches_in_flight
+from verl_megatron.planner.case import PlannedRole
+from verl_megatron.planner.decoding import rows_at_once
+from verl_megatron.planner.handover import moved_bytes
+from verl_megatron.planner.machine import GIB
+from verl_megatron.planner.memory import held
+from verl_megatron.planner.search import configured, uneven_stages
+from verl_megatron.planner.serving import own_rollout_bytes
+from verl_megatron.planner.training import pipeline_seconds
+from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
+
+TIED = [("llama3-1b", "tp2pp4"), ("llama3-1b", "tp4"), ("qwen2.5-1.5b", "tp2pp2vpp2")]
+SPLITS = [*TIED, ("llama3-8b", "tp2pp2"), ("llama3-8b", "tp8sp"), ("qwen2.5-7b", "pp4"), ("llama3-70b", "tp8pp4")]
+
+
+@pytest.mark.parametrize("head", ["lm", "token", "sequence"])
+@pytest.mark.parametrize(("model", "text"), SPLITS)
+def test_elements_are_those_of_the_weight_map(model, text, head):
+    layout = Layout.parse(text, ranks=tuple(range(32)))
+    role = PlannedRole.of(name="actor", arch=arch(model), layout=layout, head=head, learns=True)
+    for stage in range(layout.pp):
+        parameters = megatron_parameters(arch(model), layout, layout.rank_of(pp=stage, tp=layout.tp - 1), spec="te", head=head)
+        assert role.elements[stage] == sum(prod(parameter.shape) for parameter in parameters)
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp8", "tp2dp2", "pp2"])
+def test_shared_weights_are_those_that_lie_in_megatrons(text):
+    """Parameter by parameter, where both sides have the same tensor-parallel size."""
+    gpus = 8
+    layout = Layout.parse(text.replace("dp2", ""), ranks=tuple(range(gpus)))
+    config = run_config(text.replace("dp2", ""), rollout=layout.tp)
+    config.reshard.mode = "share"
+    case = actor_alone(config, gpus)
+    for stage in range(layout.pp):
+        mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
+        theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
+        expected = sum(prod(p.shape) for p in theirs) - sum(prod(p.shape) for p in lying_in(mine, theirs))
+        assert own_rollout_bytes(case, stage) == 2 * expected
+
+
+def test_states_of_a_learning_model():
+    """2 + 4 + 12 bytes a parameter, the last over dp; in float32 4 + 4 + 8."""
+    case = case_of(run_config("tp2sp"), 4)
+    n = case.actor.elements[0]
+    assert (held(case, case.actor, 0).weights, held(case, case.actor, 0).gradients, held(case, case.actor, 0).optimizer) == (2 * n, 4 * n, 6 * n)
+    whole = case_of(run_config("tp2sp", distributed_optimizer=False), 4)
+    assert held(whole, whole.actor, 0).optimizer == 12 * n
+    single = case_of(run_config("tp2sp", dtype="float32"), 4)
+    assert (held(single, single.actor, 0).weights, held(single, single.actor, 0).optimizer) == (4 * n, 4 * n)
+
+
+def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:
+    """Step through Megatron's schedule of a stage: warm-up forward passes, then one of each, then what is left; in stages' layers."""
+    total = count * vpp
+    warm_up = min(total, pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp)
+    held_now = most = warm_up
+    for _ in range(total - warm_up):
+        held_now += 1
+        most = max(most, held_now)
+        held_now -= 1
+    return most / vpp
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), [(1, 1, 4), (4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 4, 4), (4, 4, 4)])
+def test_micro_batches_in_flight_are_those_of_the_schedule(pp, vpp, count):
+    layout = Layout(pp=pp, vpp=vpp, ranks=tuple(range(pp)))
+    role = PlannedRole.of(name="actor", arch=arch("llama3-8b"), layout=layout, head="lm", learns=True)
+    for stage in range(pp):
+        assert micro_batches_in_flight(role, stage, count) == in_flight_by_schedule(pp=pp, vpp=vpp, stage=stage, count=count)
+
+
+@pytest.mark.parametrize(("stages", "count"), [([1.0, 1.0], 8), ([2.0, 3.0, 2.0], 5), ([1.0] * 4, 1), ([4.0, 1.0], 3)])
+def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count):
+    """Forward only: a stage begins a micro-batch when it and the stage before are done."""
+    done = [0.0] * len(stages)
+    for _ in range(count):
+        ready = 0.0
+        for place_, seconds in enumerate(stages):
+            ready = done[place_] = max(ready, done[place_]) + seconds
+    layout = Layout(pp=len(stages), ranks=tuple(range(len(stages))))
+    role = PlannedRole.of(name="actor", arch=replace(arch("llama3-8b"), num_layers=12), layout=layout, head="lm", learns=True)
+    assert pipeline_seconds(role, count, stages) == pytest.approx(done[-1])
+
+
+@pytest.mark.parametrize(("rows", "tokens", "layout", "budget"), [(256, 512, "tp2sp", 8192), (64, 1000, "tp1", 5000), (192, 5000, "tp2pp2vpp2", 8192), (128, 3000, "tp2cp2", 4096)])
+def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
+    case = case_of(run_config(layout, rows=rows, tokens=tokens, tokens_per_micro_batch=budget), 8)
+    role = case.actor
+    mine = [2 * tokens] * -(-rows // 4 // role.layout.dp)
+    packed = micro_batches(mine, tokens_per_micro_batch=budget * role.layout.cp, multiple_of=role.layout.pp if role.layout.vpp > 1 else 1)
+    assert case.micro_batches(role) == (len(packed), max(map(len, packed)))
+
+
+@pytest.mark.parametrize(("rows", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)])
+def test_rows_at_once_are_those_a_replica_draws_first(rows, gpus, tp, limit):
+    config = run_config("tp2sp", rows=rows, rollout=tp)
+    config.rollout.max_num_seqs = limit
+    case = case_of(config, gpus)
+    first = Dispatcher(WorkQueue(rows, num_replicas=1), limit=limit, group=None)
+    first.target = Dispatcher(_Rows(rows, case.replicas), limit=limit, group=None).target
+    assert rows_at_once(case, float("inf")) == len(first.draw(0))
+
+
+@dataclass
+class _Rows:
+    """What a dispatcher asks a queue of several replicas before it draws."""
+
+    total: int
+    num_replicas: int
+
+
+@pytest.mark.parametrize(("train", "rollout", "gpus"), [("tp2pp2", 4, 4), ("tp4", 2, 4), ("tp2", 4, 4), ("pp4", 4, 4), ("tp8pp4", 8, 32)])
+def test_moved_bytes_are_those_of_the_best_placement(train, rollout, gpus):
+    """The formula counts classes of tensors, so norms and rounding differ."""
+    case = actor_alone(run_config(train, model="llama3-70b", rollout=rollout), gpus)
+    placed = place(arch("llama3-70b"), case.actor.layout, Layout.parse(f"tp{rollout}", ranks=tuple(range(gpus))), ranks_per_host=gpus)
+    elements = busiest_elements(arch("llama3-70b"), *placed, ranks_per_host=gpus)[1]
+    assert moved_bytes(case) == pytest.approx(2 * elements, rel=0.15)
+
+
+def test_mfu_is_the_share_of_the_vendors_rate():
+    """6 FLOPs a parameter and token: at one millionth of the rate it takes a million times as long."""
+    case = case_of(run_config("tp2sp"), 4)
+    time = plan_seconds(case, H200, plan_memory(case, H200))
+    tokens, matrices = 256 * 1023, 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    flops = 6 * tokens * matrices + 3 * 32 * tokens * 4 * 4096 * 1023 / 2
+    assert time.mfu("critic_update") == pytest.approx(flops / time.seconds["critic_update"] / 4 / 989e12)
+
+
+@pytest.mark.parametrize(("change", "phase"), [({"recompute": "full"}, "actor_update"), ({"tokens_per_micro_batch": 4096}, "actor_update")])
+def test_what_saves_activations_costs_time(change, phase):
+    plain, saving = (case_of(run_config("tp2sp", **engine), 4) for engine in ({}, change))
+    before, after = (plan_memory(case, H200) for case in (plain, saving))
+    assert after.phase_bytes(phase) < before.phase_bytes(phase)
+    assert plan_seconds(saving, H200, after).seconds[phase] > plan_seconds(plain, H200, before).seconds[phase]
+
+
+def test_offload_frees_the_rollout_and_takes_host_memory():
+    config = run_config("tp2pp2sp")
+    before = plan_memory(case_of(config, 4), H200)
+    after = plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200)
+    states = sum(getattr(held(case_of(config, 4), role, 0), part) for role in case_of(config, 4).roles for part in ("gradients", "optimizer"))
+    assert before.phase_bytes("rollout") - after.phase_bytes("rollout") == pytest.approx(states)
+    assert after.host_bytes > before.host_bytes + 4 * 40 * GIB
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(126, 16), (126, 4), (126, 64), (80, 16), (28, 8), (30, 4), (5, 4), (33, 2)])
+def test_uneven_stages_are_what_megatron_allows(layers, pp):
+    """All layers, at least one each, and only the first and the last differ from the others."""
+    stages = uneven_stages(layers, pp)
+    if layers % pp == 0:
+        assert not stages
+    elif stages:
+        assert sum(stages) == layers and min(stages) > 0 and len(stages) == pp and len(set(stages[1:-1])) <= 1
+        Layout(pp=pp, stage_layers=tuple(stages), ranks=tuple(range(pp))).layers_of(layers)
+    else:
+        assert -(-layers // pp) * (pp - 2) > layers - 2

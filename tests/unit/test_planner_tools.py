@@ -1,0 +1,102 @@
+"""tools/plan.py as it is called, and tools/calibrate.py on two CPU ranks."""
+
+import json
+import time
+
+import pytest
+
+from tests.worlds import run_world
+from tools import plan
+from verl_megatron.planner import MACHINES, find_machine
+from verl_megatron.planner.machine import LAYER_SHARE
+
+
+def planned(capsys, *arguments: str) -> str:
+    plan.main(list(arguments))
+    return capsys.readouterr().out
+
+
+def test_the_table_the_reasons_and_three_recipe_lines(capsys):
+    text = planned(capsys, "--model", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--best", "4")
+    table, rest = text.split("\n\n", 1)
+    assert len(table.splitlines()) == 1 + 4
+    assert all(phase in table.splitlines()[0] for phase in ("rollout", "log_probs", "values", "critic_update", "actor_update", "MFU", "GiB"))
+    assert "do not fit 79.1 GiB (h100)" in rest and "the models at rest" in rest
+    lines = rest.split("recipe lines:\n")[1].split("\n\n")[0].splitlines()
+    assert len(lines) == 3 and all("actor.layout=" in line and "rollout.gpu_memory_utilization=" in line for line in lines)
+
+
+def test_settings_and_json(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    arguments = ("--model", "qwen2.5-7b", "--gpus", "4", "--algorithm", "grpo", "--rows", "512", "--json", str(file))
+    with_reference = planned(capsys, *arguments)
+    plain = json.loads(file.read_text())
+    planned(capsys, *arguments, "algorithm.kl_coef=0")
+    without = json.loads(file.read_text())
+    assert "critic" not in with_reference and "data.samples_per_prompt=8" in with_reference
+    best = plain["fitting"][0]
+    assert best["iteration_seconds"] == pytest.approx(sum(best["seconds"].values()))
+    assert best["peak_bytes"] == max(sum(parts.values()) for kind in best["memory"] for parts in kind["phases"].values())
+    assert without["fitting"][0]["seconds"]["log_probs"] < 0.6 * best["seconds"]["log_probs"]
+
+
+def test_a_plan_beside_what_a_run_measured(capsys, tmp_path):
+    rows = [{"step": 0, "validation/accuracy": 0.5}]
+    rows += [{"step": step, "time/rollout_s": 6.0 + step, "memory/actor_update_mb": 1024.0 * 98, "train/step_time_ms": 26_300.0} for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = ("--model", "llama3-8b", "--gpus", "4", "--rows", "256", "--prompt", "512", "--response", "512", "--compare", str(tmp_path))
+    layout = ("actor.layout=tp2pp2sp", "critic.layout=tp2pp2sp", "rollout.tp=2", "rollout.gpu_memory_utilization=0.4")
+    lines = {line.split()[0]: line.split()[1:] for line in planned(capsys, *run, *layout).splitlines()}
+    assert lines["actor_update"][1:3] == ["98.00", "GiB"] and abs(float(lines["actor_update"][3].rstrip("%"))) < 10
+    assert lines["rollout"][1:3] == ["9.00", "s"]  # the median of the last three
+    assert lines["iteration"][1:3] == ["26.30", "s"]
+
+
+def test_a_folder_is_read(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(plan.shape("llama3-1b")))
+    by_name, by_folder = (planned(capsys, "--model", model, "--gpus", "1", "--rows", "64") for model in ("llama3-1b", str(tmp_path)))
+    assert by_name == by_folder and "rollout.tp=1" in by_name
+
+
+def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
+    start = time.process_time()
+    text = planned(capsys, "--model", "llama3-70b", "--gpus", "64")
+    assert time.process_time() - start < 10
+    assert "recipe lines:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nothing-here", "--gpus", "8"], "nothing-here is neither a folder nor a built-in shape"),
+        (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
+        (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),
+        (["--model", "llama3-8b", "--gpus", "0"], "'0' is not accepted"),
+        (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),
+        (["--model", "llama3-8b", "--gpus", "8", "--rows", "10"], "--rows 10 must be a multiple of --mini-batches 4"),
+        (["--model", "llama3-8b", "--gpus", "8", "--rows", "12", "--samples", "8"], "--rows 12 must be a multiple of --samples 8"),
+        (["--model", "llama3-8b", "--gpus", "8", "--algorithm", "ppp"], "algorithm.name='ppp' is not known"),
+        (["--model", "llama3-8b", "--gpus", "8", "engine.speed=3"], "engine.speed is no setting"),
+        (["--model", "llama3-8b", "--gpus", "8", "rollout.top_p=7"], "rollout.top_p=7.0 lies outside"),
+        (["--model", "llama3-8b", "--gpus", "8", "--compare", "/nowhere"], "--compare /nowhere holds no metrics.jsonl"),
+        (["--model", "llama3-8b", "--gpus", "8", "--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
+    ],
+)
+def test_bad_input_ends_with_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        plan.main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and len(error.splitlines()) == 1
+
+
+def test_calibration_on_two_ranks_is_a_machine_that_plans_read(tmp_path):
+    file = tmp_path / "machine.json"
+    run_world("tools/calibrate.py", 2, file, "--seconds", "0.02")
+    written, machine = json.loads(file.read_text()), find_machine(str(file))
+    measured = written["measured"]
+    assert machine.layer_flops == pytest.approx(LAYER_SHARE * max(measured["products"].values()))
+    assert machine.same_host_rate == max(measured["links"]["all_gather"].values())
+    assert machine.copy_rate == measured["copies"]["device"]
+    assert set(measured["links"]) == {"all_gather", "all_reduce", "next_rank"}
+    assert machine.decode_step_s == MACHINES["h200"].decode_step_s  # not measured: as the base
+    assert 1e7 < machine.same_host_rate < 1e12 and 1e9 < machine.layer_flops < 1e14 and 1e-6 < machine.collective_s < 0.1

@@ -1,0 +1,179 @@
+"""Which layouts a run can take on a number of GPUs, what they need and how long an iteration takes, without a GPU and without weights.
+
+python tools/plan.py --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1] [--rows 1024 --prompt 512 --response 1024] [--algorithm ppo]
+    [--best 10] [--json FILE] [SECTION.SETTING=VALUE ...]
+
+With --compare OUTPUT_DIR nothing is searched: the plan of exactly these settings stands beside what that run measured.
+
+DIR needs a config.json only; NAME is one of the built-in shapes. Settings after the options are those of verl_megatron.train.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.checks import refuse, structured
+from verl_megatron.config import TrainerConfig
+from verl_megatron.limits import check_values
+from verl_megatron.planner import MACHINES, Case, Machine, compare, comparison_lines, find_machine, plan_memory, plan_seconds, search, search_text
+from verl_megatron.planner.search import Candidate, Search
+from verl_megatron.tracking import METRICS_FILE, read_metrics
+
+HOST_RANKS = 8
+MAX_GPUS = 2**12
+
+
+@cache
+def architecture(name: str) -> Architecture:
+    """Of a folder or of a built-in shape."""
+    if name in SHAPES:
+        return Architecture.from_hf(shape(name), source=name)
+    if not Path(name).is_dir():
+        raise ValueError(f"{name} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+    return read_architecture(name)
+
+
+def base_config(given: argparse.Namespace) -> TrainerConfig:
+    """The settings that all candidates share.
+
+    Raises:
+        ValueError: a setting that does not exist or has a value that it may not have.
+    """
+    samples = given.samples or (8 if given.algorithm == "grpo" else 1)
+    if given.rows % samples:
+        raise ValueError(f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change one of them")
+    if given.rows % given.mini_batches:
+        raise ValueError(f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of them")
+    settings = {
+        "actor": {"path": given.model},
+        "critic": {"path": given.critic or given.model},
+        "data": {"train": "", "max_prompt_tokens": given.prompt, "prompts_per_iteration": given.rows // samples, "samples_per_prompt": samples},
+        "rollout": {"max_tokens": given.response},
+        "algorithm": {"name": given.algorithm, "mini_batches": given.mini_batches, "kl_coef": 0.01},
+    }
+    try:
+        overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE") from None
+    config = structured(overrides, TrainerConfig)
+    refuse(check_values(config))
+    return config
+
+
+def common_settings(config: TrainerConfig) -> list[str]:
+    """What all recipe lines take for granted: settings that differ from the defaults, without files."""
+    found, usual = [], TrainerConfig()
+    for section in fields(config):
+        values, defaults = getattr(config, section.name), getattr(usual, section.name)
+        names = (setting.name for setting in fields(values) if setting.name not in ("path", "train"))
+        found += [f"{section.name}.{name}={getattr(values, name)}" for name in names if getattr(values, name) != getattr(defaults, name)]
+    return found
+
+
+def compared(case: Case, machine: Machine, folder: Path) -> str:
+    """Plan and measurement of a run; ValueError if `folder` holds none."""
+    if not (folder / METRICS_FILE).is_file():
+        raise ValueError(f"--compare {folder} holds no {METRICS_FILE}; name the run.output_dir of a run")
+    memory = plan_memory(case, machine)
+    return "\n".join(comparison_lines(compare(memory, plan_seconds(case, machine, memory), read_metrics(folder))))
+
+
+def as_json(result: Search, machine: Machine) -> dict:
+    """All candidates that fit, and the causes of the others; bytes and seconds."""
+    causes = {}
+    for cause, group in result.refused_by_cause().items():
+        causes[cause] = {"candidates": len(group), "nearest": {"settings": group[0].settings, "problem": asdict(group[0].problems[0])}}
+    return {"machine": asdict(machine), "fitting": [_candidate(candidate) for candidate in result.fitting], "refused": causes}
+
+
+def _candidate(candidate: Candidate) -> dict:
+    memory, time = candidate.memory, candidate.time
+    return {
+        "settings": candidate.settings,
+        "line": candidate.line,
+        "iteration_seconds": time.iteration,
+        "seconds": time.seconds,
+        "model_flops": time.flops,
+        "mfu": time.mfu(),
+        "peak_bytes": memory.peak_bytes,
+        "fullest_phase": memory.peak.fullest,
+        "host_bytes": memory.host_bytes,
+        "kv_cache_bytes": memory.kv_cache_bytes,
+        "memory": [{"ranks": kind.ranks, "phases": kind.phases} for kind in memory.kinds],
+    }
+
+
+def count(text: str) -> int:
+    """An argument type: a whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
+    return int(text)
+
+
+class _Options(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    options = _Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    options.add_argument("--model", required=True, help=f"the actor: a folder with a config.json, or a built-in shape: {', '.join(SHAPES)}")
+    options.add_argument("--critic", default="", help="the critic, where it is not like the actor")
+    options.add_argument("--gpus", type=count, required=True, help="of all hosts together")
+    options.add_argument("--gpu", default="h200", help=f"{', '.join(MACHINES)}, or the .json file that tools/calibrate.py wrote")
+    options.add_argument("--hosts", type=count, help=f"default: {HOST_RANKS} GPUs a host")
+    options.add_argument("--rows", type=count, default=1024, help="of an iteration")
+    options.add_argument("--samples", type=count, help="rows of a prompt; default: 8 for grpo, else 1")
+    options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
+    options.add_argument("--response", type=count, default=1024, help="tokens of a response")
+    options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
+    options.add_argument("--algorithm", default="ppo", help="ppo or grpo")
+    options.add_argument("--best", type=count, default=10, help="candidates that are shown")
+    options.add_argument("--json", type=Path, help="write all candidates that fit to this file")
+    options.add_argument("--compare", type=Path, metavar="OUTPUT_DIR", help="no search: the plan of exactly these settings beside the metrics.jsonl of a run of them")
+    options.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE", help="other settings, such as algorithm.kl_coef=0 (no reference model) or reward.path=DIR")
+    return options
+
+
+def ranks_per_host(gpus: int, hosts: int | None) -> int:
+    if hosts and gpus % hosts:
+        raise ValueError(f"--hosts {hosts} must divide the {gpus} GPUs; choose a divisor or another --gpus")
+    return gpus // hosts if hosts else min(HOST_RANKS, gpus)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser()
+    given = options.parse_intermixed_args(arguments)
+    try:
+        if given.gpus > MAX_GPUS:
+            raise ValueError(f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer")
+        if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
+            raise ValueError(f"--json {given.json} cannot be written: name a file in a folder that exists")
+        machine = find_machine(given.gpu)
+        config = base_config(given)
+        world = {"world_size": given.gpus, "ranks_per_host": ranks_per_host(given.gpus, given.hosts), "read": architecture}
+        if given.compare:
+            print(compared(Case.of(config, **world), machine, given.compare))
+            return
+        result = search(config, machine=machine, **world)
+        print(search_text(result, best=given.best, machine=machine))
+        if result.fitting:
+            print(f"\nbeside {' '.join(common_settings(config))}")
+        if given.json:
+            given.json.write_text(json.dumps(as_json(result, machine), indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        options.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

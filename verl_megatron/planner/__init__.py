@@ -1,0 +1,29 @@
+"""What a run will need and how long it will take, from its settings alone: no GPU, no weights, in seconds.
+
+`report` says it as text, `check_fits` refuses what has no room, `search` looks for layouts (tools/plan.py).
+"""
+
+from verl_megatron.planner.case import Case
+from verl_megatron.planner.comparison import compare
+from verl_megatron.planner.machine import MACHINES, Machine, find_machine
+from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.preflight import check_fits, machine_here
+from verl_megatron.planner.search import search
+from verl_megatron.planner.seconds import plan_seconds
+from verl_megatron.planner.text import comparison_lines, report, search_text
+
+__all__ = [
+    "MACHINES",
+    "Case",
+    "Machine",
+    "check_fits",
+    "compare",
+    "comparison_lines",
+    "find_machine",
+    "machine_here",
+    "plan_memory",
+    "plan_seconds",
+    "report",
+    "search",
+    "search_text",
+]

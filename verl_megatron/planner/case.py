@@ -1,0 +1,169 @@
+"""What a plan speaks of: the models of a run, where they stand and what an iteration asks of them, as pure data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, prod
+
+from parallel.layout import Layout, parse_devices
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
+from verl_megatron.algorithms import get_algorithm
+from verl_megatron.config import TrainerConfig
+
+ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRole:
+    """A Megatron-Core model of the run."""
+
+    name: str  # actor, critic, reference, reward
+    arch: Architecture
+    layout: Layout
+    head: Head
+    learns: bool
+    layers: tuple[int, ...]  # of a rank of each pipeline stage
+    elements: tuple[int, ...]  # of all its parameters; exact, padding included
+
+    @classmethod
+    def of(cls, *, name: str, arch: Architecture, layout: Layout, head: Head, learns: bool) -> "PlannedRole":
+        """ValueError if the architecture does not split over the layout."""
+        sizes, stages = part_elements(arch, layout.tp, head), range(layout.pp)
+        split = layout.layers_of(arch.num_layers)
+        layers = tuple(sum(len(split[stage, chunk]) for chunk in range(layout.vpp)) for stage in stages)
+        elements = [count * sizes.layer for count in layers]
+        elements[0] += sizes.embedding
+        copied = arch.tied and head == "lm" and layout.pp > 1  # of the embedding
+        elements[-1] += sizes.output + copied * sizes.embedding
+        return cls(name=name, arch=arch, layout=layout, head=head, learns=learns, layers=layers, elements=tuple(elements))
+
+
+def attention_channels(arch: Architecture) -> tuple[int, int]:
+    """Of all query heads together, and of all key-value heads."""
+    return arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class PartElements:
+    """Elements of the parts of a model on one rank."""
+
+    embedding: int
+    layer: int
+    output: int  # final norm and head
+
+
+@cache
+def part_elements(arch: Architecture, tp: int, head: Head = "lm") -> PartElements:
+    """One layer stands for all; ValueError if `tp` does not split the model."""
+    one, layout = replace(arch, num_layers=1), Layout(tp=tp, ranks=tuple(range(tp)))
+    return _by_part(megatron_parameters(one, layout, 0, spec="local", head=head))
+
+
+@cache
+def served_elements(arch: Architecture, tp: int) -> PartElements:
+    """The same for vLLM's model; a tied output is the embedding."""
+    return _by_part(vllm_parameters(replace(arch, num_layers=1), tp, 0))
+
+
+def _by_part(parameters) -> PartElements:
+    parts = [0, 0, 0]
+    for parameter in parameters:
+        tensor = parameter.blocks[0].tensor
+        parts[0 if tensor == "model.embed_tokens.weight" else 1 if tensor.startswith("model.layers.") else 2] += prod(parameter.shape)
+    return PartElements(*parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run on a number of ranks. Every row is taken to be as long as the settings allow."""
+
+    config: TrainerConfig
+    world_size: int
+    ranks_per_host: int
+    roles: tuple[PlannedRole, ...]
+
+    @classmethod
+    def of(cls, config: TrainerConfig, *, world_size: int, ranks_per_host: int = 8, read: Callable[[str], Architecture] = read_architecture) -> "Case":
+        """The models as `build_run` would build them.
+
+        Args:
+            read: gives the architecture of a model path.
+
+        Raises:
+            ValueError: a model folder, a layout or devices that cannot be understood, or a layout that does not split its model.
+        """
+        roles = [_role("actor", config.actor, config.actor.path, "lm", True, world_size, read)]
+        if get_algorithm(config.algorithm.name).needs_critic:
+            roles.append(_role("critic", config.critic, config.critic.path or config.actor.path, "token", True, world_size, read))
+        if config.algorithm.kl_coef > 0:
+            roles.append(replace(roles[0], name="reference", learns=False))
+        if config.reward.path:
+            roles.append(_role("reward", config.reward, config.reward.path, "sequence", False, world_size, read))
+        tp = config.rollout.tp
+        if tp < 1 or world_size % tp:
+            raise ValueError(f"rollout.tp={tp} must divide the {world_size} ranks; choose a divisor")
+        case = cls(config=config, world_size=world_size, ranks_per_host=min(ranks_per_host, world_size), roles=tuple(roles))
+        try:
+            served_elements(case.actor.arch, tp)
+        except ValueError as error:
+            raise ValueError(f"rollout.tp={tp}: {error}") from None
+        return case
+
+    @property
+    def actor(self) -> PlannedRole:
+        return self.roles[0]
+
+    @property
+    def replicas(self) -> int:
+        return self.world_size // self.config.rollout.tp
+
+    @property
+    def rows(self) -> int:
+        return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.config.data.max_prompt_tokens
+
+    @property
+    def response_tokens(self) -> int:
+        return self.config.rollout.max_tokens
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens with which a row enters a model: all but the last."""
+        return self.prompt_tokens + self.response_tokens - 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a weight in Megatron."""
+        return ELEMENT_BYTES[self.config.engine.dtype]
+
+    @property
+    def rollout_element_bytes(self) -> int:
+        """Of a weight in vLLM, and of its KV cache."""
+        dtype = self.config.rollout.dtype
+        return self.element_bytes if dtype == "auto" else ELEMENT_BYTES[dtype]
+
+    def rows_of_rank(self, role: PlannedRole) -> int:
+        """Rows of a mini-batch on the fullest data-parallel rank."""
+        return ceil(self.rows / self.config.algorithm.mini_batches / role.layout.dp)
+
+    def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
+        """Micro-batches of a mini-batch on a data-parallel rank, and the rows of a full one (verl_megatron/packing.py)."""
+        layout, row, rows = role.layout, self.packed_tokens + 1, self.rows_of_rank(role)
+        together = min(rows, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // row))
+        count = ceil(rows / together)
+        return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
+
+
+def _role(name: str, model, path: str, head: Head, learns: bool, world_size: int, read: Callable[[str], Architecture]) -> PlannedRole:
+    if not path:
+        raise ValueError(f"{name}.path has to be given; name a Hugging Face folder")
+    arch = read(path)
+    try:
+        layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ())))
+        return PlannedRole.of(name=name, arch=arch, layout=layout, head=head, learns=learns)
+    except ValueError as error:
+        raise ValueError(f"{name}.layout={model.layout!r}: {error}") from None

@@ -1,0 +1,48 @@
+"""What was planned beside what a run measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from verl_megatron.planner.memory import MemoryPlan
+from verl_megatron.planner.seconds import TimePlan
+
+GIB_OF_MB = 1 / 1024  # a run reports memory/PHASE_mb in MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One phase's memory or time."""
+
+    what: str
+    unit: str
+    planned: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the plan, as a share of what was measured."""
+        return self.planned / self.measured - 1
+
+
+def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, float]]) -> list[Compared]:
+    """Plans beside the medians of a run's iterations, the first left out: it compiles and allocates.
+
+    Args:
+        rows: of metrics.jsonl (`verl_megatron.tracking.read_metrics`).
+
+    Raises:
+        ValueError: fewer than two iterations.
+    """
+    iterations = [row for row in rows if "time/rollout_s" in row][1:]
+    if not iterations:
+        raise ValueError("metrics.jsonl holds fewer than two iterations; the first is not compared, so let the run take at least two")
+
+    def measured(key: str) -> float | None:
+        values = [row[key] for row in iterations if row.get(key)]
+        return median(values) if values else None
+
+    pairs = [(phase, "GiB", memory.phase_bytes(phase) / 2**30, measured(f"memory/{phase}_mb"), GIB_OF_MB) for phase in memory.phases]
+    pairs += [(phase, "s", seconds, measured(f"time/{phase}_s"), 1.0) for phase, seconds in time.seconds.items()]
+    pairs.append(("iteration", "s", time.iteration, measured("train/step_time_ms"), 1e-3))
+    return [Compared(phase, unit, planned, value * scale) for phase, unit, planned, value, scale in pairs if value is not None]

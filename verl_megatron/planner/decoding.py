@@ -1,0 +1,50 @@
+"""Predicted seconds of generation: prompts at the rate of matrix products, then token by token at the rate of memory.
+
+A decoding step reads vLLM's weights and the keys and values of all running rows, or computes if that takes longer, and costs the
+process a scheduler's round, a draw for every row and the small all-reduces of each layer.
+"""
+
+from math import ceil
+
+from verl_megatron.planner.case import Case, attention_channels, part_elements, served_elements
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.serving import kv_bytes_per_token
+
+
+def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> float:
+    """Until the slowest replica has all of its rows, each of which takes `response_tokens` steps."""
+    rows, at_once = ceil(case.rows / case.replicas), rows_at_once(case, kv_cache_bytes)
+    if at_once < 1:
+        return float("inf")
+    full, rest = divmod(rows, at_once)
+    waves = full * _wave_seconds(case, machine, at_once) + (_wave_seconds(case, machine, rest) if rest else 0.0)
+    prompts = ceil(case.config.data.prompts_per_iteration / case.replicas)  # those of one prompt's samples are cached
+    return prompts * case.prompt_tokens * _prompt_token_seconds(case, machine) + waves
+
+
+def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
+    """Rows that a replica decodes together: as vLLM's settings, its cache and the queue (rollout/dispatch.py) allow."""
+    fair = case.rows if case.replicas == 1 else ceil(3 * case.rows / (4 * case.replicas))
+    cached = kv_cache_bytes // (kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens))
+    return int(max(0, min(fair, case.config.rollout.max_num_seqs, cached)))
+
+
+def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
+    """`rows` rows from their first to their last token."""
+    arch, tp = case.actor.arch, case.config.rollout.tp
+    parts = served_elements(arch, tp)
+    read = arch.num_layers * parts.layer + (parts.embedding if arch.tied else parts.output)
+    cached = rows * (case.prompt_tokens + case.response_tokens / 2) * kv_bytes_per_token(case)
+    weights = max(read * case.rollout_element_bytes / machine.copy_rate, 2 * rows * read / machine.layer_flops)
+    reduces = 2 * arch.num_layers * machine.decode_reduce_s * (tp > 1)
+    return case.response_tokens * (weights + cached / machine.copy_rate + machine.decode_step_s + rows * machine.decode_row_s + reduces)
+
+
+def _prompt_token_seconds(case: Case, machine: Machine) -> float:
+    """A prompt's token in every layer: products, attention over half the prompt, two all-reduces."""
+    arch, tp = case.actor.arch, case.config.rollout.tp
+    products = 2 * part_elements(arch, tp).layer / machine.layer_flops
+    attention = 2 * attention_channels(arch)[0] * case.prompt_tokens / tp / machine.attention_flops
+    rate = machine.same_host_rate if tp <= case.ranks_per_host else machine.other_host_rate
+    reduces = 4 * (tp - 1) / tp * arch.hidden_size * case.rollout_element_bytes / rate
+    return arch.num_layers * (products + attention + reduces)

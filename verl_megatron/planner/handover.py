@@ -1,0 +1,47 @@
+"""Predicted seconds of the way from training to rollout and back, and what has to move."""
+
+from verl_megatron.planner.case import Case
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.memory import held
+from verl_megatron.planner.serving import own_rollout_bytes
+
+
+def moved_bytes(case: Case) -> float:
+    """What a rank must receive of the actor's weights: vLLM's shard less what Megatron's shard holds of it.
+
+    With t ranks of tensor parallelism and p stages in training and t_g in vLLM: (t·p - t_g) / (t_g·t·p) of the weights where t is not
+    below t_g, (1/t_g)(1 - 1/p) where it is.
+    """
+    layout, tp = case.actor.layout, case.config.rollout.tp
+    total = sum(case.actor.elements) * layout.tp * case.rollout_element_bytes
+    if case.world_size > len(layout.ranks):
+        return total / tp
+    if layout.tp >= tp:
+        return total * (layout.tp * layout.pp - tp) / (tp * layout.tp * layout.pp)
+    return total / tp * (1 - 1 / layout.pp)
+
+
+def reshard_seconds(case: Case, machine: Machine) -> float:
+    """Memory for vLLM's weights and KV cache, and the weights themselves; twice over where the memory is permuted in place."""
+    model = case.actor.layout.tp * case.actor.layout.pp
+    moved = moved_bytes(case)
+    rate = machine.same_host_rate if model <= case.ranks_per_host else machine.other_host_rate
+    copied = own_rollout_bytes(case, 0) if case.config.reshard.mode != "swap" else moved
+    moving = (moved / rate + 2 * copied / machine.copy_rate) * (2 if case.config.reshard.mode == "swap" else 1)
+    share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
+    return moving + share / machine.map_rate + _offload_seconds(case, machine)
+
+
+def return_seconds(case: Case, machine: Machine) -> float:
+    """vLLM's memory is given back; with `swap` Megatron's weights return first. What was offloaded returns beside the next phases."""
+    share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
+    back = 2 * moved_bytes(case) / machine.same_host_rate if case.config.reshard.mode == "swap" else 0.0
+    return share / machine.map_rate + back
+
+
+def _offload_seconds(case: Case, machine: Machine) -> float:
+    """Until optimizer state is in host memory: it leaves while weights move, and vLLM's KV cache waits for it."""
+    if case.config.reshard.offload not in ("optimizer", "all"):
+        return 0.0
+    kept = sum(max(held(case, role, stage).optimizer for stage in range(role.layout.pp)) for role in case.roles if role.learns)
+    return kept / machine.pinned_rate

@@ -1,0 +1,217 @@
+"""Bytes of each phase on each kind of rank, on the GPU and on its host.
+
+A learning model of n parameters on a rank holds 2n of weights, 4n of gradients (float32, DistributedDataParallel's buffers) and 12n of
+optimizer state (master weights and two moments, float32), the last divided by dp·cp with the distributed optimizer. In float32 the
+weights are 4n and their own masters. Frozen models hold weights alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from parallel.offload import PAGE_BYTES
+from verl_megatron.planner.activations import inference_bytes, training_bytes
+from verl_megatron.planner.case import Case, PlannedRole
+from verl_megatron.planner.machine import GIB, Machine
+from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
+
+SERVING = ("vllm weights", "kv cache", "window")  # the cache with the room that vLLM computes in
+PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
+AT_REST = "the models at rest"
+Phases = dict[str, dict[str, float]]  # bytes by phase and part
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a model keeps on a rank for the whole run, bytes."""
+
+    weights: float
+    gradients: float = 0.0
+    masters: float = 0.0
+    moments: float = 0.0
+
+    @property
+    def optimizer(self) -> float:
+        return self.masters + self.moments
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that hold the same: which, and their memory."""
+
+    ranks: tuple[int, ...]
+    phases: Phases
+    host_bytes: float  # of one such rank
+    own_rollout_bytes: float  # vLLM's weights outside Megatron's memory
+    kv_cache_bytes: float  # room that vLLM has for keys and values
+
+    def total(self, phase: str) -> float:
+        return sum(self.phases[phase].values())
+
+    @property
+    def fullest(self) -> str:
+        return max(self.phases, key=self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of all ranks."""
+
+    kinds: tuple[RankKind, ...]
+    host_bytes: float  # of the fullest host
+
+    @property
+    def peak(self) -> RankKind:
+        """The fullest kind of rank."""
+        return max(self.kinds, key=lambda kind: kind.total(kind.fullest))
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.peak.total(self.peak.fullest)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(self.kinds[0].phases)
+
+    @property
+    def resting_bytes(self) -> float:
+        """What the fullest rank holds while nothing is computed and vLLM sleeps."""
+        return max(sum(size for part, size in kind.phases["weights_awake"].items() if part not in SERVING) for kind in self.kinds)
+
+    def phase_bytes(self, phase: str) -> float:
+        """In use at the end of a phase on the fullest rank, with the blocks that PyTorch keeps: what a run reports as memory/PHASE_mb."""
+        return max(kind.total(phase) for kind in self.kinds)
+
+    @property
+    def kv_cache_bytes(self) -> float:
+        """The smallest KV cache of a rank."""
+        return min(kind.kv_cache_bytes for kind in self.kinds)
+
+
+def held(case: Case, role: PlannedRole, stage: int) -> Held:
+    """What `role` keeps on a rank of pipeline stage `stage`."""
+    count, mixed = role.elements[stage], case.element_bytes == 2
+    if not role.learns:
+        return Held(count * case.element_bytes)
+    replicas = role.layout.dp * role.layout.cp if case.config.engine.distributed_optimizer else 1
+    return Held(count * case.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas)
+
+
+def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
+    """Memory of every phase on every kind of rank."""
+    kinds = tuple(_rank_kind(case, machine, ranks, standing) for ranks, standing in _standings(case))
+    host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
+    hosts: dict[int, float] = {}
+    for rank, size in host_of.items():
+        hosts[rank // case.ranks_per_host] = hosts.get(rank // case.ranks_per_host, 0) + size
+    return MemoryPlan(kinds, max(hosts.values()))
+
+
+def _standings(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
+    """World ranks that hold the same stages of the same models, with these."""
+    stages = [{rank: index * role.layout.pp // len(role.layout.ranks) for index, rank in enumerate(role.layout.ranks)} for role in case.roles]
+    found: dict[tuple, list[int]] = {}
+    for rank in range(case.world_size):
+        found.setdefault(tuple(stage.get(rank) for stage in stages), []).append(rank)
+    for standing, ranks in found.items():
+        yield tuple(ranks), tuple((role, stage) for role, stage in zip(case.roles, standing) if stage is not None)
+
+
+def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: tuple[tuple[PlannedRole, int], ...]) -> RankKind:
+    models = [(role, stage, held(case, role, stage)) for role, stage in standing]
+    own = own_rollout_bytes(case, next((stage for role, stage in standing if role is case.actor), None))
+    request = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes
+    settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(case)}
+    settled |= {part: sum(getattr(model, part) for *_, model in models) for part in ("weights", "gradients", "optimizer")}
+    host = machine.process_host_bytes + _offloaded_to_host(case, models)
+    return RankKind(
+        ranks=ranks,
+        phases=_phases(case, models, settled, own=own, request=request),
+        host_bytes=host,
+        own_rollout_bytes=own,
+        kv_cache_bytes=request - own - vllm_working_bytes(case, machine),
+    )
+
+
+def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: dict[str, float], *, own: float, request: float) -> Phases:
+    """Bytes by phase and part, in the order of a run; a phase's activations include what PyTorch keeps from those before it.
+
+    "start" is vLLM's, with the models that are there before it; "weights_awake" the moment of the hand-over in which vLLM has its weights,
+    and what is offloaded has not left yet. The others are the phases of an iteration.
+    """
+    config, window = case.config, case.config.reshard.window_mib << 20
+    awake = {"vllm weights": own, "kv cache": request - own}
+    phases: Phases = {}
+    if config.reshard.mode == "keep":  # vLLM starts on an empty GPU
+        phases["start"] = {"process": settled["process"]} | awake
+    else:  # vLLM starts beside the actor, which has no moments yet; sharing needs the whole of what vLLM is allowed
+        actor = next((model for role, _, model in models if role is case.actor), Held(0))
+        phases["start"] = {"process": settled["process"], "weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters} | awake
+    staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
+    phases["weights_awake"] = settled | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
+    freed = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}
+    phases["rollout"] = settled | {part: 0.0 for part, modes in freed.items() if config.reshard.offload in modes} | awake
+    resting = settled if config.rollout.sleep else settled | awake
+    activations = 0.0
+    for phase, names, measure in _WORK:
+        working = [(role, stage) for role, stage, _ in models if role.name in names]
+        if any(role.name in names for role in case.roles):
+            activations = max([activations] + [measure(case, role, stage) for role, stage in working])
+            phases[phase] = resting | {"activations": activations}
+    return phases
+
+
+_WORK = (
+    ("reward", ("reward",), inference_bytes),
+    ("log_probs", ("actor", "reference"), inference_bytes),
+    ("values", ("critic",), inference_bytes),
+    ("critic_update", ("critic",), training_bytes),
+    ("actor_update", ("actor",), training_bytes),
+)
+
+
+def communicators(case: Case) -> int:
+    """NCCL communicators of a rank: the world's, those of the models' layouts (parallel/groups.py, equal ones are shared), vLLM's."""
+    groups = set()
+    for layout in {role.layout for role in case.roles}:
+        for axes in ("tp", "cp", "dp", "pp", "cp dp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
+            if spanned := tuple(axis for axis in axes.split() if getattr(layout, axis) > 1):
+                groups.add((layout, spanned))
+    vllm = 1 + 2 * (case.config.rollout.tp > 1)  # its world; for tensor parallelism PyTorch's and its own
+    return len(groups) + (1 + vllm) * (case.world_size > 1)
+
+
+def _offloaded_to_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
+    """Pinned pages of a rank."""
+    if case.config.reshard.offload not in ("optimizer", "all"):
+        return 0.0
+    return sum(ceil(model.optimizer / PAGE_BYTES) * PAGE_BYTES for *_, model in models)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that a plan has no room for."""
+
+    cause: str  # a phase, AT_REST, "KV cache" or "host memory"
+    needed_bytes: float
+    room_bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed, {self.room_bytes / GIB:,.1f} there"
+
+
+def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: float = 0.0) -> list[Problem]:
+    """What does not fit; empty if all does.
+
+    Args:
+        margin: share of a GPU and of a host that has to stay free; below 0: by how much a need may exceed it.
+    """
+    room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
+    needs = {AT_REST: memory.resting_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
+    found = [Problem(cause, needed, min(room, machine.gpu_bytes)) for cause, needed in needs.items() if needed > room]
+    row = kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
+    if memory.kv_cache_bytes < row:
+        found.append(Problem("KV cache", row, max(0.0, memory.kv_cache_bytes)))
+    if memory.host_bytes > host_room:
+        found.append(Problem("host memory", memory.host_bytes, min(host_room, machine.host_bytes)))
+    return found

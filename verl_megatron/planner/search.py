@@ -1,0 +1,238 @@
+"""All layouts that a run could take, those that fit ranked by predicted seconds, and why the others do not fit.
+
+A candidate is a handful of settings over a base configuration. It chooses the layout of the models (critic like actor), the size of a
+micro-batch or recomputation, vLLM's tensor-parallel size, how weights are held and what leaves the GPU for rollout;
+gpu_memory_utilization follows: what the rows need that a replica decodes at once, or what is left.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import ceil, floor
+
+from parallel.weights.architecture import Architecture, read_architecture
+from verl_megatron.algorithms import get_algorithm
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner.case import Case, served_elements
+from verl_megatron.planner.decoding import rows_at_once
+from verl_megatron.planner.machine import GIB, Machine
+from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memory, problems_of
+from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
+from verl_megatron.planner.serving import kv_bytes_per_token, vllm_working_bytes
+
+MARGIN = 0.05  # of a GPU that stays free: what the prediction may be wrong by
+LONG_ROW = 8192  # tokens of a row from which on context parallelism is tried
+MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # plain choices first
+CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
+VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
+ALWAYS_SAID = ("actor.layout", "critic.layout", "rollout.tp", "rollout.gpu_memory_utilization")
+FOR_ROLLOUT = ("start", "weights_awake", "rollout", "KV cache")  # causes that vLLM's part can remedy
+Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings with what they need and take."""
+
+    settings: Settings  # that a user has to give
+    case: Case
+    memory: MemoryPlan
+    problems: tuple[Problem, ...]
+    time: TimePlan | None = None  # None where something does not fit
+
+    @property
+    def line(self) -> str:
+        """For the command line of verl_megatron.train, or a recipe."""
+        return " ".join(f"{name}={spelled(value)}" for name, value in self.settings.items())
+
+
+@dataclass(slots=True)
+class Search:
+    """What fits, quickest first, one of each pair of layouts; and what does not."""
+
+    fitting: list[Candidate] = field(default_factory=list)
+    refused: list[Candidate] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        return len(self.fitting) + len(self.refused)
+
+    def refused_by_cause(self) -> dict[str, list[Candidate]]:
+        """By the first thing that does not fit; those that miss by the least first."""
+        found: dict[str, list[Candidate]] = {}
+        for candidate in self.refused:
+            found.setdefault(candidate.problems[0].cause, []).append(candidate)
+        return {cause: sorted(group, key=lambda each: each.problems[0].needed_bytes) for cause, group in found.items()}
+
+
+def search(
+    base: TrainerConfig, *, world_size: int, machine: Machine, ranks_per_host: int = 8, read: Callable[[str], Architecture] = read_architecture, margin: float = MARGIN
+) -> Search:
+    """Try every layout of `base`'s models on `world_size` ranks.
+
+    Args:
+        read: gives the architecture of a model path.
+        margin: share of each GPU that has to stay free.
+
+    Raises:
+        ValueError: a model that cannot be read.
+    """
+    make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
+    arch, result = read(base.actor.path), Search()
+    sizes = [tp for tp in _powers(ranks_per_host) if world_size % tp == 0 and _serves(arch, tp)]
+    for layout in _layouts(base, world_size, ranks_per_host, read):
+        best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
+        for saver in _savers(base):
+            training = make.training(layout | saver)
+            if training is None:
+                break
+            if training.problems:
+                result.refused.append(training)
+                if training.problems[0].cause == AT_REST:
+                    break  # nor does it with fewer activations
+                continue
+            work = plan_work(training.case, machine)
+            for tp in sizes:
+                found = make.with_rollout(layout | saver, tp, work)
+                if found.problems:
+                    result.refused.append(found)
+                elif tp not in best or _seconds(found) < _seconds(best[tp]):
+                    best[tp] = found
+        result.fitting += best.values()
+    result.fitting.sort(key=_seconds)
+    return result
+
+
+def _seconds(candidate: Candidate) -> float:
+    return round(candidate.time.iteration, 2)  # finer differences are no reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """From choices to candidates."""
+
+    base: TrainerConfig
+    world_size: int
+    ranks_per_host: int
+    machine: Machine
+    read: Callable[[str], Architecture]
+    margin: float
+
+    def case(self, chosen: Settings) -> Case:
+        return Case.of(configured(self.base, chosen), world_size=self.world_size, ranks_per_host=self.ranks_per_host, read=self.read)
+
+    def training(self, chosen: Settings) -> Candidate | None:
+        """What has to fit whatever vLLM does; None where the models or the rows do not split this way."""
+        try:
+            case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0})
+        except ValueError:
+            return None
+        if any(role.layout.dp > case.rows // case.config.algorithm.mini_batches for role in case.roles if role.learns):
+            return None
+        memory = plan_memory(case, self.machine)
+        problems = tuple(problem for problem in problems_of(case, self.machine, memory, margin=self.margin) if problem.cause not in FOR_ROLLOUT)
+        return Candidate(self._said(chosen), case, memory, problems)
+
+    def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:
+        """The quickest way to hold vLLM's weights at tensor-parallel size `tp`: the plainest under which all rows run at once, if there is one."""
+        best = None
+        for mode, offload in product(MODES, OFFLOADS):
+            holding = chosen | {"rollout.tp": tp, "reshard.mode": mode, "reshard.offload": offload, "rollout.gpu_memory_utilization": 0.0}
+            case = self.case(holding)
+            empty = plan_memory(case, self.machine)
+            share, wanted = self._shares(case, empty)
+            holding["rollout.gpu_memory_utilization"] = share
+            case = replace(case, config=configured(case.config, {"rollout.gpu_memory_utilization": share}))
+            memory = plan_memory(case, self.machine)
+            problems = tuple(problems_of(case, self.machine, memory, margin=self.margin))
+            time = None if problems else plan_seconds(case, self.machine, memory, work)
+            found = Candidate(self._said(holding), case, memory, problems, time)
+            if best is None or (best.problems and (not problems or problems[0].needed_bytes < best.problems[0].needed_bytes)):
+                best = found
+            elif not problems and not best.problems and _seconds(found) < _seconds(best):
+                best = found
+            if not problems and share >= wanted:
+                break
+        return best
+
+    def _shares(self, case: Case, empty: MemoryPlan) -> tuple[float, float]:
+        """gpu_memory_utilization in hundredths: what the others leave, at most what all rows need; and that need. `empty` is without vLLM's share."""
+        awake = ("start", "rollout") if case.config.rollout.sleep else empty.phases  # phases with all of vLLM
+        room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
+        own = max(kind.own_rollout_bytes for kind in empty.kinds)
+        cached = rows_at_once(case, float("inf")) * kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
+        wanted = ceil(100 * (own + vllm_working_bytes(case, self.machine) + CACHE_SHARE * cached + ENGINE_BYTES) / self.machine.gpu_bytes) / 100
+        return max(0.01, min(wanted, floor(100 * room / self.machine.gpu_bytes) / 100)), wanted
+
+    def _said(self, chosen: Settings) -> Settings:
+        """Layouts and vLLM's part, and the rest where it differs from the base."""
+        return {name: value for name, value in chosen.items() if name in ALWAYS_SAID or _setting(self.base, name) != value}
+
+
+def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
+    """`base` with the choices put in; it stays as it is."""
+    changes: dict[str, dict] = {}
+    for name, value in chosen.items():
+        section, setting = name.split(".")
+        changes.setdefault(section, {})[setting] = value
+    return replace(base, **{section: replace(getattr(base, section), **values) for section, values in changes.items()})
+
+
+def _setting(config: TrainerConfig, name: str):
+    section, setting = name.split(".")
+    return getattr(getattr(config, section), setting)
+
+
+def spelled(value: str | int | float | list[int]) -> str:
+    """As on a command line: lists without spaces."""
+    return str(value).replace(" ", "")
+
+
+def _layouts(base: TrainerConfig, world: int, ranks_per_host: int, read: Callable[[str], Architecture]) -> Iterator[Settings]:
+    """Settings of all models' layouts: tensor parallelism within a host, with sequence parallelism; pipelines; dp is what is left."""
+    models = {"actor": base.actor.path}
+    if get_algorithm(base.algorithm.name).needs_critic:
+        models["critic"] = base.critic.path or base.actor.path
+    layers = {name: read(path).num_layers for name, path in models.items()}
+    is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_ROW
+    stages = [pp for pp in range(1, min(world, *layers.values()) + 1) if world % pp == 0]
+    for tp, pp, cp in product(_powers(ranks_per_host), stages, CPS if is_long else (1,)):
+        if world % (tp * pp * cp):
+            continue
+        split = {f"{name}.stage_layers": uneven_stages(count, pp) for name, count in layers.items()}
+        for vpp in VPPS if pp > 1 and not any(split.values()) else (1,):
+            if all(count // pp % vpp == 0 for count in layers.values()):
+                sizes = "".join(f"{axis}{size}" for axis, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("cp", cp)) if size > 1)
+                yield {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models} | split
+
+
+def uneven_stages(layers: int, pp: int) -> list[int]:
+    """Layers of each stage where `pp` does not divide them: the first and the last have fewer, for they hold embedding and output.
+
+    Empty if `pp` divides them, or if nothing would be left for those two.
+    """
+    middle = ceil(layers / pp)
+    ends = layers - middle * (pp - 2)
+    if layers % pp == 0 or ends < 2:
+        return []
+    return [ceil(ends / 2)] + [middle] * (pp - 2) + [ends // 2]
+
+
+def _savers(base: TrainerConfig) -> Iterator[Settings]:
+    """Ways to need less memory for activations: as set, smaller micro-batches that still hold a row, whole layers computed again."""
+    tokens, row = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
+    for parts in (1, 2, 4):
+        if parts == 1 or tokens // parts >= row:
+            yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": tokens // parts}
+    yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
+
+
+def _serves(arch: Architecture, tp: int) -> bool:
+    try:
+        return served_elements(arch, tp) is not None
+    except ValueError:
+        return False
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]

@@ -1,0 +1,64 @@
+"""Predicted seconds of each phase of an iteration (verl_megatron/ppo.py), and how well the GPUs are used."""
+
+from dataclasses import dataclass
+
+from verl_megatron.planner.case import Case
+from verl_megatron.planner.decoding import rollout_seconds
+from verl_megatron.planner.handover import reshard_seconds, return_seconds
+from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.memory import MemoryPlan
+from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds and model FLOPs (all GPUs together) of the phases in which models compute."""
+
+    seconds: dict[str, float]
+    flops: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlan:
+    """An iteration."""
+
+    seconds: dict[str, float]  # by phase, in order
+    flops: dict[str, float]  # of the phases in which models compute
+    gpus: int
+    peak_flops: float  # of one
+
+    @property
+    def iteration(self) -> float:
+        return sum(self.seconds.values())
+
+    def mfu(self, *phases: str) -> float:
+        """Share of the vendor's rate over `phases` (none: all in which models compute).
+
+        Counted are matrix products and the causal half of attention, a backward pass twice. Not counted: the input embedding, logits
+        of tokens that nobody asks about, recomputation, generation.
+        """
+        phases = phases or tuple(self.flops)
+        return sum(self.flops[phase] for phase in phases) / sum(self.seconds[phase] for phase in phases) / self.gpus / self.peak_flops
+
+
+def plan_work(case: Case, machine: Machine) -> Work:
+    """Forward passes and updates; nothing here depends on how vLLM is set up."""
+    seconds: dict[str, float] = {}
+    flops: dict[str, float] = {}
+    steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
+    for phase, names in (("reward", ("reward",)), ("log_probs", ("actor", "reference")), ("values", ("critic",))):
+        for role in (role for role in case.roles if role.name in names):
+            seconds[phase] = seconds.get(phase, 0.0) + machine.phase_s + infer_seconds(case, machine, role)
+            flops[phase] = flops.get(phase, 0.0) + forward_flops(case, role)
+    for role in reversed([role for role in case.roles if role.learns]):  # the critic comes first
+        phase = f"{role.name}_update"
+        seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role)
+        flops[phase] = 3 * case.config.algorithm.epochs * forward_flops(case, role)
+    return Work(seconds, flops)
+
+
+def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
+    """Every phase; `work` is `plan_work`'s answer where it is known already."""
+    work = work or plan_work(case, machine)
+    before = {"reshard": reshard_seconds(case, machine), "rollout": rollout_seconds(case, machine, memory.kv_cache_bytes), "return": return_seconds(case, machine)}
+    return TimePlan(before | work.seconds, work.flops, case.world_size, machine.peak_flops)

@@ -1,0 +1,124 @@
+"""Plans as text for a reader."""
+
+from parallel.weights.architecture import read_architecture
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner.case import Case
+from verl_megatron.planner.comparison import Compared
+from verl_megatron.planner.decoding import rows_at_once
+from verl_megatron.planner.machine import GIB, Machine, find_machine
+from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
+from verl_megatron.planner.search import MARGIN, Candidate, Search, spelled
+from verl_megatron.planner.seconds import TimePlan, plan_seconds
+
+PHASES_SHOWN = ("rollout", "log_probs", "values", "critic_update", "actor_update")
+MFU_MEANING = (
+    "MFU: matrix products and the causal half of attention, a backward pass twice, over all phases in which models compute and the vendor's"
+    " bfloat16 rate; without input embedding, logits of tokens nobody asks about, recomputation and generation"
+)
+
+
+def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8) -> str:
+    """Memory of each phase and rank, predicted seconds and whether the run fits.
+
+    Args:
+        config: settings that passed `check_config`; of the models' folders only config.json is read.
+        gpu: a built-in machine, or the .json file that tools/calibrate.py wrote.
+
+    Raises:
+        ValueError: an unknown machine, or a model folder or layout that cannot be understood.
+    """
+    machine = find_machine(gpu)
+    case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read_architecture)
+    memory = plan_memory(case, machine)
+    problems = problems_of(case, machine, memory)
+    lines = [headline(case, machine), "", *memory_lines(memory, machine), ""]
+    if problems:
+        lines += ["It does not fit:", *(f"  {problem}" for problem in problems)]
+    else:
+        spare = machine.gpu_bytes - memory.peak_bytes
+        narrowly = "" if spare >= MARGIN * machine.gpu_bytes else f" narrowly (a plan may be wrong by {MARGIN:.0%} of a GPU)"
+        lines += [*seconds_lines(case, plan_seconds(case, machine, memory), memory), "", f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU."]
+    if config.engine.spec == "local":
+        lines.append("engine.spec=local is planned like te; it is slower and needs more memory.")
+    return "\n".join(lines)
+
+
+def headline(case: Case, machine: Machine) -> str:
+    """What is planned, in one line."""
+    roles = ", ".join(f"{role.name} {role.layout}" for role in case.roles)
+    rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
+    rows = f"{case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens"
+    return f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout}; {rows} in {case.config.algorithm.mini_batches} mini-batches"
+
+
+def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
+    """The fullest rank by phase and part, all kinds of ranks by phase, and the host."""
+    peak = memory.peak
+    used = [part for part in PARTS if any(phase.get(part) for phase in peak.phases.values())]
+    lines = [f"{f'GiB on {named(peak)}':<26}" + "".join(f"{part:>14}" for part in used) + f"{'together':>12}{'of ' + format(machine.gpu_bytes / GIB, '.1f'):>12}"]
+    for phase, parts in peak.phases.items():
+        cells = "".join(f"{parts.get(part, 0) / GIB:>14.1f}" for part in used)
+        lines.append(f"{phase:<26}{cells}{peak.total(phase) / GIB:>12.1f}{peak.total(phase) / machine.gpu_bytes:>12.0%}")
+    if len(memory.kinds) > 1:
+        lines += ["", f"{'GiB by rank':<26}" + "".join(f"{phase:>15}" for phase in peak.phases)]
+        lines += [f"{named(kind):<26}" + "".join(f"{kind.total(phase) / GIB:>15.1f}" for phase in kind.phases) for kind in memory.kinds]
+    return lines + ["", f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB; KV cache {memory.kv_cache_bytes / GIB:.1f} GiB a rank"]
+
+
+def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
+    """An iteration's phases, its tokens and how well the GPUs are used."""
+    phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
+    generated = case.rows * case.response_tokens / time.seconds["rollout"]
+    mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
+    return [
+        f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
+        f"rollout: {generated:,.0f} tokens/s, {rows_at_once(case, memory.kv_cache_bytes)} rows at once a replica; MFU {time.mfu():.1%} ({mfu})",
+    ]
+
+
+def search_text(result: Search, *, best: int, machine: Machine) -> str:
+    """A table of the best candidates, why others do not fit, and recipe lines of the best three."""
+    shown = result.fitting[:best]
+    lines = []
+    if shown:
+        phases = [phase for phase in PHASES_SHOWN if phase in shown[0].time.seconds]
+        head = f"{'':>3} {'actor layout':<18}{'rollout':<11}" + "".join(f"{phase:>14}" for phase in phases) + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
+        lines += [head, *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)), "", MFU_MEANING]
+    if result.refused:
+        lines += ["", f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:"]
+        for cause, group in result.refused_by_cause().items():
+            nearest, problem = group[0], group[0].problems[0]
+            where = " ".join(f"{name}={spelled(value)}" for name, value in nearest.settings.items() if not name.startswith("critic.") and not name.endswith(".stage_layers"))
+            lines.append(f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB of {problem.room_bytes / GIB:,.1f}: {where}")
+    lines += ["", "recipe lines:", *recipe_lines(result)] if shown else ["", "nothing fits: use more GPUs, shorter rows or smaller models"]
+    return "\n".join(lines)
+
+
+def recipe_lines(result: Search, count: int = 3) -> list[str]:
+    """Settings of the best candidates, as they are given to verl_megatron.train."""
+    return [candidate.line for candidate in result.fitting[:count]]
+
+
+def comparison_lines(compared: list[Compared]) -> list[str]:
+    """Planned, measured and the plan's error."""
+    lines = [f"{'phase':<16}{'planned':>10}{'measured':>10}{'':<5}{'error':>8}"]
+    return lines + [f"{each.what:<16}{each.planned:>10.2f}{each.measured:>10.2f} {each.unit:<4}{each.error:>+8.1%}" for each in compared]
+
+
+def _row(candidate: Candidate, phases: list[str]) -> str:
+    case, time, peak = candidate.case, candidate.time, candidate.memory.peak
+    rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
+    seconds = "".join(f"{time.seconds[phase]:>14.1f}" for phase in phases)
+    rest = " ".join(f"{name}={spelled(value)}" for name, value in candidate.settings.items() if not name.endswith((".layout", ".stage_layers", "rollout.tp")))
+    rest += " uneven stages" * bool(candidate.case.actor.layout.stage_layers)
+    return f"{case.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
+
+
+def named(kind: RankKind) -> str:
+    """Its ranks: "rank 3" or "ranks 0-3,8-11"."""
+    parts, ranks = [], list(kind.ranks)
+    while ranks:
+        length = next((i for i in range(1, len(ranks)) if ranks[i] != ranks[0] + i), len(ranks))
+        parts.append(f"{ranks[0]}-{ranks[length - 1]}" if length > 1 else f"{ranks[0]}")
+        ranks = ranks[length:]
+    return f"rank{'s' if len(kind.ranks) > 1 else ''} {','.join(parts)}"

@@ -1,0 +1,160 @@
+"""Predicted seconds of forward passes and optimizer steps.
+
+Of every micro-batch on every pipeline stage counts the longer of what the GPU computes and what the process can launch. The GPU's part
+is a sum: matrix products, attention, memory-bound steps and tensor-parallel exchanges, which do not overlap here. A backward pass has
+twice the products of a forward pass and 2.5 times its attention; recomputation adds a forward pass. Letters as in activations.py.
+"""
+
+from dataclasses import dataclass
+
+from verl_megatron.log_probs import CHUNK_BYTES
+from verl_megatron.planner.case import Case, PlannedRole, attention_channels
+from verl_megatron.planner.machine import Machine
+
+ACCUMULATED_BYTES = 8  # of a parameter and micro-batch: its float32 gradient is read and written
+# Of a parameter, read and written in float32: the norm (4), clipping (8), Adam on gradient, master and moments (28), the weight anew (6).
+STEP_BYTES = 46
+HEAD_BYTES = (56, 90)  # of a logit in log_probs.py, forward and backward: counted from its steps
+HEAD_WEIGHT_BYTES = 12  # of an element of the head's gradient, for each chunk of tokens
+FLOAT32_SLOWDOWN = 12.0  # PyTorch does not use TF32 by itself; the vendor's rates differ by 15
+PASSES = {"attention": 2.5, "memory": 2.0, "products": 2.0}  # of a backward pass, in forward passes
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch on one pipeline stage: seconds."""
+
+    forward: float
+    backward: float
+
+
+def forward_flops(case: Case, role: PlannedRole) -> float:
+    """Of one pass over all rows of an iteration."""
+    packed, asked = case.rows * case.packed_tokens, case.rows * case.response_tokens
+    return role.arch.num_layers * packed * sum(layer_flops(case, role)) + (role.head == "lm") * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
+
+
+def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
+    """Of a layer's forward pass for each token: products, 2 h (2q + 2k + 3f), and causal attention, 4 q times half a row."""
+    arch = role.arch
+    queries, keys = attention_channels(arch)
+    return 2.0 * arch.hidden_size * (2 * queries + 2 * keys + 3 * arch.intermediate_size), 2.0 * queries * case.packed_tokens
+
+
+def infer_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
+    """A forward pass over all rows: all mini-batches in one pipeline."""
+    count = case.micro_batches(role)[0] * case.config.algorithm.mini_batches
+    return pipeline_seconds(role, count, [each.forward for each in passes(case, machine, role)])
+
+
+def step_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
+    """One optimizer step on a mini-batch."""
+    stages = passes(case, machine, role)
+    work = pipeline_seconds(role, case.micro_batches(role)[0], [each.forward + each.backward for each in stages])
+    return work + optimizer_seconds(case, machine, role, last_backward=min(each.backward for each in stages))
+
+
+def pipeline_seconds(role: PlannedRole, count: int, stages: list[float]) -> float:
+    """1F1B (Narayanan et al. 2021): the slowest stage works on all micro-batches; the others' share of one is waited for, over vpp."""
+    return count * max(stages) + (sum(stages) - max(stages)) / role.layout.vpp
+
+
+def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
+    """A micro-batch of average size on each pipeline stage."""
+    count = case.micro_batches(role)[0]
+    rows = case.rows_of_rank(role) / count
+    tokens, asked = rows * case.packed_tokens / role.layout.cp, rows * case.response_tokens / role.layout.cp
+    layer = _layer_pass(case, machine, role, tokens)
+    sent = _pipeline_exchange(case, machine, role, tokens)
+    stages = []
+    for stage in range(role.layout.pp):
+        head = _head_pass(machine, role, asked) if role.head == "lm" and stage == role.layout.pp - 1 else Pass(0.0, 0.0)
+        accumulated = role.elements[stage] * ACCUMULATED_BYTES / machine.copy_rate
+        layers = role.layers[stage]
+        stages.append(Pass(layers * layer.forward + head.forward + sent, layers * layer.backward + head.backward + accumulated + sent))
+    return stages
+
+
+def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
+    """A layer: the GPU's seconds, or the process's if launching takes longer."""
+    arch, layout, recompute = role.arch, role.layout, case.config.engine.recompute
+    (queries, keys), tp = attention_channels(arch), layout.tp
+    product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(case, role))
+    slower = FLOAT32_SLOWDOWN if case.element_bytes == 4 else 1.0
+    products = product_flops / machine.layer_flops * slower
+    attention = max(attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens))
+    # Read and written: norms 8h and residuals 12h; rotation, attention's operands and the gate on this rank's heads and channels.
+    outer = 20 * arch.hidden_size / (tp if layout.sequence_parallel else 1)
+    touched = outer + (4 * (queries + keys) + 2 * (2 * queries + 2 * keys) + 6 * arch.intermediate_size) / tp
+    memory = tokens * touched * case.element_bytes / 2 / machine.copy_rate
+    exchange = _tensor_exchange(case, machine, role, tokens)
+    forward = products + attention + memory + exchange
+    backward = PASSES["products"] * products + PASSES["attention"] * attention + PASSES["memory"] * memory
+    backward += exchange * (1.5 if layout.sequence_parallel else 1.0)  # under sequence parallelism inputs are gathered again
+    forward, backward = max(forward, machine.forward_launch_s), max(backward, machine.backward_launch_s)
+    return Pass(forward, backward + {"none": 0.0, "selective": attention, "full": forward}[recompute])
+
+
+def _head_pass(machine: Machine, role: PlannedRole, asked: float) -> Pass:
+    """log_probs.py: logits once forward; backward again, with the gradients of hidden states and weight."""
+    logits, hidden = asked * role.arch.vocab_size / role.layout.tp, role.arch.hidden_size
+    product = 2 * logits * hidden / machine.layer_flops
+    forward_bytes, backward_bytes = (logits * size for size in HEAD_BYTES)
+    chunks = max(1.0, 4 * logits / CHUNK_BYTES)
+    backward_bytes += chunks * HEAD_WEIGHT_BYTES * role.arch.vocab_size / role.layout.tp * hidden
+    return Pass(product + forward_bytes / machine.copy_rate, 3 * product + backward_bytes / machine.copy_rate)
+
+
+def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_backward: float) -> float:
+    """Gradients are zeroed, reduced over dp·cp (beside the last backward pass) and stepped on; weights are gathered."""
+    count, layout = max(role.elements), role.layout
+    replicas = layout.dp * layout.cp
+    distributed = case.config.engine.distributed_optimizer
+    own = count / replicas if distributed else count
+    rate = group_rate(case, machine, span=layout.tp * replicas, stride=layout.tp)
+    share = (replicas - 1) / replicas
+    reduced = 4 * count * share / rate * (1 if distributed else 2)
+    gathered = case.element_bytes * count * share / rate if distributed else 0.0
+    return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
+
+
+# ---- links ------------------------------------------------------------------------------------------------------------
+
+
+def group_rate(case: Case, machine: Machine, *, span: int, stride: int = 1) -> float:
+    """B/s of a rank in a collective over a group whose members are `stride` ranks apart and cover `span` ranks.
+
+    Between hosts a ring passes a host's border once for all members there, on the adapters of each.
+    """
+    if span <= case.ranks_per_host:
+        return machine.same_host_rate
+    return min(machine.same_host_rate, machine.other_host_rate * max(1, case.ranks_per_host // stride))
+
+
+def _tensor_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
+    """Of a layer's forward pass: two all-reduces, or as much in gathers and scatters under sequence parallelism."""
+    tp = role.layout.tp
+    if tp == 1:
+        return 0.0
+    moved = 4 * (tp - 1) / tp * tokens * role.arch.hidden_size * case.element_bytes
+    return moved / group_rate(case, machine, span=tp) + 4 * machine.collective_s
+
+
+def _context_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
+    """Of a layer's forward pass: the other context-parallel ranks' keys and values, beside attention."""
+    layout, arch = role.layout, role.arch
+    if layout.cp == 1:
+        return 0.0
+    moved = (layout.cp - 1) * tokens * 2 * max(1, arch.num_kv_heads / layout.tp) * arch.head_dim * case.element_bytes
+    return moved / group_rate(case, machine, span=layout.tp * layout.cp, stride=layout.tp) + (layout.cp - 1) * machine.collective_s
+
+
+def _pipeline_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
+    """Of a micro-batch on a stage: its hidden states go on, once for each virtual stage."""
+    layout = role.layout
+    if layout.pp == 1:
+        return 0.0
+    step = layout.tp * layout.cp * layout.dp
+    rate = machine.same_host_rate if step < case.ranks_per_host else machine.other_host_rate
+    sent = tokens * role.arch.hidden_size * case.element_bytes / (layout.tp if layout.sequence_parallel else 1)
+    return layout.vpp * (sent / rate + machine.collective_s)
