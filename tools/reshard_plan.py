@@ -23,18 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothi
 
 from parallel.layout import Layout
 from parallel.placement import described, place
-from parallel.reshard.plan import Plan, compile_plan, matrix_shape
+from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
-from parallel.weights.shard import Block, ShardedParameter
+from tools.reshard_memory import EXACT_RANKS, Shards, peak_memory
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HOST_RANKS = 8  # of a host, where --hosts is not given
 MAX_RANKS = 2**14
 DRAWN_RANKS = 128  # the picture of more shows hosts
-IMPLEMENTED_MODES = ("keep", "swap", "share")  # of `peak_memory`
-Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks that hold the same share one list
+MODES = ("keep", "swap", "share")  # of `peak_memory`
 Flow = dict[tuple[int, int], int]  # bytes of each (source rank, destination rank)
 
 
@@ -91,6 +90,14 @@ class Case:
         source = {train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp): held[tp, pp] for pp, dp, cp, tp in places}
         return source, {rollout.rank_of(tp=tp, dp=dp): served[tp] for dp in range(rollout.dp) for tp in range(rollout.tp)}
 
+    def replicas(self) -> list[list[int]]:
+        """The ranks of every replica of Megatron's model, and of vLLM's."""
+        train, rollout = self.train, self.rollout
+        trained = [
+            [train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(train.pp) for tp in range(train.tp)] for dp in range(train.dp) for cp in range(train.cp)
+        ]
+        return trained + [[rollout.rank_of(tp=tp, dp=dp) for tp in range(rollout.tp)] for dp in range(rollout.dp)]
+
     def placed(self) -> "Case":
         """The same with the ranks in the order that moves least; ValueError as for `shards`."""
         self.shards()  # it knows which option does not split the model
@@ -141,7 +148,7 @@ def flows_of(plan: Plan) -> Flows:
     return Flows(direct, windows, total)
 
 
-def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards], rates: Rates) -> dict:
+def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards], rates: Rates, *, peer_memory: bool = False) -> dict:
     """Everything that the JSON says; lists have one number a rank, from rank 0 on."""
     split, peak = _split(case, flows), plan.staged_bytes
     local, staged = [flows.total.get((rank, rank), 0) for rank in range(case.ranks)], [peak[rank] for rank in range(case.ranks)]
@@ -171,7 +178,7 @@ def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards
         "window_bytes": plan.window_bytes,
         "staged_bytes": staged,
         "peak_extra_bytes": max(staged),
-        "peak_memory": peak_memory(case, plan, shards, staged),
+        "peak_memory": peak_memory(plan, *shards, replicas=case.replicas(), host_of=case.host_of, peer_memory=peer_memory and case.hosts == 1),
         "seconds": {"overlapped": _overlapped(case, split, local, rates), "one_after_another": _one_after_another(case, flows, rates)},
         "rates_bytes_per_s": asdict(rates),
     }
@@ -212,46 +219,6 @@ def _one_after_another(case: Case, flows: Flows, rates: Rates) -> float:
     return seconds
 
 
-def peak_memory(case: Case, plan: Plan, shards: tuple[Shards, Shards], staged: list[int]) -> dict[str, dict]:
-    """Bytes of weights and staging on the fullest rank in each mode, both copies in the plan's element size; no gradients, optimizer or KV cache.
-
-    keep: both copies resident. share: what lies in Megatron's memory as vLLM needs it is not held twice. swap: vLLM's parameters
-    lie over Megatron's memory, permuted in place through the window.
-    """
-    source, destination = shards
-    held = [(source[rank], destination[rank]) for rank in range(case.ranks)]
-    pairs = {(id(mine), id(theirs)): (mine, theirs) for mine, theirs in held}  # few differ
-    sizes = {pair: [plan.element_bytes * sum(prod(p.shape) for p in side) for side in (*sides, _shared(*sides))] for pair, sides in pairs.items()}
-    train, rollout, shared = zip(*(sizes[id(mine), id(theirs)] for mine, theirs in held))
-    peaks = {
-        "keep": max(map(sum, zip(train, rollout, staged))),
-        "swap": max(train + rollout) + plan.window_bytes,
-        "share": max(map(sum, zip(train, rollout, staged, (-size for size in shared)))),
-    }
-    return {"larger_copy_bytes": max(train + rollout)} | {mode: {"bytes": peaks[mode], "implemented": True} for mode in IMPLEMENTED_MODES}
-
-
-def _shared(mine: list[ShardedParameter], theirs: list[ShardedParameter]) -> list[ShardedParameter]:
-    """Parameters of `theirs` that lie in one of `mine` without a gap and in the same order."""
-    held: dict[str, ShardedParameter] = {block.tensor: parameter for parameter in mine if parameter.owner for block in parameter.blocks}
-    return [parameter for parameter in theirs if (whole := held.get(parameter.blocks[0].tensor)) and _lies_in(parameter, whole)]
-
-
-def _lies_in(part: ShardedParameter, whole: ShardedParameter) -> bool:
-    """Whether each row of `part` is a row of `whole`, all at the same distance; rows of padding have to be padding there too."""
-    (height, width), (whole_height, whole_width) = matrix_shape(part.shape), matrix_shape(whole.shape)
-    first = part.blocks[0]
-    distances = [first.rows[0] - block.rows[0] + block.row - first.row for block in whole.blocks if block.tensor == first.tensor and first.rows[0] in range(*block.rows)]
-    if width != whole_width or not distances or not 0 <= (start := distances[0]) <= whole_height - height:
-        return False
-    cut = []
-    for block in whole.blocks:
-        top, end = max(block.row, start), min(block.row + block.rows[1] - block.rows[0], start + height)
-        if top < end:
-            cut.append(Block(block.tensor, (block.rows[0] + top - block.row, block.rows[0] + end - block.row), block.cols, top - start, block.col))
-    return tuple(cut) == part.blocks
-
-
 def table(report: dict) -> str:
     """The report for a reader: a few lines, whatever the number of ranks."""
     shown = {
@@ -280,8 +247,17 @@ def table(report: dict) -> str:
         f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, {seconds['one_after_another']:.4f} if copies and windows follow each other",
         f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} GiB; on the fullest rank:",
     ]
-    lines += [f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB" for mode in IMPLEMENTED_MODES]
+    lines += [f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB{_remark(report, mode)}" for mode in MODES]
     return "\n".join(lines)
+
+
+def _remark(report: dict, mode: str) -> str:
+    """How much is vLLM's own memory, and on how many ranks that was computed."""
+    found = report["peak_memory"][mode]
+    text = f", {found['own_bytes'] / 2**30:,.2f} of it vLLM's own" if "own_bytes" in found else ""
+    if mode == "swap" and not found["planned_ranks"]:
+        return text + f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are not looked for"
+    return text + (f"; planned on {found['planned_ranks']} ranks, which the others repeat" if mode == "swap" and found["planned_ranks"] < report["ranks"] else "")
 
 
 def draw(case: Case, flows: Flows, path: Path) -> None:
@@ -374,7 +350,8 @@ def main(arguments: list[str] | None = None) -> None:
         sizes = {"element_bytes": ELEMENT_BYTES[given.dtype], "window_bytes": given.window_mib << 20}
         plan = compile_plan(source=shards[0], destination=shards[1], host_of=case.host_of, peer_memory=given.peer_memory, **sizes)
         flows = flows_of(plan)
-        report = report_of(case, plan, flows, shards, Rates(same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate))
+        rates = Rates(same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate)
+        report = report_of(case, plan, flows, shards, rates, peer_memory=given.peer_memory)
         print(table(report))
         if given.json:
             given.json.write_text(json.dumps(report | {"dtype": given.dtype, "peer_memory": given.peer_memory}, indent=1) + "\n")

@@ -145,6 +145,8 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
 
 def _check_engine(engine: EngineConfig) -> list[str]:
     problems = _said_by(require, "transformer_engine", feature="engine.spec=te") if engine.spec == "te" else []
+    if engine.dtype == "fp8" and engine.spec == "local":
+        problems.append("engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; leave the spec at auto")
     if len(engine.adam_betas) != 2 or not all(0 <= beta < 1 for beta in engine.adam_betas):
         problems.append(f"engine.adam_betas={list(engine.adam_betas)} must be two numbers inside [0, 1), such as [0.9, 0.95]")
     return problems
@@ -207,7 +209,7 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
     if config.reshard.offload != "none" and not rollout.sleep:
         problems.append(f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise")
-    if config.reshard.mode != "keep" and rollout.dtype not in ("auto", config.engine.dtype):
+    if config.reshard.mode != "keep" and rollout.dtype not in ("auto", config.engine.dtype.replace("fp8", "bfloat16")):
         problems.append(
             f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and rollout.dtype={rollout.dtype} is not"
             f" engine.dtype={config.engine.dtype}; make them alike or use keep"

@@ -58,7 +58,7 @@ class ModelConfig:
 class EngineConfig:
     """How every Megatron-Core model computes, and how those that learn are optimized (AdamW)."""
 
-    dtype: str = "auto"  # bfloat16 (with float32 master weights), float32; auto: bfloat16 on GPUs, float32 on CPUs
+    dtype: str = "auto"  # bfloat16 (with float32 master weights), fp8 (the same, layers' products in fp8), float32; auto: bfloat16 on GPUs, float32 on CPUs
     spec: str = "auto"  # layers: te (transformer-engine), local; auto: te on GPUs where it is installed
     recompute: str = "none"  # activations: none, selective (attention), full (whole layers)
     tokens_per_micro_batch: int = 8192  # packed tokens a micro-batch holds at most, on one tensor-parallel group

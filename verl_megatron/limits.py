@@ -69,7 +69,7 @@ CHOICES = {
     "DataConfig": {"overlong": ("error", "drop")},
     "SFTDataConfig": {"overlong": ("error", "drop")},
     "EngineConfig": {
-        "dtype": ("auto", "bfloat16", "float32"),
+        "dtype": ("auto", "bfloat16", "fp8", "float32"),
         "spec": ("auto", "te", "local"),
         "recompute": ("none", "selective", "full"),
         "schedule": ("constant", "linear", "cosine"),

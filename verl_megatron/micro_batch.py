@@ -6,7 +6,7 @@ A row of length L enters with its tokens 0 … L-2: the hidden state at t-1 spea
 of the state in which it is chosen). A reward model reads the last token's hidden state instead and takes all L tokens.
 
 With context parallelism a row is filled up to a multiple of 2·cp tokens and cut into 2·cp pieces, of which rank r holds pieces
-r and 2·cp-1-r. Sequence parallelism and empty micro-batches need a few more tokens: a filler sequence that nobody asks about.
+r and 2·cp-1-r. Sequence parallelism, fp8 and empty micro-batches need a few more tokens: a filler sequence that nobody asks about.
 """
 
 from dataclasses import dataclass, field
@@ -36,13 +36,13 @@ class MicroBatch:
         return MicroBatch(lengths=self.lengths, fields={name: x.to(device, non_blocking=True) for name, x in self.fields.items()}, **moved)
 
 
-def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, tp: int = 1, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
+def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, multiple_of: int = 1, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
     """Pack the rows `rows` of a batch (on the CPU).
 
     Args:
         fields: per-token fields of the batch to bring along for the tokens asked about.
         last_token: ask one question a row, at its last token (reward model), instead of one a response token.
-        tp: packed tokens on this rank become a multiple of it (sequence parallelism).
+        multiple_of: packed tokens on this rank become a multiple of it (sequence parallelism, fp8).
     """
     take = torch.tensor(rows, dtype=torch.int64)
     if len(batch) == 0:  # a rank without rows still runs its part of the pipeline; the filler looks at one row
@@ -52,7 +52,7 @@ def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), 
     unit = 2 * cp if cp > 1 else 1
     whole_R = (used_R + unit - 1) // unit * unit  # with filling
     total = int(whole_R.sum())
-    filler = -total % (unit * tp) or (unit * tp if total == 0 else 0)
+    filler = -total % (unit * multiple_of) or (unit * multiple_of if total == 0 else 0)
     whole = whole_R.tolist() + ([filler] if filler else [])
 
     whole_R = torch.tensor(whole)

@@ -94,14 +94,19 @@ class Run:
             return ReshardReport()
         for engine in self.learning():
             engine.start_release(self.config.reshard.offload)  # where it has not begun
+        if not self.vllm.has_room_for_weights():
+            self._finish_release()
         self.vllm.wake_weights()
         report = self.sync.run(meanwhile=self._wake_kv_cache)
         self.stale = False
         return report
 
-    def _wake_kv_cache(self) -> None:
+    def _finish_release(self) -> None:
         for engine in self.learning():
             engine.finish_release()
+
+    def _wake_kv_cache(self) -> None:
+        self._finish_release()
         self.vllm.wake_kv_cache()
 
     def weights_changed(self) -> None:

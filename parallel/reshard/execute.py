@@ -83,6 +83,7 @@ class Resharder:
         device: torch.device,
         verify: Literal["sample", "all", "none"] = "sample",
         peers: Mapping[int, Mapped] | None = None,
+        staging: Tensor | None = None,
     ):
         """Resolve every slice.
 
@@ -93,6 +94,7 @@ class Resharder:
             dtype: of an element on its way; the source casts before it sends.
             group: spans every rank of the plan; None is the world.
             peers: the sources of the other ranks, all of them, from `map_tensors`; needed by a plan compiled with `peer_memory`.
+            staging: [N] of type `dtype` on `device`, to be used by the windows and, at other times, by other plans; by default memory of its own.
 
         Raises:
             ValueError: a parameter that the plan names is missing or of another type, or the ranks hold different plans.
@@ -111,7 +113,7 @@ class Resharder:
         self._flag = torch.zeros(1, device=device)
         self._agree()
         self.direct = self._resolve_direct()
-        self.windows = self._resolve_windows()
+        self.windows = self._resolve_windows(staging)
         self.packs, self.unpacks, self.steps = [], [], []  # ready to be launched
         if plan.pulled:
             self.steps = self._resolve_steps()
@@ -220,10 +222,11 @@ class Resharder:
                 givers.append(transfer.source_rank)
         return Copies(pairs, groups=givers, device=self.device)
 
-    def _resolve_windows(self) -> list[_Window]:
+    def _resolve_windows(self, memory: Tensor | None) -> list[_Window]:
         """Each window on this rank. All ranks count all of them: a window without a part of this one keeps its place, even or odd."""
         staging = _Staging({rank: size // self.dtype.itemsize for rank, size in self.plan.staged_bytes.items()})
-        mine = torch.empty(staging.sizes.get(self.rank, 0), dtype=self.dtype, device=self.device)
+        elements = staging.sizes.get(self.rank, 0)
+        mine = torch.empty(elements, dtype=self.dtype, device=self.device) if memory is None else memory[:elements]
         theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.pulled else {}
         buffers = {self.rank: mine} | {rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped}
         windows, first = [], len(self.plan.direct)

@@ -2,12 +2,13 @@
 
 `share`: a destination parameter that is one contiguous block of a source parameter of its rank is that block; nothing moves.
 `swap`: the others lie over the source's memory, too, as far as there is room. Whatever is overwritten was packed before, in the same
-window or an earlier one; the way back restores what was overwritten. Pure Python: the same result on every rank.
+window or an earlier one; the way back restores what was overwritten. What waits for itself in a circle has to fit into one window;
+where it does not, it is laid out anew. Pure Python: the same result on every rank.
 """
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -15,19 +16,15 @@ from math import prod
 
 import networkx
 
+from parallel.reshard.arrangement import Address, Addresses, Arrangement, Key, Shards, Span, arrangements, excess_bytes
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.reshard.transfer import Place, Transfer, Window
-from parallel.weights.shard import ShardedParameter
 
-Span = tuple[int, int, int]  # allocation, first byte, end
-Key = tuple[int, str]  # model chunk, parameter
-Address = tuple[int, int]  # which of a rank's allocations, first byte in it
-Addresses = dict[Key, Address]
-Shards = Mapping[int, Sequence[ShardedParameter]]
-ALIGNMENT = 256  # bytes, of a parameter in a gap
-VECTOR = 16  # bytes; vLLM's kernels read so many at a time, so that no parameter may begin between
+Circle = list[tuple[int, Key]]  # (rank, laid-over parameter) of moves that wait for each other, those with most first
 _NO_LIMIT = 2**62
+_SMALL = 16  # a circle of at most this part of the larger copy moves as a whole
 _PIECES = 16  # a window holds at least so many pieces of a long permutation
+_SHARES = 4  # and so many pieces of what goes into memory of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,8 @@ class Overlay:
 
     def own_bytes(self, destination: Shards) -> dict[int, int]:
         """Bytes of each rank's parameters that have memory of their own."""
-        return {rank: sum(_bytes(p, self.forth.element_bytes) for p in shards if (p.chunk, p.name) not in self.addresses[rank]) for rank, shards in destination.items()}
+        size = self.forth.element_bytes
+        return {rank: sum(prod(p.shape) * size for p in shards if (p.chunk, p.name) not in self.addresses[rank]) for rank, shards in destination.items()}
 
 
 def overlay(
@@ -67,164 +65,49 @@ def overlay(
     common = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)  # whole transfers: the pieces of a circle have to meet
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
-    layers = {rank: _Layer(source.get(rank, ()), parameters, memory.get(rank, {}), element_bytes) for rank, parameters in destination.items()}
-    homes = {block.tensor: (p.chunk, p.name) for shards in source.values() for p in shards if p.owner for block in p.blocks}
-    for layer in layers.values():
-        layer.share()
-        if in_place:
-            layer.fill(homes)
-    while True:
-        addresses = {rank: layer.addresses for rank, layer in layers.items()}
-        ends = _Ends(source, destination, memory, addresses, element_bytes)
-        outward = _Schedule(ends, window_bytes, pulled=peer_memory, backwards=False)
-        planned = outward.plan(forth)
-        homeward, restored = None, None
-        if back is not None:
-            overwritten = {rank: layer.overwritten() for rank, layer in layers.items()}
-            homeward = _Schedule(ends, window_bytes, pulled=peer_memory, backwards=True)
-            restored = homeward.plan(back, only=partial(_is_overwritten, overwritten))
-        too_large = outward.too_large | (homeward.too_large if homeward else set())
-        if not too_large:
-            return Overlay(addresses, planned, restored)
-        for rank, key in too_large:
-            layers[rank].evict(key)
+    best, least = None, _NO_LIMIT
+    for laid in arrangements(source=source, destination=destination, memory=memory, element_bytes=element_bytes, in_place=in_place):
+        while excess_bytes(laid) < least:  # what moves out of a circle never makes it smaller
+            ends = _Ends(source, destination, memory, {rank: arrangement.addresses for rank, arrangement in laid.items()}, element_bytes)
+            found, circles = _planned(forth, back, ends, laid, window_bytes, pulled=peer_memory)
+            if not circles:
+                best, least = found, excess_bytes(laid)
+            elif best is None:
+                _break(circles, laid)
+            else:  # the other way is for what has none
+                break
+    assert best is not None  # nothing is larger than no limit
+    return best
 
 
-def _bytes(parameter: ShardedParameter, element_bytes: int) -> int:
-    return prod(parameter.shape) * element_bytes
+def _planned(forth: Plan, back: Plan | None, ends: "_Ends", laid: Mapping[int, Arrangement], window_bytes: int, *, pulled: bool) -> tuple[Overlay, list[Circle]]:
+    """Both ways over one arrangement, and the circles that no window holds: with any the plans are not complete."""
+    outward = _Schedule(ends, window_bytes, pulled=pulled, backwards=False)
+    planned = outward.plan(forth)
+    if back is None:
+        return Overlay(ends.addresses, planned, None), outward.too_large
+    homeward = _Schedule(ends, window_bytes, pulled=pulled, backwards=True)
+    restored = homeward.plan(back, only=partial(_is_overwritten, {rank: arrangement.overwritten() for rank, arrangement in laid.items()}))
+    return Overlay(ends.addresses, planned, restored), outward.too_large + homeward.too_large
 
 
-class _Layer:
-    """One rank's destination parameters over its source memory."""
+def _break(circles: list[Circle], laid: Mapping[int, Arrangement]) -> None:
+    """Lay circles out anew: each to where the one before it was, and the first in memory of its own.
 
-    def __init__(self, source: Sequence[ShardedParameter], destination: Sequence[ShardedParameter], memory: Addresses, element_bytes: int):
-        self.source, self.destination, self.memory, self.element_bytes = source, destination, memory, element_bytes
-        self.addresses: Addresses = {}
-        self.sizes = {(p.chunk, p.name): _bytes(p, element_bytes) for p in destination}
-        self.shared: set[Key] = set()
-        self.source_sizes = {(p.chunk, p.name): _bytes(p, element_bytes) for p in source}
-        self.free = _merged((*memory[key], size) for key, size in self.source_sizes.items())
-
-    def share(self) -> None:
-        """Parameters that are one contiguous block of a source parameter."""
-        holders = {block.tensor: parameter for parameter in self.source if parameter.owner for block in parameter.blocks}
-        for parameter in self.destination:
-            holder = holders.get(_first_tensor(parameter))
-            start = holder and _same_block(holder, parameter)
-            if start is not None and holder is not None:
-                space, offset = self.memory[holder.chunk, holder.name]
-                address = space, offset + start * self.element_bytes
-                if self._take(address, self.sizes[parameter.chunk, parameter.name]):
-                    self.addresses[parameter.chunk, parameter.name] = address
-                    self.shared.add((parameter.chunk, parameter.name))
-
-    def fill(self, homes: Mapping[str, Key]) -> None:
-        """The others, largest first: where their elements come from here, then where such elements would be, then wherever they fit.
-
-        What other ranks hold in a parameter of some name goes into this rank's parameter of that name: then whole parameters change
-        places, in circles that fit a window.
-
-        Args:
-            homes: which source parameter holds a tensor, on whatever rank.
-        """
-        held = {block.tensor for p in self.source if p.owner for block in p.blocks}
-        own_first = sorted(self.destination, key=lambda p: (-self.sizes[p.chunk, p.name], _first_tensor(p) not in held))
-        rest = [p for p in own_first if (p.chunk, p.name) not in self.addresses]
-        for find in (self._slot, self._spill, self._gap):
-            for parameter in rest:
-                key = (parameter.chunk, parameter.name)
-                if key not in self.addresses and (address := find(homes.get(_first_tensor(parameter)), self.sizes[key])) is not None:
-                    self.addresses[key] = address
-
-    def evict(self, key: Key) -> None:
-        """Give a parameter memory of its own; what it leaves is not filled again."""
-        del self.addresses[key]
-
-    def overwritten(self) -> list[Span]:
-        """Intervals (allocation, first byte, end) in which the source's values are lost, sorted."""
-        return sorted((space, start, start + self.sizes[key]) for key, (space, start) in self.addresses.items() if key not in self.shared)
-
-    def _slot(self, home: Key | None, size: int) -> Address | None:
-        """What is free of the source parameter `home`, from its beginning on."""
-        if home not in self.memory:
-            return None
-        (space, start), end = self.memory[home], self.memory[home][1] + self.source_sizes[home]
-        for held, first, stop in self.free:
-            if held == space and max(first, start) + size <= min(stop, end) and self._take((space, max(first, start)), size):
-                return space, max(first, start)
-        return None
-
-    def _spill(self, home: Key | None, size: int) -> Address | None:
-        """From the beginning of `home` over what follows."""
-        return self.memory[home] if home in self.memory and self._take(self.memory[home], size) else None
-
-    def _gap(self, home: Key | None, size: int) -> Address | None:
-        fitting = [(end - _aligned(start), space, _aligned(start)) for space, start, end in self.free if end - _aligned(start) >= size]
-        if not fitting:
-            return None
-        _, space, start = min(fitting)
-        self._take((space, start), size)
-        return space, start
-
-    def _take(self, address: Address, size: int) -> bool:
-        """Whether the interval was free and begins well; now it is taken."""
-        space, first = address
-        if first % VECTOR:
-            return False
-        for place, (held, start, end) in enumerate(self.free):
-            if held == space and start <= first and first + size <= end:
-                rest = [(space, start, first), (space, first + size, end)]
-                self.free[place : place + 1] = [part for part in rest if part[1] < part[2]]
-                return True
-        return False
-
-
-def _first_tensor(parameter: ShardedParameter) -> str:
-    return parameter.blocks[0].tensor if parameter.blocks else ""
-
-
-def _aligned(start: int) -> int:
-    return -(-start // ALIGNMENT) * ALIGNMENT
-
-
-def _merged(regions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(allocation, first byte, bytes) to sorted (allocation, first byte, end); what only alignment parts becomes one."""
-    merged: list[tuple[int, int, int]] = []
-    for space, start, size in sorted(regions):
-        if merged and merged[-1][0] == space and start - merged[-1][2] < ALIGNMENT:
-            merged[-1] = (space, merged[-1][1], start + size)
-        else:
-            merged.append((space, start, start + size))
-    return merged
-
-
-def _same_block(holder: ShardedParameter, wanted: ShardedParameter) -> int | None:
-    """The element of `holder` at which `wanted` begins, if it holds all of it, in the same order and with the same padding."""
-    (rows, width), (held_rows, held_width) = matrix_shape(wanted.shape), matrix_shape(holder.shape)
-    if width != held_width or any(block.cols[1] - block.cols[0] != width for block in (*wanted.blocks, *holder.blocks)):
-        return None
-    first = wanted.blocks[0]
-    below = next((b for b in holder.blocks if (b.tensor, b.cols) == (first.tensor, first.cols) and b.rows[0] <= first.rows[0] < b.rows[1]), None)
-    if below is None:
-        return None
-    shift = below.row + first.rows[0] - below.rows[0] - first.row
-    if shift < 0 or shift + rows > held_rows:
-        return None
-    return shift * width if _row_names(holder, shift, shift + rows) == _row_names(wanted, 0, rows) else None
-
-
-def _row_names(parameter: ShardedParameter, start: int, stop: int) -> list[tuple[int, int, tuple, int]]:
-    """What lies in rows `start` to `stop`, counted from `start`: (first, end, tensor and columns, the tensor's row); neighbours joined."""
-    names: list[tuple[int, int, tuple, int]] = []
-    for block in sorted(parameter.blocks, key=lambda block: block.row):
-        first, end = max(block.row, start), min(block.row + block.rows[1] - block.rows[0], stop)
-        if first < end:
-            row, what = block.rows[0] + first - block.row, (block.tensor, block.cols)
-            if names and names[-1][1] == first - start and names[-1][2] == what and names[-1][3] + first - start - names[-1][0] == row:
-                names[-1] = (names[-1][0], end - start, *names[-1][2:])
-            else:
-                names.append((first - start, end - start, what, row))
-    return names
+    So the circles of all layers, which are alike, become one chain for the price of one of them. Of a circle that holds more of the
+    model only the parameter with most moves goes.
+    """
+    moving: Circle = []
+    for circle in sorted(circles, key=lambda circle: min((rank, laid[rank].addresses[key]) for rank, key in circle)):
+        if not set(circle).isdisjoint(moving):
+            continue  # one circle, out and back
+        held: Counter[int] = Counter()
+        for rank, key in circle:
+            held[rank] += laid[rank].sizes[key]
+        circle = circle if all(size * _SMALL <= laid[rank].larger_bytes for rank, size in held.items()) else circle[:1]
+        for rank in held:
+            laid[rank].move([key for other, key in circle if other == rank])
+        moving += circle
 
 
 def _is_overwritten(overwritten: Mapping[int, list[Span]], rank: int, span: Span) -> bool:
@@ -267,7 +150,7 @@ class _Schedule:
 
     def __init__(self, ends: _Ends, window_bytes: int, *, pulled: bool, backwards: bool):
         self.ends, self.window_bytes, self.pulled, self.backwards = ends, window_bytes, pulled, backwards
-        self.too_large: set[tuple[int, Key]] = set()  # (rank, laid-over parameter) that cannot be permuted within a window
+        self.too_large: list[Circle] = []
 
     def plan(self, plan: Plan, only: Callable[[int, Span], bool] | None = None) -> Plan:
         """`plan` again in an order that works in place: without what lies right already and, given `only`, what it leaves out."""
@@ -282,7 +165,7 @@ class _Schedule:
             if written is None and number < len(plan.direct):
                 direct.append(transfer)
             else:
-                moves += self._pieces(transfer, plan.element_bytes)
+                moves += self._pieces(transfer, plan.element_bytes, _PIECES if written else _SHARES)
         moves.sort(key=lambda move: order[move.tensor])
         windows = self._windows(moves, plan.element_bytes)
         return replace(plan, window_bytes=self.window_bytes, direct=tuple(direct), windows=tuple(windows), pulled=self.pulled and bool(windows))
@@ -295,34 +178,30 @@ class _Schedule:
     def _stays(self, transfer: Transfer, read: Span | None, written: Span | None) -> bool:
         return transfer.source_rank == transfer.destination_rank and read is not None and read == written and self.ends.same_stride(transfer, self.backwards)
 
-    def _pieces(self, transfer: Transfer, element_bytes: int) -> Iterator[Transfer]:
+    def _pieces(self, transfer: Transfer, element_bytes: int, pieces: int) -> Iterator[Transfer]:
         num_rows, width = transfer.shape
-        rows = max(1, self.window_bytes // 2 // _PIECES // (width * element_bytes))
+        rows = max(1, self.window_bytes // 2 // pieces // (width * element_bytes))
         for start in range(0, num_rows, rows):
             yield transfer if rows >= num_rows else transfer.part(start, min(start + rows, num_rows))
 
     def _windows(self, moves: list[Transfer], element_bytes: int) -> list[Window]:
         """Deal the moves out, dependencies first; those that wait for each other in a circle share a window."""
-        half, windows, filled = self.window_bytes // 2 // element_bytes, [], defaultdict(int)
+        room = _Room(self.window_bytes // 2 // element_bytes)
         graph = networkx.DiGraph()
         graph.add_nodes_from(range(len(moves)))
         graph.add_edges_from(self._dependencies(moves))
+        dealt: dict[int, int] = {}  # the window of each move
         for component in networkx.strongly_connected_components(graph):  # a component comes after those that it depends on
             circle = [moves[index] for index in sorted(component)]
             staged = self._staged(circle)
-            need = max(staged.values())
-            if need > 2 * half:
-                self.too_large.add(self._largest(circle, element_bytes))
+            if max(staged.values()) > 2 * room.half:
+                self.too_large.append(self._laid_over(circle, element_bytes))
                 continue
-            if not windows or any(filled[rank] + size > half for rank, size in staged.items()):
-                if windows and (need > half or max(filled.values()) > half):
-                    windows.append({})  # two windows that follow each other share the staging memory: nothing beside a large one
-                windows.append({})
-                filled.clear()
-            for move in circle:
-                windows[-1].setdefault((move.source_rank, move.destination_rank), []).append(move)
-            for rank, size in staged.items():
-                filled[rank] += size
+            first = max((dealt.get(needed, 0) for index in component for needed in graph[index]), default=0)
+            dealt |= dict.fromkeys(component, room.take(first, staged))
+        windows: list[Window] = [{} for _ in range(max(dealt.values(), default=-1) + 1)]
+        for index, window in sorted(dealt.items()):
+            windows[window].setdefault((moves[index].source_rank, moves[index].destination_rank), []).append(moves[index])
         return windows
 
     def _dependencies(self, moves: list[Transfer]) -> Iterator[tuple[int, int]]:
@@ -355,8 +234,8 @@ class _Schedule:
                 staged[rank] += move.elements
         return staged
 
-    def _largest(self, moves: list[Transfer], element_bytes: int) -> tuple[int, Key]:
-        """The laid-over parameter that has most of these moves; without one it is a single row that is too long."""
+    def _laid_over(self, moves: list[Transfer], element_bytes: int) -> Circle:
+        """The laid-over parameters of these moves; without any it is a single row that is too long."""
         ends = [(move.source_rank, move.source) if self.backwards else (move.destination_rank, move.destination) for move in moves]
         laid_over = Counter({(rank, place[:2]): 0 for rank, place in ends if place[:2] in self.ends.addresses[rank]})
         if not laid_over:
@@ -365,4 +244,36 @@ class _Schedule:
         for (rank, place), move in zip(ends, moves):
             if (rank, place[:2]) in laid_over:
                 laid_over[rank, place[:2]] += move.elements
-        return laid_over.most_common(1)[0][0]
+        return [found for found, _ in laid_over.most_common()]
+
+
+class _Room:
+    """What is left in each window. Two that follow each other share the staging memory, half of it each."""
+
+    def __init__(self, half: int):
+        self.half, self.windows = half, 0  # elements
+        self.used: dict[tuple[int, int], int] = defaultdict(int)  # by window and rank
+        self.full: dict[int, int] = defaultdict(int)  # by rank: a bit for each window with almost nothing left
+        self.closed = 0  # the same for all ranks
+
+    def take(self, first: int, staged: Mapping[int, int]) -> int:
+        """The earliest window from `first` on that has room on every rank; what needs more than half is alone between two empty ones."""
+        if max(staged.values()) > self.half:
+            window = self.windows + (self.closed.bit_length() < self.windows)  # the one before may be empty already
+            self.closed |= 7 << window >> 1
+            self.windows = window + 2
+            return window
+        taken = self.closed | (1 << first) - 1
+        for rank in staged:
+            taken |= self.full[rank]
+        while True:
+            window = (~taken & taken + 1).bit_length() - 1  # the lowest bit that is not set
+            if all(self.used[window, rank] + size <= self.half for rank, size in staged.items()):
+                break
+            taken |= 1 << window
+        self.windows = max(self.windows, window + 1)
+        for rank, size in staged.items():
+            self.used[window, rank] += size
+            if self.half - self.used[window, rank] < self.half >> 8:
+                self.full[rank] |= 1 << window
+        return window

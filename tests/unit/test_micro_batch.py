@@ -46,12 +46,12 @@ def test_fields_that_are_not_set_are_left_out(batch):
 
 
 def test_sequence_parallelism_fills_up_with_a_sequence_of_its_own(batch):
-    micro = pack(batch, [0, 1], tp=4)
+    micro = pack(batch, [0, 1], multiple_of=4)
     assert micro.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22, 0]]
     assert micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     assert (micro.lengths, micro.cu_seqlens.tolist()) == ([4, 3, 1], [0, 4, 7, 8])
     assert asked(micro) == asked(pack(batch, [0, 1]))
-    assert pack(batch, [0], tp=4).lengths == [4]  # nothing to fill
+    assert pack(batch, [0], multiple_of=4).lengths == [4]  # nothing to fill
 
 
 def test_context_parallel_ranks_hold_the_outer_and_the_inner_pieces(batch):
@@ -67,15 +67,15 @@ def test_context_parallel_ranks_hold_the_outer_and_the_inner_pieces(batch):
 
 
 @pytest.mark.parametrize("last_token", [False, True])
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 1), (3, 2)])
-def test_context_parallel_ranks_together_ask_each_question_once(batch, cp, tp, last_token):
-    parts = [pack(batch, [0, 1, 2], cp=cp, cp_rank=rank, tp=tp, last_token=last_token) for rank in range(cp)]
-    assert len({part.tokens.size(1) for part in parts}) == 1 and parts[0].tokens.size(1) % tp == 0
+@pytest.mark.parametrize(("cp", "multiple"), [(2, 1), (2, 2), (4, 1), (3, 2)])
+def test_context_parallel_ranks_together_ask_each_question_once(batch, cp, multiple, last_token):
+    parts = [pack(batch, [0, 1, 2], cp=cp, cp_rank=rank, multiple_of=multiple, last_token=last_token) for rank in range(cp)]
+    assert len({part.tokens.size(1) for part in parts}) == 1 and parts[0].tokens.size(1) % multiple == 0
     assert all(length % (2 * cp) == 0 for length in parts[0].lengths)
     assert sorted(sum(map(asked, parts), [])) == sorted(asked(pack(batch, [0, 1, 2], last_token=last_token)))
 
 
-@pytest.mark.parametrize(("sizes", "packed", "length"), [({}, 1, 1), ({"tp": 4}, 4, 4), ({"cp": 2}, 2, 4), ({"cp": 2, "tp": 2}, 4, 8)])
+@pytest.mark.parametrize(("sizes", "packed", "length"), [({}, 1, 1), ({"multiple_of": 4}, 4, 4), ({"cp": 2}, 2, 4), ({"cp": 2, "multiple_of": 2}, 4, 8)])
 def test_an_empty_micro_batch_is_filler_and_asks_nothing(batch, sizes, packed, length):
     micro = pack(batch, [], fields=("advantages",), **sizes)
     assert micro.tokens.tolist() == [[0] * packed]

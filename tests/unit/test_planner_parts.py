@@ -7,9 +7,10 @@ import pytest
 
 from parallel.layout import Layout
 from parallel.placement import busiest_elements, place
+from parallel.reshard.arrangement import arrangements
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from tools.reshard_plan import _shared as lying_in
+from tools.reshard_memory import megatron_addresses
 from verl_megatron.packing import micro_batches
 from verl_megatron.planner import plan_memory, plan_seconds
 from verl_megatron.planner.activations import micro_batches_in_flight
@@ -48,8 +49,8 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
     for stage in range(layout.pp):
         mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
-        expected = sum(prod(p.shape) for p in theirs) - sum(prod(p.shape) for p in lying_in(mine, theirs))
-        assert own_rollout_bytes(case, stage) == 2 * expected
+        (laid,) = arrangements(source={0: mine}, destination={0: theirs}, memory={0: megatron_addresses(mine, 2)}, element_bytes=2, in_place=False)
+        assert own_rollout_bytes(case, stage) == laid[0].own_bytes
 
 
 def test_states_of_a_learning_model():

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel.layout import Layout
-from parallel.reshard.overlay import ALIGNMENT, overlay
+from parallel.reshard.arrangement import ALIGNMENT, WORTH_ANOTHER
+from parallel.reshard.overlay import overlay
 from parallel.reshard.plan import matrix_shape
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
@@ -23,16 +24,16 @@ TOYS = [Toy(hidden=32, ffn=64, head_dim=8, vocab=64), Toy(hidden=16, groups=8, v
 LOST = -9
 
 
-def flat(parameters, gap=0):
+def flat(parameters, element_bytes=ELEMENT_BYTES):
     """One allocation, as with Megatron's distributed optimizer: parameters one after the other, each aligned."""
-    addresses, end = {}, gap
+    addresses, end = {}, 0
     for p in reversed(parameters):
         addresses[p.chunk, p.name] = (0, end)
-        end += -(-prod(p.shape) * ELEMENT_BYTES // 128) * 128
+        end += -(-prod(p.shape) * element_bytes // 128) * 128
     return addresses
 
 
-def scattered(parameters):
+def scattered(parameters, element_bytes=ELEMENT_BYTES):
     return {(p.chunk, p.name): (number, 0) for number, p in enumerate(parameters)}
 
 
@@ -189,6 +190,46 @@ def test_a_window_too_small_for_a_permutation_gives_a_parameter_its_own_memory()
     roomy = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
     tight = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**17)
     assert own(roomy, destination) < own(tight, destination) and tight.forth.peak_extra_bytes <= 2**17
+
+
+def excess(found, source, destination):
+    """By how much the source and the parameters with memory of their own exceed the larger copy, on the rank that has most."""
+    held, needed, extra = copy_bytes(source), copy_bytes(destination), found.own_bytes(destination)
+    return max(held.get(rank, 0) + extra[rank] - max(held.get(rank, 0), needed[rank]) for rank in needed)
+
+
+@pytest.mark.parametrize("train,tp", [("tp4", 2), ("tp4", 1), ("tp2pp2", 1)])
+def test_where_the_destination_is_larger_only_the_difference_is_added(train, tp):
+    """No parameter fits into its own source: one after the other, without gaps but for the smallest parameter."""
+    source, destination, shapes = real(train, tp, num_kv_heads=4)
+    for peer_memory in (False, True):
+        found = check(source, destination, shapes, flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17)
+        norm = SIZES["hidden_size"] * ELEMENT_BYTES
+        assert excess(found, source, destination) <= norm + ALIGNMENT < copy_bytes(source)[0] // WORTH_ANOTHER
+
+
+def test_circles_of_all_layers_cost_one_of_them():
+    """A window of half a feed-forward matrix holds none of its circles."""
+    source, destination, shapes = real("tp2pp2", 4, ranks=(0, 2, 1, 3), num_layers=24, num_kv_heads=4, vocab_size=64)
+    largest = max(prod(p.shape) for p in source[0]) * ELEMENT_BYTES
+    found = check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=largest // 2)
+    assert 0 < excess(found, source, destination) <= largest
+
+
+@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(model_cases(), st.sampled_from([flat, scattered]))
+def test_own_memory_is_bounded(case, memory_of):
+    """Without circles: a 64th of the larger copy or, in each allocation, less than any parameter that has memory of its own."""
+    element_bytes = 2**12  # so that what alignment costs is nothing beside the parameters
+    memory = {rank: memory_of(shards, element_bytes) for rank, shards in case.source.items()}
+    common = dict(source=case.source, destination=case.destination, memory=memory, element_bytes=element_bytes, peer_memory=case.peer_memory)
+    found = overlay(**common, window_bytes=2**40, in_place=True)
+    held, needed = ({rank: sum(prod(p.shape) for p in shards) * element_bytes for rank, shards in side.items()} for side in (case.source, case.destination))
+    larger = max(*held.values(), *needed.values())
+    for rank, shards in case.destination.items():
+        own = [prod(p.shape) * element_bytes for p in shards if (p.chunk, p.name) not in found.addresses[rank]]
+        gaps = len({space for space, _ in memory.get(rank, {}).values()}) * min(own, default=0)
+        assert sum(own) <= max(0, needed[rank] - held.get(rank, 0)) + max(larger // WORTH_ANOTHER, gaps)
 
 
 def test_laid_over_parameters_are_aligned():

@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from parallel.reshard.overlay import overlay
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
-from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of
+from tools.reshard_memory import exchanging, megatron_addresses
+from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of, table
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 512}
 
@@ -105,14 +107,47 @@ def test_seconds_of_peers_memory(folder):
 
 
 def test_memory_of_equal_layouts(folder):
-    """TP2 to TP2: all but QKV, whose order differs, can be shared; permuted in place, one copy and the window are enough."""
+    """TP2 to TP2: all but QKV, whose order differs, can be shared; permuted in place, one copy is enough, and what a way stages."""
     case, plan, report = planned(hf=folder, train="tp2", rollout="tp2")
     memory, copy = report["peak_memory"], report["local_bytes"][0]
     qkv = 4 * 2 * (8 + 2 * 8) * 8 // 2 * 64
     assert case.ranks == 2 and not any(report["received_bytes"]) and report["seconds"]["overlapped"] == copy / 1e9
-    assert memory["larger_copy_bytes"] == copy and all(memory[mode]["implemented"] for mode in ("keep", "swap", "share"))
+    assert memory["larger_copy_bytes"] == copy
     assert memory["keep"]["bytes"] == 2 * copy and memory["share"]["bytes"] == copy + qkv
-    assert memory["swap"]["bytes"] == copy + plan.window_bytes
+    assert memory["share"]["own_bytes"] == qkv and memory["swap"]["own_bytes"] == 0
+    # Of 12 heads the first, of queries, and the last, of values, lie right.
+    assert memory["swap"]["bytes"] == copy + qkv * 10 // 12 and 2 * qkv < plan.window_bytes
+
+
+def test_memory_where_vllm_holds_more(folder):
+    """TP4 to TP2: of the copy that is twice as large swap gives half a place, to a norm; share gives none to anything but norms."""
+    _, plan, report = planned(hf=folder, train="tp4", rollout="tp2", placed=True)
+    memory, copy, norm = report["peak_memory"], report["peak_memory"]["larger_copy_bytes"], 2 * 64
+    assert copy // 2 - 9 * norm < memory["swap"]["own_bytes"] <= copy // 2 + norm
+    assert memory["share"]["own_bytes"] == copy - 9 * norm
+    assert copy < memory["swap"]["bytes"] <= copy + norm + plan.window_bytes
+
+
+@pytest.mark.parametrize("train, rollout, ranks", [("tp2pp2", "tp4", 16), ("tp4", "tp2", 8), ("tp2", "tp4", 16)])
+@pytest.mark.parametrize("placed", [False, True])
+def test_replicas_that_exchange_stand_for_all(folder, train, rollout, ranks, placed):
+    """The same own memory as when all ranks are planned together; where hosts cut the groups in different places, all are."""
+    case, plan, report = planned(hf=folder, train=train, rollout=rollout, ranks=ranks, hosts=1, placed=placed)
+    source, destination = case.shards()
+    memory = {rank: megatron_addresses(source[rank], 2) for rank in source}
+    found = overlay(source=source, destination=destination, memory=memory, element_bytes=2, window_bytes=2**28, in_place=True)
+    planned_ranks = report["peak_memory"]["swap"]["planned_ranks"]
+    assert report["peak_memory"]["swap"]["own_bytes"] == max(found.own_bytes(destination).values()) and ranks % planned_ranks == 0
+    assert planned_ranks < ranks or not placed
+    uneven = exchanging(source, destination, case.replicas(), lambda rank: rank // (planned_ranks + 1))
+    assert uneven == list(range(ranks))
+
+
+def test_many_ranks_that_exchange_are_not_planned(folder):
+    case, plan, report = planned(hf=folder, train="tp8pp4", rollout="tp8", ranks=32)
+    memory = report["peak_memory"]
+    assert memory["swap"]["planned_ranks"] == 0 and "at least, since where more than 16 ranks exchange" in table(report)
+    assert memory["swap"]["bytes"] >= memory["larger_copy_bytes"] + plan.window_bytes
 
 
 @pytest.mark.parametrize("train, rollout, kv_heads", [("tp2", "tp4", 8), ("tp4", "tp2", 4), ("tp2pp2", "tp4", 2), ("tp4", "tp4", 4)])

@@ -32,7 +32,13 @@ class Compute:
 
     dtype: torch.dtype
     spec: Spec
+    fp8: bool = False  # products of the layers' matrices; transformer-engine only
     recompute: str = "none"  # none, selective, full
+
+    @property
+    def token_multiple(self) -> int:
+        """Packed tokens of a rank have to be a multiple of it: fp8 kernels take 16 at a time."""
+        return 16 if self.fp8 else 1
 
 
 def choose_spec(setting: str) -> Spec:
@@ -56,6 +62,8 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
     uneven = dict(num_layers_in_first_pipeline_stage=stages[0] * layout.vpp, num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp)
     assert len(set(stages[1 : layout.pp - 1])) <= 1, "Megatron-Core lets only the first and the last stage differ"
     recompute = {"none": {}, "selective": dict(recompute_granularity="selective"), "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)}
+    # Scales are those of the present tensors, agreed on by the ranks that split it. The globals lend no wider group.
+    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True) if compute.fp8 else {}
     on_gpu = torch.cuda.is_available()
     _, attention_factor = rope_frequencies(arch)
     return TransformerConfig(
@@ -94,6 +102,7 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
         apply_rope_fusion=on_gpu and compute.spec == "te",
         **(uneven if layout.stage_layers else {}),
         **recompute[compute.recompute],
+        **fp8,
     )
 
 

@@ -11,7 +11,7 @@ from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import TrainerConfig
 
-ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
+ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,8 +136,8 @@ def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: t
 def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: dict[str, float], *, own: float, request: float) -> Phases:
     """Bytes by phase and part, in the order of a run; a phase's activations include what PyTorch keeps from those before it.
 
-    "start" is vLLM's, with the models that are there before it; "weights_awake" the moment of the hand-over in which vLLM has its weights,
-    and what is offloaded has not left yet. The others are the phases of an iteration.
+    "start" is vLLM's, with the models that are there before it; "weights_awake" the moment of the hand-over in which vLLM has its weights:
+    where there is no room for both, what is offloaded leaves before. The others are the phases of an iteration.
     """
     config, window = case.config, case.config.reshard.window_mib << 20
     awake = {"vllm weights": own, "kv cache": request - own}
@@ -148,9 +148,9 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
         actor = next((model for role, _, model in models if role is case.actor), Held(0))
         phases["start"] = {"process": settled["process"], "weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters} | awake
     staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
-    phases["weights_awake"] = settled | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
-    freed = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}
-    phases["rollout"] = settled | {part: 0.0 for part, modes in freed.items() if config.reshard.offload in modes} | awake
+    freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
+    phases["weights_awake"] = settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
+    phases["rollout"] = settled | freed | awake
     resting = settled if config.rollout.sleep else settled | awake
     activations = 0.0
     for phase, names, measure in _WORK:
@@ -161,6 +161,7 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
     return phases
 
 
+_OFFLOADED = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}  # by which settings
 _WORK = (
     ("reward", ("reward",), inference_bytes),
     ("log_probs", ("actor", "reference"), inference_bytes),

@@ -40,9 +40,16 @@ class Loss(Protocol):
 
 
 def compute_of(config: EngineConfig) -> Compute:
-    """The settings resolved for this machine: bfloat16 and transformer-engine on GPUs, float32 on a CPU."""
-    dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
-    return Compute(dtype=dtype, spec=choose_spec(config.spec), recompute=config.recompute)
+    """The settings resolved for this machine: bfloat16 and transformer-engine on GPUs, float32 on a CPU.
+
+    Raises:
+        ValueError: fp8 where there is no GPU for it, or without transformer-engine.
+    """
+    dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "float32": torch.float32}.get(config.dtype, torch.bfloat16)
+    compute = Compute(dtype=dtype, spec=choose_spec(config.spec), fp8=config.dtype == "fp8", recompute=config.recompute)
+    if compute.fp8 and not (compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)):
+        raise ValueError("engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); use bfloat16 here")
+    return compute
 
 
 def check_weights(folder: str, head: Head) -> None:
@@ -307,7 +314,8 @@ class Engine:
     def _run(self, batch, micro_batches, on_last_stage: Callable, *, forward_only: bool, fields: tuple[str, ...] = (), last_token: bool = False) -> list:
         """Megatron's schedule over the micro-batches; what `on_last_stage` returned for each, on the last stage."""
         layout, place = self.layout, self.groups.coordinates
-        shape = dict(tp=layout.tp if layout.sequence_parallel else 1, cp=layout.cp, cp_rank=place.cp)
+        multiple_of = self.compute.token_multiple * (layout.tp if layout.sequence_parallel else 1)
+        shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=place.cp)
         packed = [pack(batch, rows, fields=fields, last_token=last_token, **shape).to(device.device()) for rows in micro_batches]
         if not packed:
             return []

@@ -250,6 +250,10 @@ class VLLMActor:
         """Memory for the weights again, at the same addresses; write them (not the shared ones) before generating."""
         self._wake("weights")
 
+    def has_room_for_weights(self) -> bool:
+        """Whether `wake_weights` is known to find enough memory, which PyTorch gives back for it if need be."""
+        return "weights" not in self._asleep or vllm_weights.make_room("weights")
+
     def wake_kv_cache(self) -> None:
         """Memory for the KV cache again."""
         self._wake("kv_cache")

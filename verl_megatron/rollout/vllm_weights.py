@@ -128,8 +128,8 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
 
 
-def make_room(tag: str) -> None:
-    """Before vLLM wakes `tag` on a GPU: PyTorch gives its cached blocks back if there is no room without that.
+def make_room(tag: str) -> bool:
+    """Before vLLM wakes `tag` on a GPU: PyTorch gives its cached blocks back if there is no room without that; is there room then?
 
     Emptying the cache always would cost the trainer its blocks, which take time to get again. (Newer engines empty it
     whenever they wake something, all the same.)
@@ -142,6 +142,7 @@ def make_room(tag: str) -> None:
         needed_bytes = None
     if needed_bytes is None or needed_bytes + _MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
         device.release_cached_memory()
+    return needed_bytes is not None and needed_bytes + _MARGIN_BYTES <= torch.cuda.mem_get_info()[0]
 
 
 def sleeping_bytes(allocations: Iterable, tag: str) -> int:

@@ -64,6 +64,9 @@ class WeightSync:
         held = {(0, name): tensor for name, tensor in vllm.parameters().items()}
         check_parameters(self.destination[self.rank], held, self.dtype)
         common = dict(rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify)
+        if self.back is not None:  # one way at a time
+            staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.back))
+            common["staging"] = torch.empty(staged // self.dtype.itemsize, dtype=self.dtype, device=device.device())
         self.vllm = vllm
         self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
         self.backward = Resharder(self.back, source=held, destination=self.source, **common) if self.back is not None else None

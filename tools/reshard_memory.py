@@ -1,0 +1,101 @@
+"""How much GPU memory both copies of the weights and the staging take in each mode of the reshard, for `tools/reshard_plan.py`."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+
+from parallel.reshard.arrangement import Addresses, arrangements, excess_bytes
+from parallel.reshard.overlay import overlay
+from parallel.reshard.plan import Plan
+from parallel.weights.shard import ShardedParameter
+
+EXACT_RANKS = 16  # that exchange; among more the search for circles of overwriting takes too long for a tool that answers at once
+Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks that hold the same share one list
+
+
+def peak_memory(
+    plan: Plan, source: Shards, destination: Shards, *, replicas: Sequence[Sequence[int]], host_of: Callable[[int], int], peer_memory: bool
+) -> dict[str, int | dict]:
+    """Bytes of weights and staging on the fullest rank in each mode, both copies in the plan's element size; no gradients, optimizer or KV cache.
+
+    keep: both copies resident. share: what lies in Megatron's memory as vLLM needs it is not held twice. swap: vLLM's parameters lie
+    over Megatron's memory, permuted in place through the window. Of these two `own_bytes` are vLLM's parameters
+    with memory of their own, as `parallel.reshard` arranges them; `planned_ranks` is how many ranks' schedule was made for it, 0 for none.
+
+    Args:
+        replicas: ranks of every replica of either engine.
+        peer_memory: all ranks read each other's memory.
+    """
+    source_bytes, destination_bytes = (_bytes(side, plan.element_bytes) for side in (source, destination))
+    staged = plan.staged_bytes
+    shared = _own_bytes(source, destination, plan.element_bytes, in_place=False)
+    return {
+        "larger_copy_bytes": max(*source_bytes.values(), *destination_bytes.values()),
+        "keep": {"bytes": max(source_bytes[rank] + destination_bytes[rank] + staged[rank] for rank in source)},
+        "share": {"bytes": max(source_bytes[rank] + shared[rank] + staged[rank] for rank in source), "own_bytes": max(shared.values())},
+        "swap": _swap(plan, source, destination, source_bytes, exchanging(source, destination, replicas, host_of), host_of, peer_memory),
+    }
+
+
+def _swap(
+    plan: Plan, source: Shards, destination: Shards, source_bytes: dict[int, int], ranks: list[int], host_of: Callable[[int], int], peer_memory: bool
+) -> dict[str, int]:
+    if len(ranks) > EXACT_RANKS:
+        own = _own_bytes(source, destination, plan.element_bytes, in_place=True)
+        return {"bytes": max(source_bytes[rank] + own[rank] for rank in source) + plan.window_bytes, "own_bytes": max(own.values()), "planned_ranks": 0}
+    held, wanted = ({rank: side[rank] for rank in ranks} for side in (source, destination))
+    sizes = dict(element_bytes=plan.element_bytes, window_bytes=plan.window_bytes)
+    memory = {rank: megatron_addresses(held[rank], plan.element_bytes) for rank in ranks}
+    found = overlay(source=held, destination=wanted, memory=memory, in_place=True, host_of=host_of, peer_memory=peer_memory, **sizes)
+    assert found.back is not None  # in place
+    own, out, home = found.own_bytes(wanted), found.forth.staged_bytes, found.back.staged_bytes
+    return {"bytes": max(source_bytes[rank] + own[rank] + max(out[rank], home[rank]) for rank in ranks), "own_bytes": max(own.values()), "planned_ranks": len(ranks)}
+
+
+def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_place: bool) -> dict[int, int]:
+    """Of each rank, where no circles of overwriting need more."""
+    alike = {rank: (id(source[rank]), id(destination[rank])) for rank in source}
+    one_of = {kind: rank for rank, kind in alike.items()}
+    memory = {rank: megatron_addresses(source[rank], element_bytes) for rank in one_of.values()}
+    held, wanted = ({rank: side[rank] for rank in one_of.values()} for side in (source, destination))
+    laid = min(arrangements(source=held, destination=wanted, memory=memory, element_bytes=element_bytes, in_place=in_place), key=excess_bytes)
+    return {rank: laid[one_of[kind]].own_bytes for rank, kind in alike.items()}
+
+
+def exchanging(source: Shards, destination: Shards, replicas: Sequence[Sequence[int]], host_of: Callable[[int], int]) -> list[int]:
+    """Ranks that stand for all: replicas of both engines that have ranks in common, if all such groups hold the same on as many hosts; else all ranks.
+
+    A group holds whatever it needs. With several groups a plan also takes slices from others, of equal size.
+    """
+    group_of = {rank: [rank] for rank in source}
+    for replica in replicas:
+        for rank in replica:
+            ours, theirs = group_of[replica[0]], group_of[rank]
+            if ours is not theirs:
+                ours += theirs
+                group_of |= dict.fromkeys(theirs, ours)
+    groups = [sorted(group) for group in {id(group): group for group in group_of.values()}.values()]
+
+    def kind(group: list[int]) -> list[tuple[int, int, int]]:
+        hosts = list(dict.fromkeys(map(host_of, group)))
+        return [(id(source[rank]), id(destination[rank]), hosts.index(host_of(rank))) for rank in group]
+
+    return groups[0] if all(kind(group) == kind(groups[0]) for group in groups[1:]) else sorted(source)
+
+
+def megatron_addresses(parameters: Sequence[ShardedParameter], element_bytes: int) -> Addresses:
+    """One allocation a model chunk, the last parameter first, each at a multiple of 64 elements.
+
+    Source: Megatron-Core's `_ParamAndGradBuffer` with a distributed optimizer; what its buckets are padded by at their ends is left out.
+    """
+    addresses: Addresses = {}
+    ends: Counter[int] = Counter()
+    for parameter in reversed(parameters):
+        addresses[parameter.chunk, parameter.name] = parameter.chunk, ends[parameter.chunk] * element_bytes
+        ends[parameter.chunk] += -(-prod(parameter.shape) // 64) * 64
+    return addresses
+
+
+def _bytes(side: Shards, element_bytes: int) -> dict[int, int]:
+    sizes = {id(parameters): element_bytes * sum(prod(p.shape) for p in parameters) for parameters in side.values()}
+    return {rank: sizes[id(parameters)] for rank, parameters in side.items()}
