@@ -2,25 +2,26 @@
 # From a clone to a trained model: installs, builds the toy job, warms the model up, trains it by PPO and exports it.
 #   bash recipes/quickstart.sh [settings of the PPO run, such as run.iterations=5]
 # Environment: SEED (1), OUT (outputs/toy), VERL_MEGATRON_VENV (see tools/install.sh).
-set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source recipes/launch/local.sh
+[[ -z ${LOCAL_RANK:-} && ${NNODES:-1} == 1 ]] || stop "quickstart.sh starts all its ranks itself; run it alone on one node"
 SEED=${SEED:-1} OUT=${OUT:-outputs/toy}
 PYTHON=$(bash tools/install.sh)
-export PATH="$(dirname "$PYTHON"):$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+export PATH="$(dirname "$PYTHON"):$PATH" HF_HUB_OFFLINE=1
 
-GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+FOUND=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 RANKS=4 LAYOUT=(actor.layout=tp2pp2 critic.layout=pp2 rollout.tp=2) # the CPU's four ranks share its cores
-case $GPUS in
+case $FOUND in
   0) export TORCH_COMPILE_DISABLE=1 ;;
   1) RANKS=1 LAYOUT=(actor.layout=tp1 critic.layout=tp1 rollout.tp=1) ;;
   2 | 3) RANKS=2 LAYOUT=(actor.layout=tp2 critic.layout=pp2 rollout.tp=2) ;;
 esac
-echo "quickstart: $RANKS ranks on $([[ $GPUS == 0 ]] && echo the CPU || echo "$GPUS GPUs"), ${LAYOUT[*]}"
+echo "quickstart: $RANKS ranks on $([[ $FOUND == 0 ]] && echo the CPU || echo "$FOUND GPUs"), ${LAYOUT[*]}"
 
-run() { "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$@"; }
+run() { NNODES=1 GPUS=$1 start "${@:2}"; }
 
-"$PYTHON" tools/make_toy.py "$OUT" --seed "$SEED"
-run "$((RANKS < 2 ? 1 : 2))" -m verl_megatron.sft --config-name sft_toy_cpu run.seed="$SEED" run.output_dir="$OUT/sft" \
-  data.train="$OUT/sft.jsonl" actor.path="$OUT/model"
-run "$RANKS" -m verl_megatron.train --config-name ppo_toy_cpu run.seed="$SEED" run.output_dir="$OUT/ppo" \
-  data.train="$OUT/train.jsonl" data.validation="$OUT/val.jsonl" actor.path="$OUT/sft/actor" "${LAYOUT[@]}" "$@"
+[[ -n $DRY_RUN && -d $OUT/model ]] || "$PYTHON" tools/make_toy.py "$OUT" --seed "$SEED"
+(run "$((RANKS < 2 ? 1 : 2))" verl_megatron.sft --config-name sft_toy_cpu run.seed="$SEED" run.output_dir="$OUT/sft" \
+  data.train="$OUT/sft.jsonl" actor.path="$OUT/model" ${DRY_RUN:+--dry-run})
+run "$RANKS" verl_megatron.train --config-name ppo_toy_cpu run.seed="$SEED" run.output_dir="$OUT/ppo" data.train="$OUT/train.jsonl" \
+  data.validation="$OUT/val.jsonl" actor.path="$OUT/$([[ -n $DRY_RUN ]] && echo model || echo sft/actor)" "${LAYOUT[@]}" "$@"

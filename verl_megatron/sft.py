@@ -1,5 +1,7 @@
 """Command line of supervised fine-tuning: `torchrun --nproc_per_node 2 -m verl_megatron.sft --config-name sft_toy_cpu`."""
 
+from typing import Any
+
 from omegaconf import DictConfig
 
 from verl_megatron.command_line import run_command
@@ -16,5 +18,11 @@ def main(overrides: DictConfig) -> None:
         print(f"last loss {metrics['sft/loss']:.4f}", flush=True)
 
 
+def plan(settings: dict[str, Any], *, gpu: str) -> str:
+    from verl_megatron.dry_run import supervised_plan
+
+    return supervised_plan(settings, gpu=gpu)
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, plan=plan)

@@ -1,5 +1,7 @@
 """Command line of reinforcement learning: `torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.layout=tp2pp2`."""
 
+from typing import Any
+
 from omegaconf import DictConfig
 
 from verl_megatron.command_line import run_command
@@ -16,5 +18,11 @@ def main(overrides: DictConfig) -> None:
         trainer.say(f"validation accuracy {metrics['validation/before']:.2f} -> {metrics['validation/after']:.2f}")
 
 
+def plan(settings: dict[str, Any], *, gpu: str) -> str:
+    from verl_megatron.dry_run import training_plan
+
+    return training_plan(settings, gpu=gpu)
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, plan=plan)

@@ -27,7 +27,7 @@ LAYERS = (
     ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
     ("ppo",),
     ("run",),
-    ("roles", "rollout", "checks", "report", "planner"),
+    ("timeline", "roles", "rollout", "checks", "report", "planner"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
     ("presets", "versions", "batch", "config"),
 )

@@ -1,16 +1,44 @@
-"""Every recipe names settings that exist, and every shell script a recipe that exists."""
+"""Every recipe names settings that exist, and under every launcher its dry run plans a run that passes all checks."""
 
+import json
 import re
+import sys
+from functools import cache
 
 import pytest
 from omegaconf import OmegaConf
 
+from parallel.weights.shapes import shape
+from tests.launchers import LAUNCH, hostfile, operator, say
 from tests.worlds import ROOT
 from verl_megatron.checks import structured
 from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.dry_run import supervised_plan, training_plan
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
+# Script: nodes, GPUs of each, environment, and what the plan says of the layouts.
+RUNS = [
+    ("quickstart", 1, 4, {}, r"critic    pp2dp2 "),
+    ("sft", 1, 2, {}, r"actor tp2sp: 256 rows"),
+    ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2pp2sp .* llama3-8b"),
+    ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-1b"),
+    ("llama3_8b_grpo", 1, 4, {}, r"actor     tp2dp2sp "),
+    ("qwen2.5_7b_grpo", 1, 4, {}, r"actor     tp2dp2sp .* qwen2.5-7b"),
+    ("qwen2.5_32b_ppo", 2, 8, {}, r"critic    tp4pp4sp .* qwen2.5-32b"),
+    ("llama3_70b_ppo", 4, 8, {}, r"critic    tp8pp4sp .* llama3-70b"),
+    ("llama3_70b_ppo", 8, 8, {}, r"critic    tp8pp2dp4sp .* llama3-70b"),
+    ("llama3_70b_ppo", 4, 8, {"CRITIC": "8b"}, r"critic    tp8dp4sp .* llama3-8b"),
+    ("llama3_70b_ppo", 8, 8, {"CRITIC": "8b"}, r"critic    tp8dp8sp .* llama3-8b"),
+    ("qwen2_72b_ppo", 4, 8, {}, r"critic    tp8pp4sp .* qwen2.5-72b"),
+    ("qwen2_72b_ppo", 8, 8, {"CRITIC": "8b"}, r"critic    tp4dp16sp .* qwen2.5-7b"),
+    ("llama3_70b_grpo", 8, 8, {}, r"actor     tp8pp2dp4sp "),
+]
+
+
+def named(run) -> str:
+    script, nodes, gpus, more, _ = run
+    return "-".join([script, str(nodes * gpus), *more.values()])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -27,3 +55,97 @@ def test_scripts_are_short_and_name_recipes(path):
     names = re.findall(r"--config-name (\w+)", text)
     assert names and all((ROOT / "recipes" / f"{name}.yaml").is_file() for name in names)
     assert len(text.splitlines()) <= 40
+    assert path.stem in {script for script, *_ in RUNS}, "no dry run of it is tested"
+
+
+@cache
+def plan_of(arguments: tuple[str, ...], world: tuple[str, str]) -> str:
+    """What `python -m MODULE ... --dry-run` would print."""
+    recipe = OmegaConf.load(ROOT / "recipes" / f"{arguments[arguments.index('--config-name') + 1]}.yaml")
+    given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
+    settings = OmegaConf.to_container(OmegaConf.merge(recipe, given))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", world[0])
+        patch.setenv("LOCAL_WORLD_SIZE", world[1])
+        return supervised_plan(settings) if arguments[1] == "verl_megatron.sft" else training_plan(settings)
+
+
+@pytest.mark.parametrize("launcher", ["alone", "local", "hostfile", "slurm", "ray", "kubernetes"])
+@pytest.mark.parametrize("run", RUNS, ids=named)
+def test_every_launcher_plans_every_recipe(run, launcher, tmp_path_factory, tmp_path):
+    script, nodes, gpus, more, expected = run
+    size = {"NNODES": str(nodes), "GPUS": str(gpus)}
+    before, told = {
+        "alone": (["bash"], size),
+        "local": (["bash", LAUNCH / "local.sh"], size),
+        "hostfile": (["bash", LAUNCH / "hostfile.sh", hostfile(tmp_path / "hosts", nodes=nodes, slots=gpus)], {}),
+        "slurm": (["bash", LAUNCH / "slurm.sbatch"], {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": str(gpus)}),
+        "ray": ([sys.executable, LAUNCH / "ray.py"], size),
+        "kubernetes": (["bash"], operator(nodes, gpus)),
+    }[launcher]
+    toy = tmp_path_factory.getbasetemp() / "toy"
+    write_toy(toy)
+    said = say(*before, f"recipes/{script}.sh", "--dry-run", folder=tmp_path, OUT=str(toy), **told | more)
+    assert said.code == 0, said.stderr
+    assert "torch.distributed.run" in said.stdout and f"--nproc-per-node {gpus}" in said.stdout
+    call = said.calls[-1]
+    assert call.arguments[0] == "-m" and "--dry-run" in call.arguments
+    assert (call.world_size, call.local_world_size) == (str(nodes * gpus), str(gpus))
+    plan = plan_of(call.arguments, (call.world_size, call.local_world_size))
+    assert f"{nodes * gpus} ranks, {gpus} a host" in plan
+    assert re.search(expected, plan), plan
+    assert "does not fit" not in plan
+
+
+def write_toy(folder) -> None:
+    """What the quickstart's dry run plans with: a model's config.json and files of prompts."""
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "model/config.json").write_text(json.dumps(shape("llama3-1b") | {"num_hidden_layers": 4}))
+    for name in ("sft", "train", "val"):
+        (folder / f"{name}.jsonl").touch()
+
+
+def test_own_model_and_settings_come_last(tmp_path):
+    given = {"MODEL": "/models/mine", "DATA": "/data/mine.jsonl", "CRITIC_MODEL": "/models/critic"}
+    said = say("bash", "recipes/llama3_70b_ppo.sh", "actor.lr=2e-6", "--dry-run", folder=tmp_path, **given)
+    arguments = said.calls[-1].arguments
+    assert {"actor.path=/models/mine", "data.train=/data/mine.jsonl", "critic.path=/models/critic"} <= set(arguments)
+    assert arguments[-2:] == ("actor.lr=2e-6", "--dry-run")
+
+
+def test_random_weights_are_made_once(tmp_path):
+    scratch = tmp_path / "scratch"
+    said = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), GPUS="2")
+    made = [call.arguments[1:] for call in said.calls[:-1]]
+    assert made == [(f"{scratch}/llama3-8b", "--shape", "llama3-8b"), (f"{scratch}/llama3-1b", "--shape", "llama3-1b", "--rows", "1")]
+    assert {f"actor.path={scratch}/llama3-8b/model", f"critic.path={scratch}/llama3-1b/model"} <= set(said.calls[-1].arguments)
+    for name in ("llama3-8b", "llama3-1b"):
+        (scratch / name).mkdir()
+        (scratch / name / "reward.py").touch()
+    again = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), GPUS="2")
+    assert again.calls == said.calls[-1:]
+
+
+@pytest.mark.parametrize("shape_name", ["llama3-8b", "llama3-1b"])
+def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
+    said = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), GPUS="2", FAIL=f"--shape {shape_name}")
+    assert said.code and "make_random.py" in said.calls[-1].arguments[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "message"),
+    [
+        ("llama3_8b_ppo", {"MODEL": "/models/mine"}, r"DATA: names a .jsonl file"),
+        ("llama3_8b_ppo", {"GPUS": "four"}, r"GPUS=four have to be numbers"),
+        ("llama3_70b_ppo", {"CRITIC": "9b"}, r"CRITIC=9b is not known; choose 8b or 70b"),
+        ("quickstart", {"NNODES": "2"}, r"one node"),
+    ],
+)
+def test_wrong_variables_are_named(script, given, message, tmp_path):
+    said = say("bash", f"recipes/{script}.sh", "--dry-run", folder=tmp_path, **given)
+    assert said.code and re.search(message, said.stderr) and not said.calls
+
+
+def test_several_nodes_need_an_address(tmp_path):
+    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, MODEL="/models/mine", DATA="mine.jsonl")
+    assert said.code == 2 and "needs MASTER_ADDR" in said.stderr and not said.calls

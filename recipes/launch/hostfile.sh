@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# A recipe on every node of a hostfile, over ssh:
+#   bash recipes/launch/hostfile.sh hosts.txt recipes/llama3_70b_ppo.sh [settings]
+# Lines such as `worker-0 slots=8`; # begins a comment. All hosts see this folder under the same path. They meet at the first one, and torchrun
+# numbers the ranks host by host, in the alphabetical order of their names.
+# Everything is printed with its host's name and kept in LOGS (outputs/launch/JOB), one file a node. When a node fails, on SIGINT and on
+# SIGTERM all nodes get SIGTERM, on which a run saves; also when this process or a connection is gone. Exit status: that of the first failure.
+# Environment: SSH (the command that takes a host and a line of shell), MASTER_PORT (29500), and forwarded.txt.
+set -euo pipefail
+LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+STOP_S=${STOP_S:-90} # from asking nodes to end to cutting their connections; they need TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 40 s
+
+fail() {
+  echo "hostfile.sh: $*" >&2
+  exit 2
+}
+
+read_hosts() { # file: `hosts`, and `slots` of each
+  local line number=0 host count extra
+  [[ -r $1 ]] || fail "hostfile $1 cannot be read; name a file with lines such as: worker-0 slots=8"
+  hosts=() slots=
+  while read -r line || [[ -n $line ]]; do
+    number=$((number + 1))
+    read -r host count extra <<<"${line%%#*}" || true
+    [[ -n $host ]] || continue
+    [[ -z $extra && $host =~ ^[A-Za-z0-9][A-Za-z0-9._@-]*$ && $count =~ ^slots=[1-9][0-9]*$ ]] || fail "$1, line $number: '$line' is not understood; write a host and its GPUs: worker-0 slots=8"
+    [[ " ${hosts[*]} " != *" $host "* ]] || fail "$1, line $number: $host stands there twice; name each host once, with all its slots"
+    [[ -z $slots || $slots == "${count#slots=}" ]] || fail "$1, line $number: $count, and hosts before it have slots=$slots; every node starts as many ranks: use the smallest number"
+    hosts+=("$host") slots=${count#slots=}
+  done <"$1"
+  ((${#hosts[@]})) || fail "$1 names no host; write lines such as: worker-0 slots=8"
+}
+
+forwarded() { # assignments of the variables that nodes get from here
+  local name pattern patterns
+  mapfile -t patterns < <(grep -v '^#' "$LAUNCH/forwarded.txt")
+  for name in $(compgen -e); do
+    for pattern in "${patterns[@]}"; do
+      if [[ $name == $pattern ]]; then printf '%s ' "$name=${!name@Q}"; fi
+    done
+  done
+}
+
+line_for() { # node: the line of shell that it gets
+  local address=${hosts[$1]#*@}
+  echo "cd ${PWD@Q} && $(forwarded)NNODES=${#hosts[@]} GPUS=$slots NODE_RANK=$1 NODE_ADDR=$address MASTER_ADDR=${hosts[0]#*@} MASTER_PORT=${MASTER_PORT:-29500} JOB_ID=$JOB_ID" \
+    "exec bash ${LAUNCH@Q}/node.sh bash ${recipe[*]@Q}"
+}
+
+run_node() { # node: until it has ended, which `ended` learns
+  local host=${hosts[$1]} status=0
+  "${ssh[@]}" "$host" "$(line_for "$1")" <"$LOGS/hold" 2>&1 | tee "$LOGS/$host.log" | sed -u "s/^/$host: /" || status=$?
+  echo "$host $status" >&"$ended"
+}
+
+ask_to_end() { # why: standard input of all nodes ends
+  [[ -z $deadline ]] || return 0
+  echo "hostfile.sh: $1: ending all nodes" >&2
+  exec {hold}>&-
+  deadline=$((SECONDS + STOP_S))
+}
+
+[[ $# -ge 2 ]] || fail "two arguments are needed, a hostfile and a recipe; see the head of this file"
+read_hosts "$1"
+recipe=("${@:2}")
+JOB_ID=$(date +%Y%m%d_%H%M%S)_$$
+LOGS=${LOGS:-outputs/launch/$JOB_ID}
+read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}"
+if [[ " $* " == *" --dry-run "* ]]; then
+  for node in "${!hosts[@]}"; do echo "${hosts[$node]}: ${ssh[*]} ${hosts[$node]} $(line_for "$node")"; done
+  NNODES=${#hosts[@]} GPUS=$slots MASTER_ADDR=${hosts[0]#*@} NODE_ADDR=${hosts[0]#*@} JOB_ID=$JOB_ID exec bash "${recipe[@]}"
+fi
+
+mkdir -p "$LOGS"
+mkfifo "$LOGS/hold" "$LOGS/ended"
+exec {hold}<>"$LOGS/hold" {ended}<>"$LOGS/ended"
+trap 'rm -f "$LOGS/hold" "$LOGS/ended"' EXIT
+deadline= first=0
+trap '((first)) || first=130; ask_to_end SIGINT' INT
+trap '((first)) || first=143; ask_to_end SIGTERM' TERM
+set -m # nodes' connections have process groups of their own, so that Ctrl-C reaches this process only
+for node in "${!hosts[@]}"; do (run_node "$node") {hold}>&- & done
+echo "hostfile.sh: ${#hosts[@]} nodes of $slots ranks; logs are in $LOGS"
+left=${#hosts[@]}
+while ((left)); do
+  if read -r -t 1 -u "$ended" host status; then
+    left=$((left - 1))
+    if ((status)); then
+      ((first)) || first=$status
+      ask_to_end "$host ended with $status"
+    fi
+  elif [[ -n $deadline ]] && ((SECONDS > deadline)); then
+    echo "hostfile.sh: $left nodes have not ended within $STOP_S s; look there for what is left" >&2
+    mapfile -t groups < <(jobs -p)
+    kill -KILL -- "${groups[@]/#/-}" 2>/dev/null || true
+    break
+  fi
+done
+exit "$first"

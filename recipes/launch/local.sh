@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# The ranks of this node by torchrun. Every recipe reads this file, so that these two are the same:
+#   bash recipes/llama3_8b_ppo.sh [settings]
+#   bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]
+# With --dry-run among the settings the command and the plan of the run are printed and nothing is started: no GPU, weights or data are needed.
+# A launcher for several nodes starts the recipe on each of them with
+#   NNODES, GPUS           nodes, and ranks of each of them
+#   NODE_RANK              which node this is
+#   MASTER_ADDR, MASTER_PORT, NODE_ADDR    where torchrun meets (node 0), and under which name others reach this node
+# Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a .jsonl file), SCRATCH (where random weights go), and
+# MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from the newest checkpoint.
+set -euo pipefail
+shopt -s inherit_errexit
+LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=${LAUNCH%/recipes/launch}
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then exec bash "$@"; fi
+
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # 1 is torchrun's default, too, with eight lines about it
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40} # s from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks need a store of their own: in torchrun's gloo finds the addresses of those that are gone
+NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GPUS=${GPUS:-${PET_NPROC_PER_NODE:-}} # PET_*: torchrun's own names, set by PyTorchJob
+SCRATCH=${SCRATCH:-outputs/random}
+DRY_RUN=
+for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; done
+settings=(run.output_dir="outputs/$(basename "$0" .sh)")
+
+stop() { # text: what is wrong with the call
+  echo "error: $*" >&2
+  exit 2
+}
+
+world() { # nodes, GPUS: the usual size of the run, unless the launcher or the user gives another; `ranks` is their number
+  : "${NNODES:=$1}" "${GPUS:=$2}"
+  [[ $NNODES =~ ^[1-9][0-9]*$ && $GPUS =~ ^[1-9][0-9]*$ ]] || stop "NNODES=$NNODES and GPUS=$GPUS have to be numbers: nodes, and GPUs of each"
+  ranks=$((NNODES * GPUS))
+}
+
+random_weights() { # shape, options of make_random.py: its folder with model, train.jsonl and reward.py, made if need be
+  local folder="$SCRATCH/$1"
+  mkdir -p "$SCRATCH"
+  ( # nodes and ranks that share the folder wait for the one that makes it
+    flock 9
+    [[ -f $folder/reward.py ]] || python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2
+  ) 9>"$folder.lock"
+  echo "$folder"
+}
+
+train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts of 512 tokens and responses of exactly 512, for measuring
+  if [[ -n ${MODEL:-} ]]; then
+    settings+=(actor.path="$MODEL" data.train="${DATA:?names a .jsonl file of prompts}")
+  elif [[ -n $DRY_RUN ]]; then
+    settings+=(actor.path="$1")
+  else
+    local folder
+    folder=$(random_weights "$1")
+    settings+=(actor.path="$folder/model" data.train="$folder/train.jsonl" reward.function="$folder/reward.py:score" run.iterations=5
+      run.save_interval=0 run.export=false data.max_prompt_tokens=512 rollout.min_tokens=512 rollout.max_tokens=512 rollout.ignore_eos=true)
+  fi
+}
+
+model() { # folder or nothing, shape: the folder; else random weights of the shape, or in a dry run its name
+  local path=${1:-${DRY_RUN:+$2}}
+  if [[ -z $path ]]; then
+    path=$(random_weights "$2" --rows 1)
+    path+=/model
+  fi
+  echo "$path"
+}
+
+critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor and starts from its folder, 8b is of this shape; CRITIC_MODEL is the folder of either
+  local path=${CRITIC_MODEL:-}
+  case ${CRITIC:-70b} in
+    70b) ;;
+    8b)
+      path=$(model "$path" "$1")
+      settings+=(critic.layout="$2")
+      ;;
+    *) stop "CRITIC=$CRITIC is not known; choose 8b or 70b" ;;
+  esac
+  [[ -z $path ]] || settings+=(critic.path="$path")
+}
+
+start() { # module, arguments: the ranks of this node, in place of this shell; with --dry-run their command and the run's plan
+  if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
+  local torchrun=(python -m torch.distributed.run --nproc-per-node "$GPUS" --max-restarts "${MAX_RESTARTS:-0}")
+  if [[ $NNODES == 1 ]]; then
+    torchrun+=(--standalone)
+  else # c10d: only with it nodes start again together; node 0 keeps its store, whatever names that host has
+    [[ -n ${MASTER_ADDR:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
+    torchrun+=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-NODE_0}:${MASTER_PORT:-29500}" --rdzv-id "${JOB_ID:-verl_megatron}"
+      --rdzv-conf "is_host=$((NODE_RANK == 0))" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
+  fi
+  if [[ -n $DRY_RUN ]]; then
+    echo "node $NODE_RANK of $NNODES: ${torchrun[*]} -m $*"
+    WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS exec python -m "$@"
+  fi
+  exec "${torchrun[@]}" -m "$@"
+}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs a command and ends it, with what it started, when standard input ends: a connection that breaks leaves nothing behind.
+#   bash recipes/launch/node.sh command [arguments]
+set -m # the command has a process group of its own
+"$@" </dev/null &
+command=$!
+{
+  cat >/dev/null
+  kill -TERM -- "-$command" 2>/dev/null # torchrun hands it on to its ranks and ends those that do not end
+} <&0 &
+guard=$!
+exec 2>/dev/null # what is left to say is bash's own about ended jobs
+wait "$command"
+status=$?
+kill -KILL -- "-$guard"
+exit "$status"

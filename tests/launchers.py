@@ -1,0 +1,72 @@
+"""Start recipes and launchers as a user does, with a `python` in their path that writes down how it was called and does nothing."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.worlds import ROOT
+
+LAUNCH = Path("recipes/launch")
+RECORDER = """#!/usr/bin/env bash
+printf '%s\\x1f' "WORLD_SIZE=$WORLD_SIZE" "LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE" "$@" >>"$RECORD"
+echo >>"$RECORD"
+[[ -z ${FAIL:-} || $* != *$FAIL* ]]
+"""
+# What belongs to a world around the tests.
+AROUND = {"LOCAL_RANK", "NNODES", "GPUS", "NODE_RANK", "MASTER_ADDR", "MODEL", "DATA", "CRITIC", "CRITIC_MODEL", "SSH", "LOGS"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of python: the world it was told, and its arguments."""
+
+    world_size: str
+    local_world_size: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    calls: list[Call]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what would change a launcher, and with the Python that runs the tests."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {name: value for name, value in os.environ.items() if name not in AROUND} | {"PATH": path} | more
+
+
+def say(*command: str | Path, folder: Path, **more: str) -> Said:
+    """Run `command` in the repository's root with `more` in its environment; `folder` takes the stand-in for python."""
+    stand_in, record = folder / "bin/python", folder / "record"
+    stand_in.parent.mkdir(exist_ok=True)
+    stand_in.write_text(RECORDER)
+    stand_in.chmod(0o755)
+    record.write_text("")
+    path = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}", "RECORD": str(record), "VERL_MEGATRON_VENV": str(folder)}
+    stdin, writer = os.pipe()  # stays open: recipes/launch/node.sh ends with it
+    ended = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment(**path | more), stdin=stdin, text=True, capture_output=True, timeout=60)
+    os.close(stdin), os.close(writer)
+    calls = []
+    for line in record.read_text().splitlines():
+        world, local, *arguments = line.removesuffix("\x1f").split("\x1f")
+        calls.append(Call(world_size=world.partition("=")[2], local_world_size=local.partition("=")[2], arguments=tuple(arguments)))
+    return Said(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr, calls=calls)
+
+
+def hostfile(path: Path, *, nodes: int, slots: int) -> Path:
+    path.write_text("".join(f"worker-{node} slots={slots}\n" for node in range(nodes)))
+    return path
+
+
+def operator(nodes: int, gpus: int, node: int = 0) -> dict[str, str]:
+    """What Kubeflow's training operator adds to the environment of a pod (pkg/controller.v1/pytorch/envvar.go of its release 1.7)."""
+    job = {"MASTER_ADDR": "llama3-70b-ppo-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": str(nodes * gpus), "RANK": str(node)}
+    return job | {"PET_NPROC_PER_NODE": str(gpus), "PET_NODE_RANK": str(node), "PET_NNODES": str(nodes)}

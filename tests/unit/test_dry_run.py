@@ -1,0 +1,104 @@
+"""The plan of a dry run against the plan of a reshard and against the checks of a run."""
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from parallel.placement import busiest_elements
+from tests.launchers import LAUNCH, environment, hostfile
+from tests.worlds import ROOT
+from tools.reshard_plan import read_case
+from verl_megatron.dry_run import supervised_plan, training_plan, world
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    def set_ranks(world_size: int, of_a_host: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_a_host))
+
+    return set_ranks
+
+
+def settings(**sections: dict) -> dict:
+    return {"actor": {"path": "llama3-8b", "layout": "tp4"}, "rollout": {"tp": 2}} | sections
+
+
+def test_what_moves_is_what_is_missing(ranks):
+    """Over two hosts of four ranks: elements that the busiest rank needs and does not hold, counted without a plan."""
+    ranks(8, 4)
+    text = training_plan(settings(actor={"path": "llama3-8b", "layout": "tp2pp4"}, rollout={"tp": 4}))
+    case = read_case(hf="llama3-8b", train="tp2pp4", rollout="tp4", ranks=8, hosts=2).placed()
+    missing = busiest_elements(case.arch, case.train, case.rollout, spec="te", ranks_per_host=4)[1]
+    assert f"busiest rank receives {missing * 2 / 2**20:.1f} MiB" in text
+
+
+def test_a_shape_stands_in_for_folders_and_prompts(ranks):
+    ranks(8, 8)
+    given = settings(critic={"path": "llama3-1b"}, reward={"path": "qwen2.5-1.5b", "function": ""})
+    before = json.dumps(given)
+    text = training_plan(given)
+    assert json.dumps(given) == before
+    assert re.search(r"critic +dp8 +on 8 ranks, from llama3-1b", text)
+    assert re.search(r"reward +dp8 +on 8 ranks, from qwen2.5-1.5b", text)
+    assert "4 x tp2" in text and "256 prompts x 1 sample" in text and "seconds predicted" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (settings(actor={"path": "/models/none"}), "data.train has to be given"),
+        (settings(actor={"path": "/models/none"}, data={"train": __file__}), "model folder /models/none does not exist"),
+        (settings(data={"train": "/data/none.jsonl"}), "data.train='/data/none.jsonl' does not exist"),
+        (settings(actor={"path": "llama3-8b", "layout": "tp3"}), "actor.layout='tp3'"),
+        (settings(rollout={"tp": 16}), "rollout.tp=16 must divide the 8 ranks"),
+        (settings(actr={"lr": 1}), "actr is no section"),
+        (settings(data=3), "data=3 is no section"),
+    ],
+)
+def test_settings_are_checked_as_a_run_checks_them(ranks, given, message):
+    ranks(8, 8)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        training_plan(given)
+
+
+def test_an_unknown_gpu_is_named(ranks):
+    ranks(8, 8)
+    with pytest.raises(ValueError, match="abacus"):
+        training_plan(settings(), gpu="abacus")
+
+
+def test_supervised_runs_are_checked_too(ranks):
+    ranks(4, 4)
+    assert "actor tp2dp2: 256 rows a step, about 128.0 a data-parallel rank" in supervised_plan({"actor": {"path": "llama3-8b", "layout": "tp2"}})
+    with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):
+        supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}})
+
+
+def test_the_world_comes_from_the_environment(ranks, monkeypatch):
+    ranks(16, 8)
+    assert world() == (16, 8)
+    ranks(4, 8)
+    assert world() == (4, 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert world() == (4, 4)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert world() == (1, 1)
+    ranks(12, 8)
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=8 must divide WORLD_SIZE=12"):
+        world()
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ValueError, match="WORLD_SIZE='many' is no number"):
+        world()
+
+
+def test_the_whole_way_from_a_launcher(tmp_path):
+    """As a user types it, without stand-ins."""
+    hosts = hostfile(tmp_path / "hosts", nodes=4, slots=8)
+    command = ["bash", LAUNCH / "hostfile.sh", hosts, "recipes/llama3_70b_ppo.sh", "reward.path=llama3-8b", "reward.function=", "--dry-run", "--gpu", "h100"]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("NODE_RANK=") == 4 and "worker-3: ssh" in run.stdout
+    assert "dry run: 32 ranks, 8 a host" in run.stdout and "reward" in run.stdout and "32 x h100" in run.stdout

@@ -1,0 +1,135 @@
+"""What launchers tell each node, and what they refuse."""
+
+import re
+import sys
+from inspect import signature
+
+import pytest
+import yaml
+
+from parallel.preemption import Preemption
+from tests.launchers import LAUNCH, environment, hostfile, operator, say
+from tests.worlds import ROOT
+
+RECIPE = "recipes/llama3_70b_ppo.sh"
+GIVEN = {"MODEL": "/models/it's mine", "DATA": "mine.jsonl"}  # a quote has to arrive, too
+
+
+def option(arguments: tuple[str, ...], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no host"),
+        ("# nothing\n\n", "names no host"),
+        ("worker-0\n", "line 1: 'worker-0' is not understood; write a host and its GPUs: worker-0 slots=8"),
+        ("worker-0 slots=8\nworker-1 slots=eight\n", "line 2: 'worker-1 slots=eight' is not understood"),
+        ("worker-0 slots=0\n", "line 1"),
+        ("worker-0 slots=8 max=9\n", "line 1"),
+        ("-oProxyCommand=x slots=8\n", "line 1"),
+        ("worker-0 slots=8\n\n# more\nworker-1 slots=4", "line 4: slots=4, and hosts before it have slots=8"),
+        ("worker-0 slots=8\nworker-0 slots=8\n", "line 2: worker-0 stands there twice"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_is_refused(text, message, tmp_path):
+    (tmp_path / "hosts").write_text(text)
+    said = say("bash", LAUNCH / "hostfile.sh", tmp_path / "hosts", RECIPE, folder=tmp_path)
+    assert said.code == 2 and message in said.stderr and not said.calls
+
+
+@pytest.mark.parametrize("arguments", [[], ["hosts"], ["nowhere", RECIPE]])
+def test_hostfile_and_recipe_are_needed(arguments, tmp_path):
+    said = say("bash", LAUNCH / "hostfile.sh", *arguments, folder=tmp_path)
+    assert said.code == 2 and said.stderr.startswith("hostfile.sh: ")
+
+
+def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
+    """The lines of a dry run, carried out here one after the other in an empty environment, as ssh would."""
+    hosts = hostfile(tmp_path / "hosts", nodes=3, slots=4)
+    carried = GIVEN | {"NCCL_DEBUG": "WARN", "EDITOR": "none"}
+    said = say("bash", LAUNCH / "hostfile.sh", hosts, RECIPE, "reward.function=a b", "--dry-run", folder=tmp_path, SSH="ssh -p 99", MAX_RESTARTS="3", **carried)
+    assert said.code == 0, said.stderr
+    lines = [line for line in said.stdout.splitlines() if line.startswith("worker-")]
+    assert len(lines) == 3
+    for node, line in enumerate(lines):
+        before, _, command = line.partition(f": ssh -p 99 worker-{node} ")
+        assert before == f"worker-{node}" and "NCCL_DEBUG='WARN'" in command and "EDITOR" not in command
+        call = say("env", "-i", f"RECORD={tmp_path}/record", "bash", "-c", command.replace("'--dry-run'", "actor.lr=1"), folder=tmp_path).calls[-1].arguments
+        assert option(call, "--nproc-per-node") == "4" and option(call, "--nnodes") == "3" and option(call, "--max-restarts") == "3"
+        assert option(call, "--rdzv-endpoint") == "worker-0:29500" and option(call, "--local-addr") == f"worker-{node}"
+        assert option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
+        assert {"actor.path=/models/it's mine", "reward.function=a b"} <= set(call)
+
+
+SLURM = {
+    "scontrol": "#!/bin/sh\n[ \"$*\" = 'show hostnames gpu[1-2]' ] && printf 'gpu1\\ngpu2\\n'\n",
+    "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nfor node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=gpu$((node + 1)) "$@"; done\n',
+}
+
+
+def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
+    """With a scontrol and an srun that stand in for two nodes; the batch script runs from a copy elsewhere, as Slurm runs it."""
+    (tmp_path / "bin").mkdir()
+    for name, text in SLURM.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    copy = tmp_path / "job"
+    copy.write_text((ROOT / LAUNCH / "slurm.sbatch").read_text())
+    told = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "70001", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+    said = say("bash", copy, RECIPE, "actor.layout=tp8pp2sp", folder=tmp_path, **told | GIVEN)
+    assert said.code == 0, said.stderr
+    assert len(said.calls) == 2
+    for node, call in enumerate(said.calls):
+        assert option(call.arguments, "--nnodes") == "2" and option(call.arguments, "--rdzv-endpoint") == "gpu1:20001"
+        assert option(call.arguments, "--local-addr") == f"gpu{node + 1}" and option(call.arguments, "--rdzv-id") == "70001"
+        assert option(call.arguments, "--rdzv-conf") == f"is_host={int(node == 0)}"
+
+
+def test_pods_agree_on_the_world(tmp_path):
+    """Replicas, ranks of a pod and its GPUs are one world, and the command of each pod finds its place in it."""
+    job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    gpus = int(job["spec"]["nprocPerNode"])
+    pods = [spec["template"]["spec"] for spec in (replicas["Master"], replicas["Worker"]) for _ in range(spec["replicas"])]
+    assert replicas["Master"]["replicas"] == 1 and {spec["restartPolicy"] for spec in replicas.values()} == {"Never"}
+    for node, pod in enumerate(pods):
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch" and container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        own = {entry["name"]: entry.get("value", f"of-pod-{node}") for entry in container["env"]}
+        command = container["command"] + container["args"]
+        told = operator(len(pods), gpus, node) | own
+        call = say(*command, folder=tmp_path, **told).calls[-1].arguments
+        assert option(call, "--nnodes") == str(len(pods)) and option(call, "--nproc-per-node") == str(gpus)
+        assert option(call, "--rdzv-endpoint") == "llama3-70b-ppo-master-0:23456" and option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
+        assert option(call, "--local-addr") == f"of-pod-{node}" and f"actor.path={own['MODEL']}" in call
+        planned = say(*command, "--dry-run", folder=tmp_path, **told).calls[-1]
+        assert (planned.world_size, planned.local_world_size) == (str(len(pods) * gpus), str(gpus))
+
+
+def test_pods_have_time_to_save():
+    """A pod waits longer than torchrun waits for its ranks, and torchrun longer than a rank for itself."""
+    job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
+    grace = {spec["template"]["spec"]["terminationGracePeriodSeconds"] for spec in job["spec"]["pytorchReplicaSpecs"].values()}
+    waits = re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / LAUNCH / "local.sh").read_text())[1]
+    assert min(grace) > int(waits) > signature(Preemption).parameters["grace_s"].default
+
+
+def test_a_rank_that_was_started_by_a_launcher_starts_no_others(tmp_path):
+    said = say("bash", RECIPE, folder=tmp_path, LOCAL_RANK="3", NNODES="4", GPUS="8", **GIVEN)
+    assert said.calls[-1].arguments[:2] == ("-m", "verl_megatron.train")
+
+
+def test_ray_is_asked_for_by_name(tmp_path):
+    """Where it is not installed."""
+    blocked = tmp_path / "blocked/ray"
+    blocked.mkdir(parents=True)
+    (blocked / "__init__.py").write_text("raise ImportError(\"No module named 'ray'\")")
+    said = say(sys.executable, LAUNCH / "ray.py", RECIPE, folder=tmp_path, PYTHONPATH=str(blocked.parent))
+    assert said.code == 1 and "pip install verl-megatron[ray]" in said.stderr
+
+
+def test_variables_around_the_tests_do_not_count():
+    assert "NNODES" not in environment() and environment(NNODES="2")["NNODES"] == "2"

@@ -1,0 +1,132 @@
+"""What a run would be, without ranks, GPUs and weights: its settings are checked as a run checks them, then its plan is said in words."""
+
+import contextlib
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from parallel.layout import Layout, parse_devices
+from parallel.placement import described, place
+from parallel.reshard.plan import compile_plan
+from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.checks import batch_arithmetic, check_config, check_sft_config, refuse, structured
+from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.planner import Case, report
+
+HOST_RANKS = 8  # of a host, where LOCAL_WORLD_SIZE does not say it
+PLANNED_SPEC = "te"  # parameter names and shapes of GPU runs
+
+Settings = dict[str, Any]  # by section, as a recipe and the command line give them
+
+
+def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
+    """Layouts, batch arithmetic, reshard and predicted memory and time of a reinforcement-learning run on the ranks of `world()`.
+
+    A path of actor, critic or reward that is no folder may be the name of a published shape (`parallel.weights.shapes`); with such
+    an actor data.train may be left out.
+
+    Raises:
+        ValueError: everything that is wrong with the settings, at once, or a GPU that the planner does not know.
+    """
+    world_size, ranks_per_host = world()
+    with _stand_ins(settings) as complete:
+        config = structured(complete, TrainerConfig)
+        refuse(check_config(config, world_size=world_size))
+        case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
+        lines = [
+            _title(world_size, ranks_per_host),
+            *_layouts(case, settings),
+            batch_arithmetic(config, world_size),
+            _reshard(case),
+            report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host),
+        ]
+    return "\n".join(lines)
+
+
+def supervised_plan(settings: Settings, *, gpu: str = "") -> str:
+    """Layout and rows of a supervised run on the ranks of `world()`; stand-ins and errors as in `training_plan`, `gpu` is not used."""
+    world_size, ranks_per_host = world()
+    with _stand_ins(settings) as complete:
+        config = structured(complete, SFTConfig)
+        refuse(check_sft_config(config, world_size=world_size))
+        layout = Layout.parse(config.actor.layout, parse_devices(config.actor.devices, world_size), tuple(config.actor.stage_layers))
+    rows = config.data.rows_per_step
+    return "\n".join([_title(world_size, ranks_per_host), f"actor {layout}: {rows} rows a step, about {rows / layout.dp:.1f} a data-parallel rank"])
+
+
+def world() -> tuple[int, int]:
+    """Ranks of the run and of each of its hosts, from the variables in which launchers tell each rank.
+
+    Raises:
+        ValueError: WORLD_SIZE or LOCAL_WORLD_SIZE is no positive number, or the hosts do not share the ranks evenly.
+    """
+    sizes = []
+    for name, default in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", HOST_RANKS)):
+        text = os.environ.get(name, "") or str(default)
+        if not text.isdecimal() or not int(text):
+            raise ValueError(f"{name}={text!r} is no number of ranks; set it to that of the run to plan")
+        sizes.append(int(text))
+    world_size, ranks_per_host = sizes[0], min(sizes)
+    if world_size % ranks_per_host:
+        raise ValueError(f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: every host starts as many ranks; change one of them")
+    return world_size, ranks_per_host
+
+
+@contextlib.contextmanager
+def _stand_ins(settings: Settings) -> Iterator[Settings]:
+    """`settings` with a folder for each published shape that is named as a path, and with a file of prompts where the actor is one."""
+    complete = copy.deepcopy(settings)
+    with TemporaryDirectory(prefix="dry_run_") as scratch:
+        for role in ("actor", "critic", "reward"):
+            section = complete.get(role)
+            name = section.get("path", "") if isinstance(section, dict) else ""
+            if name not in SHAPES or Path(name).is_dir():
+                continue
+            folder = Path(scratch) / name
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(shape(name)))
+            section["path"] = str(folder)
+            if role == "actor" and isinstance(data := complete.setdefault("data", {}), dict):
+                prompts = folder / "prompts.jsonl"
+                prompts.touch()
+                data.setdefault("train", str(prompts))
+        yield complete
+
+
+def _title(world_size: int, ranks_per_host: int) -> str:
+    return f"dry run: {world_size} ranks, {ranks_per_host} a host"
+
+
+def _layouts(case: Case, settings: Settings) -> list[str]:
+    """A line for each model, with its path as it was given, and one for vLLM."""
+    lines = []
+    for role in case.roles:
+        own = settings.get(role.name, {}).get("path", "")  # a critic without a folder of its own and the reference are the actor's
+        lines.append(f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, from {own or settings['actor']['path']}")
+    return [*lines, f"  {'rollout':<10}{case.replicas} x tp{case.config.rollout.tp}"]
+
+
+def _reshard(case: Case) -> str:
+    """What moves between the actor and vLLM, in one line; ranks of a host read each other's memory, as they do on GPUs."""
+    arch, config = case.actor.arch, case.config
+    served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(case.world_size)))
+    train, rollout = place(arch, case.actor.layout, served_by, ranks_per_host=case.ranks_per_host)
+    held = {(tp, pp): megatron_parameters(arch, train, train.rank_of(tp=tp, pp=pp), spec=PLANNED_SPEC) for tp in range(train.tp) for pp in range(train.pp)}
+    served = [vllm_parameters(arch, rollout.tp, slot) for slot in range(rollout.tp)]
+    places = {rank: train.coordinates(rank) for rank in train.ranks}
+    plan = compile_plan(
+        source={rank: held[at.tp, at.pp] for rank, at in places.items()},
+        destination={rank: served[rollout.coordinates(rank).tp] for rank in rollout.ranks},
+        element_bytes=case.rollout_element_bytes,
+        window_bytes=config.reshard.window_mib << 20,
+        host_of=lambda rank: rank // case.ranks_per_host,
+        peer_memory=True,
+    )
+    # Where Megatron's parameters lie is known only when they are there; what a rank receives does not depend on it.
+    overlaid = "" if config.reshard.mode == "keep" else ", counted before vLLM's weights are laid over Megatron's"
+    return f"reshard.mode={config.reshard.mode}{overlaid}: {plan}; ranks: {described(train, rollout)}"
