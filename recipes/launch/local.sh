@@ -80,7 +80,7 @@ critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor a
   [[ -z $path ]] || settings+=(critic.path="$path")
 }
 
-start() { # module, arguments: the ranks of this node, in place of this shell; with --dry-run their command and the run's plan
+start() { # module, arguments: the ranks of this node, until they have ended; with --dry-run their command and the run's plan
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
   local torchrun=(python -m torch.distributed.run --nproc-per-node "$GPUS" --max-restarts "${MAX_RESTARTS:-0}")
   if [[ $NNODES == 1 ]]; then
@@ -94,5 +94,15 @@ start() { # module, arguments: the ranks of this node, in place of this shell; w
     echo "node $NODE_RANK of $NNODES: ${torchrun[*]} -m $*"
     WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS exec python -m "$@"
   fi
-  exec "${torchrun[@]}" -m "$@"
+  watch "${torchrun[@]}" -m "$@"
+}
+
+watch() { # torchrun's command: on SIGTERM its ranks save and exit with 0, and so does it; the signal itself would make it fail
+  "$@" &
+  local torchrun=$! status=0
+  trap 'kill -TERM $(cat /proc/"$torchrun"/task/*/children) 2>/dev/null || kill -TERM "$torchrun"' TERM
+  trap 'kill -INT "$torchrun"' INT
+  while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" || true; done # a trap interrupts it
+  wait "$torchrun" || status=$?
+  exit "$status"
 }

@@ -109,6 +109,20 @@ class Launched:
         assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
 
 
+def test_a_recipe_that_is_asked_to_end_exits_with_0(tmp_path):
+    """SIGTERM to the recipe reaches the ranks, which end well; torchrun does not make a failure of it."""
+    (tmp_path / "recipe.sh").write_text(RECIPE)
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(["bash", "recipe.sh", "hang"], cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), stdout=output, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 90
+    while len(pids := re.findall(r"sum 3 of 2 .* pid=(\d+)", (tmp_path / "output").read_text())) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "output").read_text()[-6000:]
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 0, (tmp_path / "output").read_text()[-6000:]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 def test_nodes_start_again_together_and_end_when_asked(nodes, tmp_path):
     """Rank 0 fails once, torchrun starts all ranks of both nodes again, and SIGTERM reaches each of them."""
     launched = Launched(nodes, "fail_once_and_hang", slots=2, folder=tmp_path, MAX_RESTARTS="1", MODEL="it's mine")
