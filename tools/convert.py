@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (to_mcore, to_hf):
         command.add_argument("source", type=Path, metavar="SRC")
         command.add_argument("target", type=Path, metavar="DST", help="appears when it is complete; DST.partial until then, from which a second run goes on")
-        command.add_argument("--file-gib", type=_positive, default=2.0, help="size of a file; what is lost at most when a run is cut short")
+        command.add_argument("--file-gib", type=_positive, default=1.0, help="size of a file; what is lost at most when a run is cut short")
     to_mcore.add_argument("--spec", choices=["te", "local"], default="te", help="layer spec of the models that will load it; te's files are read by both")
     to_hf.add_argument("--dtype", choices=list(DTYPES), help="of the tensors written; default: as stored")
     inspect.add_argument("source", type=Path, metavar="PATH")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (to_hf, verify):
         command.add_argument("--skip-extra", action="store_true", help="leave out keys that the model does not have")
     for command in (to_mcore, to_hf, verify):
-        command.add_argument("--memory-gib", type=_positive, default=4.0, help="for all buffers together; Python and torch take about 0.3 GiB a process beside it")
+        command.add_argument("--memory-gib", type=_positive, default=4.0, help="for all buffers together; Python and torch take about 0.4 GiB beside it, which the processes share")
         command.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes")
     return options
 

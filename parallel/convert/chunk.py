@@ -74,15 +74,21 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
     """
     try:
         with zipfile.ZipFile(_Section(files, name, start, length)) as archive:
-            pickled = next(member for member in archive.namelist() if member.endswith("data.pkl"))
-            (dtype, member), offset, shape, stride = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
-            info = archive.getinfo(pickled.removesuffix("data.pkl") + f"data/{member}")
+            pickled = next(member for member in archive.infolist() if member.filename.endswith("data.pkl"))
+            description = files.bytes_at(name, _content(files, name, start, pickled), pickled.file_size)
+            (dtype, member), offset, shape, stride = _TensorUnpickler(io.BytesIO(description)).load()
+            info = archive.getinfo(pickled.filename.removesuffix("data.pkl") + f"data/{member}")
+            at = _content(files, name, start, info)
     except Exception as error:  # a broken archive or pickle raises nearly anything
         raise ValueError(f"{files.folder / name} has no tensor at bytes {start}-{start + length} ({error or type(error).__name__}); copy it again from its source") from None
     expected = torch.empty(shape, device="meta")
     if stride != expected.stride() and expected.numel() > 1 or info.compress_type != zipfile.ZIP_STORED or (offset + expected.numel()) * dtype.itemsize > info.file_size:
         raise ValueError(f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the checkpoint again with Megatron-Core")
-    at = start + info.header_offset
+    return ChunkData(dtype, shape, at + offset * dtype.itemsize)
+
+
+def _content(files: OpenFiles, name: str, start: int, member: zipfile.ZipInfo) -> int:
+    """Where a stored member's bytes begin in the file. `zipfile` would compare a CRC, which `torch.save` may be told to leave out."""
+    at = start + member.header_offset
     header = files.bytes_at(name, at, _LOCAL_HEADER_BYTES)
-    name_and_extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return ChunkData(dtype, shape, at + _LOCAL_HEADER_BYTES + name_and_extra + offset * dtype.itemsize)
+    return at + _LOCAL_HEADER_BYTES + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")

@@ -14,6 +14,8 @@ from parallel.convert.staging import Source
 from parallel.convert.to_hugging_face import CheckpointArguments, slabs
 from parallel.convert.workers import Budget, run_jobs
 
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by size in bytes: NaNs have bits too
+
 
 @dataclass(frozen=True, slots=True)
 class CompareJob:
@@ -53,17 +55,23 @@ def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) 
 def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
     """The tensor's name and how the two sides differ, or ""."""
     sides = [_opened(side) for side in job.sides]
-    digests, first_row = [hashlib.sha256(), hashlib.sha256()], None
+    first_row = None
     for (start, one), (_, other) in zip(*(slabs(side, job.name, job.budget) for side in sides), strict=True):
-        views = [part.view(torch.uint8) for part in (one, other)]
-        for digest, view in zip(digests, views):
-            digest.update(memoryview(view.view(-1).numpy()))
-        if first_row is None and not torch.equal(*views):
-            first_row = start + next(row for row in range(len(one)) if not torch.equal(views[0][row], views[1][row]))
+        one, other = (part.view(BITS[part.itemsize]) for part in (one, other))
+        if first_row is None and not torch.equal(one, other):
+            first_row = start + next(row for row in range(len(one)) if not torch.equal(one[row], other[row]))
         report(one.nbytes)
     if first_row is None:
         return job.name, ""
-    return job.name, f"{job.name} differs, first in row {first_row}: sha256 {digests[0].hexdigest()[:16]} in {sides[0].path} and {digests[1].hexdigest()[:16]} in {sides[1].path}"
+    found = [f"sha256 {_digest(side, job)[:16]} in {side.path}" for side in sides]
+    return job.name, f"{job.name} differs, first in row {first_row}: {' and '.join(found)}"
+
+
+def _digest(side: Source, job: CompareJob) -> str:
+    digest = hashlib.sha256()
+    for _, part in slabs(side, job.name, job.budget):
+        digest.update(memoryview(part.view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
 def describe(arguments: CheckpointArguments) -> str:

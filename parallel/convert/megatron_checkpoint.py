@@ -20,6 +20,9 @@ from parallel.weights.rules import Head, hf_shapes
 TRACKER, CONFIG, HF_FOLDER = "latest_checkpointed_iteration.txt", "metadata.json", "hf"
 # What training keeps beside the weights, as the keys of Megatron-LM begin.
 TRAINING_STATE = re.compile(r"(optimizer|chained_\d+\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
+COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core 0.19 keeps what was common.pt before
+# FP8 scales of transformer-engine, or nothing: objects of modules, as Megatron's `ShardedObject` marks which shard of how many.
+EXTRA_STATE = re.compile(r"(?:.+\.)?_extra_state/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
 _GATE_OR_UP = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")  # halves under keys of their own, with `singleton_local_shards`
 
 
@@ -156,7 +159,7 @@ class MegatronCheckpoint:
                 self.training_keys.append(stored_key)
                 continue
             if isinstance(entry, BytesStorageMetadata):
-                if "_extra_state" not in stored_key:
+                if stored_key != COMMON_STATE and not EXTRA_STATE.fullmatch(stored_key):
                     self.extra_keys.append(stored_key)
                 continue
             key, layer, row = self._canonical(stored_key)

@@ -1,4 +1,7 @@
-"""Reading byte ranges of files straight into tensors: no mapping of files, so that what is resident is what was asked for."""
+"""Reading byte ranges of files straight into tensors: no mapping of files, so that what is resident is what was asked for.
+
+What was read is dropped from the page cache: it is needed once, and its pages take the next bytes instead of new memory.
+"""
 
 import os
 from pathlib import Path
@@ -30,6 +33,7 @@ class OpenFiles:
             if not count:
                 raise ValueError(f"{self.folder / name} ends at byte {offset + done}, inside a tensor; copy it again from its source")
             done += count
+        os.posix_fadvise(self._descriptor(name), offset, done, os.POSIX_FADV_DONTNEED)
 
     def _descriptor(self, name: str) -> int:
         if name not in self._descriptors:

@@ -56,6 +56,7 @@ def convert(source: CheckpointArguments, target: Path, *, dtype: torch.dtype | N
     with staged(target) as scratch:
         journal = Journal(scratch, conversion_of(checkpoint, what="mcore-to-hf", dtype=str(dtype), file_bytes=file_bytes, skip_extra=source.skip_extra))
         jobs = [SafetensorsJob(source, scratch / name, tuple(file), dtype, budget) for name, file in zip(names, files) if name not in journal.finished]
+        jobs.sort(key=lambda job: -sum(sizes[name] for name in job.names))  # the largest first, so that processes end together
         total = sum(sizes[name] for job in jobs for name in job.names)
         for entry in run_jobs(write_file, jobs, workers=budget.workers, total_bytes=total, title="mcore-to-hf"):
             journal.add(entry)

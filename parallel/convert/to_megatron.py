@@ -5,15 +5,18 @@ DST/release/                            .metadata, metadata.json, common.pt, __0
 DST/hf/                                 config.json and tokenizer of the source
 """
 
+import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.serialization import config
 
 from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.journal import DigestedFile, Journal
@@ -63,7 +66,7 @@ def convert(source: Path, target: Path, *, spec: Spec, budget: Budget, file_byte
     dtypes = {key: _dtype(tensor, folder) for key, tensor in tensors.items()}
     files = list(_files(tensors, dtypes, budget, file_bytes))
     with staged(target) as scratch:
-        journal = Journal(scratch, conversion_of(folder, what="hf-to-mcore", spec=spec, slab_bytes=budget.slab_bytes, file_bytes=file_bytes))
+        journal = Journal(scratch, conversion_of(folder, what="hf-to-mcore", spec=spec, plan=_digest(files)))
         release = scratch / RELEASE
         release.mkdir(exist_ok=True)
         names = [f"{RELEASE}/__0_{number}.distcp" for number in range(len(files))]
@@ -88,7 +91,8 @@ def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any
 
     def save(content, key: str, offset=None, shape=None) -> None:
         start = file.position
-        torch.save(content, file)
+        with config.patch("save.compute_crc32", False):  # torch.load compares none, and making them takes longer than writing
+            torch.save(content, file)
         entries.append({"key": key, "offset": offset, "shape": shape, "file": job.path.name, "start": start, "length": file.position - start})
 
     for key in job.objects:
@@ -106,7 +110,8 @@ def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any
 
 def read_rows(folder: HuggingFace, tensor: GlobalTensor, layer: int, rows: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Rows of one layer of a global tensor, [rows, columns]; padding is zero."""
-    matrix = torch.zeros(rows[1] - rows[0], tensor.cols, dtype=dtype)
+    matrix = torch.empty(rows[1] - rows[0], tensor.cols, dtype=dtype)
+    matrix[max(0, tensor.needed_rows - rows[0]) :] = 0
     for block in tensor.blocks[layer]:
         top, bottom = max(rows[0], block.row), min(rows[1], block.row + block.rows[1] - block.rows[0])
         if top < bottom:
@@ -169,17 +174,16 @@ def _dtype(tensor: GlobalTensor, folder: HuggingFace) -> torch.dtype:
 
 
 def _files(tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget, file_bytes: int) -> Iterator[list[ChunkPlan]]:
-    """The chunks of each file, layer by layer."""
-    file: list[ChunkPlan] = []
-    room = file_bytes
-    for chunk in _chunks(tensors, dtypes, budget):
-        size = _chunk_bytes(chunk, tensors, dtypes)
-        if file and size > room:
-            yield file
-            file, room = [], file_bytes
-        file.append(chunk)
-        room -= size
-    yield file
+    """The chunks of each file, layer by layer; the files are about equally large, so that processes end together."""
+    chunks = list(_chunks(tensors, dtypes, budget))
+    ends = list(accumulate(_chunk_bytes(chunk, tensors, dtypes) for chunk in chunks))
+    count = -(-ends[-1] // file_bytes)
+    for _, file in groupby(zip(chunks, [0, *ends]), key=lambda item: item[1] * count // ends[-1]):
+        yield [chunk for chunk, _ in file]
+
+
+def _digest(files: list[list[ChunkPlan]]) -> str:
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def _chunks(tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget) -> Iterator[ChunkPlan]:

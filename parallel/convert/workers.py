@@ -14,6 +14,9 @@ POLL_S = 0.2
 WORKER_BUFFERS = 6  # slabs that a process takes at most: one, a part of it, a copy while it is written, and what the allocator keeps
 LARGEST_SLAB_BYTES = 16 * 2**20
 
+# Imported once, by the process that the others are forked from: they share its memory and begin at once.
+SHARED_MODULES = ["parallel.convert.compare", "parallel.convert.to_megatron"]
+
 _counter: Any = None  # bytes done by all processes of the pool, in each of them
 
 
@@ -43,7 +46,8 @@ def run_jobs(function: Callable[[Any, Callable[[int], None]], Any], jobs: Sequen
             for job in jobs:
                 yield function(job, bar.update)
             return
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(SHARED_MODULES)
         counter = context.Value("q", 0)
         with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context, initializer=_begin, initargs=(counter,)) as pool:
             pending = {pool.submit(_run, function, job) for job in jobs}

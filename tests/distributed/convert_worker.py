@@ -12,10 +12,13 @@ from parallel import device
 device.prepare()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.distributed.checkpoint import CheckpointException  # noqa: E402
 
 from parallel import megatron  # noqa: E402
 from parallel.convert import to_hugging_face, to_megatron  # noqa: E402
+from parallel.convert.megatron_checkpoint import COMMON_STATE  # noqa: E402
 from parallel.convert.metadata import read_metadata  # noqa: E402
 from parallel.convert.to_hugging_face import CheckpointArguments  # noqa: E402
 from parallel.convert.workers import Budget  # noqa: E402
@@ -41,13 +44,26 @@ def state_of(engine: Engine, **metadata) -> dict:
     return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(engine.chunks)}
 
 
-def build(folder: Path, head: str, layout: str, *, weights: bool) -> Engine:
-    groups = ProcessGroups(Layout.parse(layout, tuple(range(4))))
-    return Engine(arch=read_architecture(folder), folder=str(folder) if weights else None, groups=groups, config=EngineConfig(), head=head, seed=1)
+def te_objects_of(engine: Engine) -> dict:
+    """What layers of transformer-engine add to the state, described by Megatron-Core's functions with the offsets of its TransformerBlock.
+
+    Norms have such an object since transformer-engine 2, its attention up to Megatron-Core 0.14. Without FP8 it is an empty tensor.
+    """
+    replica, total = (0, engine.groups.tp.rank(), engine.groups.dp_cp.rank()), engine.arch.num_layers
+    modules = ("core_attention", *(("q_layernorm", "k_layernorm") if engine.arch.qk_norm else ()))
+    places = [(f"decoder.layers.self_attention.{module}", [(0, layer.layer_number - 1, total)]) for chunk in engine.chunks for layer in chunk.decoder.layers for module in modules]
+    places += [("decoder.final_layernorm", []) for chunk in engine.chunks if chunk.decoder.final_layernorm is not None]
+    return {f"te{i}": make_sharded_object_for_checkpoint(torch.empty(0, dtype=torch.uint8), f"{key}._extra_state", offsets, replica) for i, (key, offsets) in enumerate(places)}
 
 
-def check_load(folder: Path, converted: Path, head: str, layout: str) -> None:
-    truth, loaded = (build(folder, head, layout, weights=weights) for weights in (True, False))
+def build(folder: Path, head: str, layout: str, *, weights: bool, config: EngineConfig | None = None) -> Engine:
+    groups = ProcessGroups(Layout.parse(layout, tuple(range(dist.get_world_size()))))
+    return Engine(arch=read_architecture(folder), folder=str(folder) if weights else None, groups=groups, config=config or EngineConfig(), head=head, seed=1)
+
+
+def check_load(folder: Path, converted: Path, head: str, layout: str, config: EngineConfig | None = None) -> None:
+    """Strictly: Megatron-Core misses no key of the model's in what was converted."""
+    truth, loaded = (build(folder, head, layout, weights=weights, config=config) for weights in (True, False))
     with megatron.lent_to_globals(loaded.groups):
         state = dist_checkpointing.load(state_of(loaded), str(converted / "release"))
     for i, chunk in enumerate(loaded.chunks):
@@ -57,19 +73,45 @@ def check_load(folder: Path, converted: Path, head: str, layout: str) -> None:
     assert not wrong, f"{folder.name} {layout}: {wrong}"
 
 
-def check_save(folder: Path, out: Path, head: str, layout: str, **metadata) -> None:
-    engine = build(folder, head, layout, weights=True)
+def check_te_objects(folder: Path, te: Path, local: Path, out: Path, layout: str) -> None:
+    """A state that asks for what transformer-engine's layers have is loaded from files for `te` alone, and its files are converted too."""
+    engine = build(folder, "lm", layout, weights=True)
+    with megatron.lent_to_globals(engine.groups):
+        try:
+            dist_checkpointing.load(state_of(engine) | te_objects_of(engine), str(local / "release"))
+        except CheckpointException as error:
+            assert "_extra_state/shard_" in str(error), error
+        else:
+            raise AssertionError(f"{local} was loaded without the objects that were asked for")
+        dist_checkpointing.load(state_of(engine) | te_objects_of(engine), str(te / "release"))  # in place, and so the weights are right for what follows
+    save(engine, out, te_objects_of(engine))
+    if dist.get_rank() == 0:
+        check_keys(out, te)
+        check_back(folder, out)
+
+
+def check_save(folder: Path, out: Path, head: str, layout: str, config: EngineConfig | None = None, **metadata) -> None:
+    engine = build(folder, head, layout, weights=True, config=config)
+    save(engine, out, {}, **metadata)
+    if dist.get_rank() == 0:
+        check_back(folder, out)
+
+
+def save(engine: Engine, out: Path, objects: dict, **metadata) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
+        out.mkdir(parents=True)
     dist.barrier()
     with megatron.lent_to_globals(engine.groups):
-        dist_checkpointing.save(state_of(engine, **metadata), str(out))
+        dist_checkpointing.save(state_of(engine, **metadata) | objects, str(out))
     dist.barrier()
-    if dist.get_rank() == 0:
-        back = out.with_name(out.name + "_hf")
-        to_hugging_face.convert(CheckpointArguments(out, folder), back, dtype=None, budget=BUDGET, file_bytes=2**30)
-        compare(folder, back)
+
+
+def check_back(folder: Path, out: Path) -> None:
+    """What was saved converts to the folder that it came from, and no key is unknown."""
+    back = out.with_name(out.name + "_hf")
+    to_hugging_face.convert(CheckpointArguments(out, folder), back, dtype=None, budget=BUDGET, file_bytes=2**30)
+    compare(folder, back)
 
 
 def compare(folder: Path, other: Path) -> None:
@@ -77,10 +119,18 @@ def compare(folder: Path, other: Path) -> None:
     assert one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-def check_keys(saved: Path, converted: Path) -> None:
-    """Keys, shapes, dtypes and objects of a checkpoint that Megatron-Core saved, and of a converted folder."""
+def check_keys(saved: Path, converted: Path, *, older: str | None = None) -> None:
+    """Keys, shapes, dtypes and objects of a checkpoint that Megatron-Core saved, and of a converted folder.
+
+    Args:
+        older: part of keys that only older versions of Megatron-Core have; they are in the converted folder.
+    """
     tables = [read_metadata(path).state_dict_metadata for path in (saved, converted / "release")]
     described = [{key: (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else None for key, entry in table.items()} for table in tables]
+    described[0].pop(COMMON_STATE, None)
+    if older:
+        assert any(older in key for key in described[1]), described[1].keys()
+        described = [{key: what for key, what in table.items() if older not in key} for table in described]
     assert described[0] == described[1], set(described[0].items()) ^ set(described[1].items())
 
 
@@ -100,6 +150,12 @@ def main() -> None:
             check_keys(saved, converted)
         if family == "qwen3":
             check_save(folder, root / "single_keys", head, "tp2pp2", **SINGLE_KEYS)
+            te = root / "te_mcore"
+            if dist.get_rank() == 0:
+                to_megatron.convert(folder, te, spec="te", budget=BUDGET, file_bytes=FILE_BYTES)
+            dist.barrier()
+            for layout in layouts:
+                check_te_objects(folder, te, converted, root / "te_saved" / layout, layout)
         print(f"rank {dist.get_rank()} agrees on {family}", flush=True)
     dist.destroy_process_group()
 

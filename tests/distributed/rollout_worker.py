@@ -127,6 +127,13 @@ def check_failing_callback(actor, rows):
     assert tokens_of(actor.generate(REQUESTS[:3], SAMPLING)) == tokens_of(rows[:3])
 
 
+def check_converted(rows):
+    """A folder that `tools/convert.py` made of a Megatron-Core checkpoint is the original to vLLM, to the last bit."""
+    converted = actor_of("converted")
+    assert converted.generate(REQUESTS, SAMPLING) == rows
+    converted.close()
+
+
 def check_write_in_place(actor, fresh):
     """Another folder's weights written into a used engine make it that folder's engine, once it forgets its cached prompts."""
     expected = fresh.generate(REQUESTS, SAMPLING)
@@ -223,6 +230,7 @@ def alone():
     check_ends(actor, rows)
     check_refusals(actor)
     check_failing_callback(actor, rows)
+    check_converted(rows)
     fresh = actor_of("b")
     check_write_in_place(actor, fresh)
     actor.close()

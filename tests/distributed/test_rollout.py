@@ -1,5 +1,8 @@
 """vLLM alone and as one, two or four replicas in a world of four ranks: the same rows, whoever generates them, from whosever memory."""
 
+from parallel.convert import to_hugging_face, to_megatron
+from parallel.convert.to_hugging_face import CheckpointArguments
+from parallel.convert.workers import Budget
 from tests.tiny import write_hf
 from tests.worlds import run_world
 
@@ -15,11 +18,20 @@ def write_tokenizer(folder, vocab_size):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
 
+def convert_there_and_back(source, target):
+    """From a Hugging Face folder to Megatron-Core's and back, in several files."""
+    sizes = dict(budget=Budget(slab_bytes=3000, workers=1), file_bytes=100_000)
+    to_megatron.convert(source, target.with_name("mcore"), spec="te", **sizes)
+    to_hugging_face.convert(CheckpointArguments(target.with_name("mcore")), target, dtype=None, **sizes)
+    assert len(list(target.glob("*.safetensors"))) > 1
+
+
 def test_rollout(tmp_path):
     sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=2)
     write_hf(tmp_path / "a", "llama", seed=1, **sizes)
     write_hf(tmp_path / "b", "llama", seed=2, **sizes)
     write_hf(tmp_path / "tied", "qwen3_tied", seed=3, **sizes)
     write_tokenizer(tmp_path / "b", 150)
+    convert_there_and_back(tmp_path / "a", tmp_path / "converted")
     for nproc in (1, 4):
         assert "all rollout checks passed" in run_world("tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180)

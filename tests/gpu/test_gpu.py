@@ -25,6 +25,11 @@ def test_models_and_training_under_every_layout():
     assert "all passed" in run_world("tests/gpu/models_worker.py", RANKS, timeout=600)
 
 
+@needs(1)
+def test_transformer_engine_models_load_what_is_converted():
+    assert "all checks of conversion passed" in run_world("tests/gpu/convert_worker.py", RANKS, timeout=600)
+
+
 @needs(4)
 def test_training_goes_on_after_memory_was_given_up():
     assert "all passed" in run_world("tests/parity/training_worker.py", 4, "offload", timeout=600)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.compare import describe, differences
@@ -170,6 +171,22 @@ def test_unknown_keys_are_refused_by_name_and_training_state_is_left_out(model, 
         to_hf(mcore, tmp_path / "back")
     assert to_hf(mcore, tmp_path / "back", skip_extra=True).extra_keys == ["decoder.surprise.weight"]
     assert_same(model / "hf", tmp_path / "back")
+
+
+def add_object(key):
+    return lambda table: table.state_dict_metadata.update({key: BytesStorageMetadata()})
+
+
+def test_objects_of_modules_are_passed_over_and_others_are_refused(mcore):
+    """`_extra_state` of layers stacked, single layers and experts, as Megatron-Core's ShardedObject.unique_key writes it; 0.19's common state."""
+    keys = ("self_attention.core_attention._extra_state/shard_3_4", "3.mlp.linear_fc2._extra_state/shard_0_1", "mlp.experts._extra_state/shard_0.7_4.8")
+    for key in keys:
+        rewrite(mcore, add_object(f"decoder.layers.{key}"))
+    rewrite(mcore, add_object("common_state/shard_0_1"))
+    assert MegatronCheckpoint(mcore).extra_keys == []
+    rewrite(mcore, add_object("decoder.surprise_extra_state/shard_0_1"))
+    with pytest.raises(ValueError, match="does not have: decoder.surprise_extra_state/shard_0_1; "):
+        MegatronCheckpoint(mcore)
 
 
 def test_missing_keys_chunks_and_configurations_are_refused(mcore, tmp_path):

@@ -1,0 +1,44 @@
+"""On GPUs: Megatron-Core loads what the converter wrote into models of transformer-engine's layers, strictly, and what it saves converts back.
+
+Strictly: a key that such a model asks for and that is not there, an `_extra_state` too, ends Megatron-Core's load with an error.
+"""
+
+import os
+
+import torch.distributed as dist
+
+from parallel.convert import to_megatron
+from tests.distributed.convert_worker import BUDGET, FILE_BYTES, SINGLE_KEYS, check_keys, check_load, check_save
+from tests.parity.world import say, shared_folder
+from tests.tiny import write_hf
+from verl_megatron.config import EngineConfig
+
+SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+LAYOUTS = {1: ("tp1",), 2: ("tp2", "pp2", "pp2vpp2"), 4: ("tp4", "tp2pp2", "tp2pp2vpp2")}
+CONFIG = EngineConfig(spec="te", dtype="bfloat16")
+MODELS = (("qwen3", "lm", "ForCausalLM"), ("qwen2_tied_yarn", "lm", "ForCausalLM"), ("llama_tied_llama3", "token", "ForTokenClassification"))
+
+
+def check_model(family: str, head: str, kind: str) -> None:
+    root = shared_folder()
+    folder, converted, saved = root / family, root / "mcore", root / "saved"
+    if dist.get_rank() == 0:
+        write_hf(folder, family, kind, **SIZES).bfloat16().save_pretrained(folder)
+        to_megatron.convert(folder, converted, spec="te", budget=BUDGET, file_bytes=FILE_BYTES)
+    dist.barrier()
+    layouts = LAYOUTS[dist.get_world_size()]
+    for layout in layouts:
+        check_load(folder, converted, head, layout, CONFIG)
+    check_save(folder, saved, head, layouts[-1], CONFIG)
+    check_save(folder, root / "single_keys", head, layouts[-1], CONFIG, **SINGLE_KEYS)
+    if dist.get_rank() == 0:
+        check_keys(saved, converted, older=".core_attention._extra_state/")
+    dist.barrier()
+    say(f"{family} {head}: loaded under {', '.join(layouts)}, saved and converted back")
+
+
+if __name__ == "__main__":
+    for model in MODELS:
+        check_model(*model)
+    say("all checks of conversion passed")
+    os._exit(0)

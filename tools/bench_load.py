@@ -1,0 +1,171 @@
+"""How long a rank takes to get its slices out of a Hugging Face folder: by byte ranges, as training does it, and by loading the whole model.
+
+python tools/bench_load.py FOLDER --shape llama3-8b --layers 4 --tp 4 --rank 1 [--repetitions 3] [--csv FILE]
+
+FOLDER/hf is one file of random bfloat16 weights (up to 4 GiB), written first and used again by a later run. In turns, each in a process of
+its own and with the file dropped from the page cache: `load_parameters`, which fills a rank's Megatron-Core parameters from byte ranges of
+the file; and `AutoModelForCausalLM.from_pretrained`, from which the same parameters are cut (it maps the file too, and copies all of it
+where --dtype is not the file's). Times begin after the imports. Bytes read are what the process had the disk read; memory is the process's
+peak of resident pages, mapped pages of the file included, and of pages of its own alone. The program ends with 1 if the two fill the
+parameters with different bits.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from bench_convert import GB, MIB, forget, write_csv, write_model
+from torch import Tensor
+
+from parallel.layout import Layout
+from parallel.weights.architecture import read_architecture, read_config
+from parallel.weights.files import CheckpointFolder, load_parameters
+from parallel.weights.rules import megatron_parameters
+from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.shard import ShardedParameter
+
+Tensors = dict[tuple[int, str], Tensor]
+SAMPLE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the table and of the CSV: medians over the repetitions, and the largest peaks."""
+
+    name: str
+    median_s: float
+    min_s: float
+    max_s: float
+    read_mib: float
+    peak_rss_mib: float
+    peak_own_mib: float
+
+
+def by_ranges(folder: Path, dtype: torch.dtype) -> Callable[[list[ShardedParameter], Tensors], None]:
+    def load(parameters: list[ShardedParameter], tensors: Tensors) -> None:
+        with CheckpointFolder(folder) as files:
+            load_parameters(files, parameters, tensors)
+
+    return load
+
+
+def whole_model(folder: Path, dtype: torch.dtype) -> Callable[[list[ShardedParameter], Tensors], None]:
+    from transformers import AutoModelForCausalLM
+
+    def load(parameters: list[ShardedParameter], tensors: Tensors) -> None:
+        state = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+        for parameter in parameters:
+            matrix = tensors[parameter.chunk, parameter.name].zero_().view(parameter.shape[0], -1)
+            for block in parameter.blocks:
+                part = state[block.tensor].view(state[block.tensor].shape[0], -1)[slice(*block.rows), slice(*block.cols)]
+                matrix[block.row : block.row + part.shape[0], block.col : block.col + part.shape[1]] = part
+
+    return load
+
+
+METHODS = {"byte ranges": by_ranges, "from_pretrained and slicing": whole_model}
+
+
+def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) -> dict[str, object]:
+    """In a process of its own: what one method took, and a digest of what it loaded."""
+    load = METHODS[method](folder, dtype)
+    arch, layout = read_architecture(folder), Layout.parse(f"tp{tp}", tuple(range(tp)))
+    parameters = megatron_parameters(arch, layout, rank, spec="local")
+    tensors = {(p.chunk, p.name): torch.empty(p.shape, dtype=dtype) for p in parameters}
+    own, done = [status_bytes("RssAnon")], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(SAMPLE_S):
+            own.append(status_bytes("RssAnon"))
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    before, start = read_bytes(), time.monotonic()
+    load(parameters, tensors)
+    seconds, read, peak = time.monotonic() - start, read_bytes() - before, status_bytes("VmHWM")
+    done.set()
+    sampler.join()
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    return dict(seconds=seconds, read=read, peak_rss=peak, peak_own=max(own), digest=digest.hexdigest(), needed=needed)
+
+
+def read_bytes() -> int:
+    """What this process had the disk read so far."""
+    return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
+
+
+def status_bytes(name: str) -> int:
+    """RssAnon: resident pages of this process that are no file's; VmHWM: the peak of all its resident pages."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
+
+
+def compare(folder: Path, arguments) -> tuple[list[Row], int]:
+    """A row a method and the bytes of the rank's parameters; AssertionError if the methods load different bits."""
+    runs: dict[str, list[dict]] = {method: [] for method in METHODS}
+    for _ in range(arguments.repetitions):
+        for method, found in runs.items():
+            forget(folder)
+            command = [sys.executable, __file__, str(folder.parent), "--tp", str(arguments.tp), "--rank", str(arguments.rank), "--dtype", arguments.dtype, "--only", method]
+            found.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]))
+    everything = [run for found in runs.values() for run in found]
+    assert len({run["digest"] for run in everything}) == 1, "the two methods loaded different bits"
+    rows = []
+    for method, found in runs.items():
+        seconds = [run["seconds"] for run in found]
+        peaks = {f"peak_{kind}_mib": max(run[f"peak_{kind}"] for run in found) / MIB for kind in ("rss", "own")}
+        read = median(run["read"] for run in found) / MIB
+        rows.append(Row(name=method, median_s=median(seconds), min_s=min(seconds), max_s=max(seconds), read_mib=read, **peaks))
+    return rows, everything[0]["needed"]
+
+
+def table(rows: list[Row]) -> str:
+    """For a terminal."""
+    lines = [f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}{'without mapped files':>23}"]
+    for row in rows:
+        lines.append(f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
+    parser.add_argument("--hf", type=Path, help="folder with the config.json of a shape of its own")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the parameters; the file is bfloat16")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--only", choices=list(METHODS), help="measure one method once in this process, and print what it found as JSON")
+    parser.add_argument("--csv", type=Path)
+    given = parser.parse_args()
+    folder = given.folder / "hf"
+    if given.only:
+        print(json.dumps(measured(given.only, folder, given.tp, given.rank, getattr(torch, given.dtype))))
+        return
+    config = (read_config(given.hf) if given.hf else shape(given.shape)) | dict(num_hidden_layers=given.layers)
+    try:
+        size = write_model(folder, config, copies=0)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    rows, needed = compare(folder, given)
+    print(f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds {needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way")
+    print(table(rows))
+    if given.csv:
+        write_csv(given.csv, rows, model=given.hf or given.shape, layers=given.layers, bytes=size, tp=given.tp, rank=given.rank, dtype=given.dtype, needed_mib=needed / MIB)
+
+
+if __name__ == "__main__":
+    main()
