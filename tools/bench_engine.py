@@ -1,0 +1,248 @@
+"""A model's forward passes and optimizer steps alone, without vLLM: seconds, FLOP/s, MFU and memory beside this GPU's own matrix product.
+
+torchrun --nproc_per_node 4 tools/bench_engine.py --shape llama3-8b --layout tp2sp [--rows 64 --prompt 512 --response 512] [--set dtype=fp8 ...]
+    [--repetitions 5] [--baseline] [--profile] [--csv FILE]
+
+Every row is as long as the others; --rows are those of one data-parallel rank in one optimizer step. MFU counts matrix products and the
+causal half of attention, a backward pass twice, and neither the input embedding, nor logits of tokens nobody asks about, nor
+recomputation. With --baseline a step with whole logits and Megatron-Core's own cross-entropy is measured in turns.
+
+Letters: P packed tokens of a micro-batch, V vocabulary rows of a tensor-parallel rank.
+"""
+
+import argparse
+import csv
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_case import say
+
+from parallel import device
+from parallel.collectives import all_max
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.checks import refuse
+from verl_megatron.config import EngineConfig, TrainerConfig
+from verl_megatron.limits import check_values
+from verl_megatron.losses import PolicyTokens, policy_loss
+from verl_megatron.metrics import Sums
+from verl_megatron.models.heads import head_weight
+from verl_megatron.packing import micro_batches
+from verl_megatron.planner import Case, machine_here
+from verl_megatron.planner.training import forward_flops
+from verl_megatron.roles.engine import Engine
+
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip (after parallel.device has prepared it)
+
+GIB = 2**30
+FIELDS = ("logprobs", "advantages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: seconds are the slowest rank's, memory the fullest's."""
+
+    name: str
+    seconds: float
+    flops: float  # of one GPU
+    peak_bytes: float  # above what lay there before
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.seconds / 1e12
+
+
+def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: int) -> RolloutBatch:
+    """Random tokens with random advantages; the old log-probs are about right for an untrained model."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocab_size, (count, prompt + response), generator=draw).tolist()
+    batch = RolloutBatch.from_rows(list(range(count)), [row[:prompt] for row in ids], [row[prompt:] for row in ids])
+    batch.advantages = torch.randn(batch.generated_ids.shape, generator=draw) * batch.response_mask
+    batch.logprobs = -torch.full_like(batch.advantages, torch.tensor(float(vocab_size)).log().item()) * batch.response_mask
+    return batch
+
+
+def parse_settings(given: list[str]) -> EngineConfig:
+    """`name=value` pairs of the section engine.
+
+    Raises:
+        ValueError: a name that the section does not have.
+    """
+    config = EngineConfig(adam_eps=1e-5)
+    known = {field.name: getattr(config, field.name) for field in fields(config)}
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in known:
+            raise ValueError(f"--set {text}: engine has no setting {name}; it has {', '.join(known)}")
+        kind = type(known[name])
+        config = replace(config, **{name: value in ("1", "true", "True") if kind is bool else kind(value)})
+    return config
+
+
+@contextmanager
+def measured(rows: dict[str, list[tuple[float, float]]], name: str):
+    """Add the seconds of the block, all ranks beginning and ending together, and the memory it took on its way."""
+    dist.barrier()
+    device.synchronize()
+    before = torch.cuda.memory_allocated() if device.is_gpu() else 0
+    if device.is_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    yield
+    device.synchronize()
+    dist.barrier()
+    peak = torch.cuda.max_memory_allocated() - before if device.is_gpu() else 0
+    rows.setdefault(name, []).append((time.perf_counter() - start, peak))
+
+
+def product_rate() -> float:
+    """FLOP/s of a large matrix product on this device, in the type that models compute in."""
+    size, dtype = (8192, torch.bfloat16) if device.is_gpu() else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device.device(), dtype=dtype) for _ in range(2))
+    for count in (3, 20):
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            a @ b
+        device.synchronize()
+    return 20 * 2 * size**3 / (time.perf_counter() - start)
+
+
+def policy(outputs, given):
+    """The clipped loss of PPO with its usual settings."""
+    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens(given["logprobs"], given["advantages"]), TrainerConfig().algorithm, 0.0)
+
+
+class Bench:
+    """The engine and its rows."""
+
+    def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
+        self.engine = Engine(arch=arch, folder=None, groups=ProcessGroups(layout), config=config, head="lm", seed=1)
+        self.batch = make_rows(options.rows, prompt=options.prompt, response=options.response, vocab_size=arch.vocab_size, seed=dist.get_rank() // layout.tp)
+        lengths, budget = self.batch.lengths.tolist(), config.tokens_per_micro_batch * layout.cp
+        self.micro = micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+        self.num_tokens = options.rows * options.response * layout.dp
+
+    def infer(self) -> None:
+        self.engine.infer(self.batch, self.micro)
+
+    def step(self) -> None:
+        self.engine.train_step(self.batch, self.micro, policy, fields=FIELDS, num_tokens=self.num_tokens)
+
+    def plain_step(self) -> None:
+        """A step on the cross-entropies of all tokens: whole logits, and Megatron-Core's function of them."""
+        usual = self.engine._outputs
+
+        def outputs(output, micro, model):
+            logits_P1V = (output.squeeze(0) @ head_weight(model).t()).unsqueeze(1).float()
+            return {"losses": vocab_parallel_cross_entropy(logits_P1V, micro.tokens.transpose(0, 1))}
+
+        self.engine._outputs = outputs
+        try:
+            self.engine.train_step(self.batch, self.micro, lambda found, _: (found["losses"].sum(), Sums()), fields=(), num_tokens=self.num_tokens)
+        finally:
+            self.engine._outputs = usual
+
+
+def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, float], *, repetitions: int) -> list[Row]:
+    """Each in turns, after one round to warm up; medians."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for repetition in range(repetitions + 1):
+        for name, do in work.items():
+            with measured(rows if repetition else {}, name):
+                do()
+    found = []
+    for name, values in rows.items():
+        seconds, peaks = zip(*all_max(torch.tensor(values, dtype=torch.float64)).tolist())
+        found.append(Row(name=name, seconds=sorted(seconds)[len(seconds) // 2], flops=flops[name], peak_bytes=max(peaks)))
+    return found
+
+
+def profile(bench: Bench) -> None:
+    """Where the GPU's time goes in one step and one pass, on the first rank."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * device.is_gpu()
+    for name, do in (("step", bench.step), ("log-probs", bench.infer)):
+        with profiler(activities=kinds) as found:
+            do()
+            device.synchronize()
+        say(f"{name}, by time on the device:\n" + found.key_averages().table(sort_by="self_device_time_total" if device.is_gpu() else "self_cpu_time_total", row_limit=25))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
+    parser.add_argument("--hf", type=Path, help="a folder with a config.json, instead of a published shape")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
+    parser.add_argument("--layout", default="tp1")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="of the section engine")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--no-train", action="store_true", help="forward passes only: no gradients, no optimizer")
+    parser.add_argument("--baseline", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+
+    device.initialize()
+    world = dist.get_world_size()
+    settings = parse_settings(options.set)
+    arch = read_architecture(options.hf) if options.hf else Architecture.from_hf(shape(options.shape, layers=options.layers))
+    layout = Layout.parse(options.layout, tuple(range(world)))
+    config = TrainerConfig(engine=settings)
+    config.actor.path, config.actor.layout, config.algorithm.name = str(options.hf or options.shape), options.layout, "grpo"
+    config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = options.rows * layout.dp, options.prompt, options.response
+    refuse(check_values(config))
+    case = Case.of(config, world_size=world, read=lambda _: arch)
+    forward = forward_flops(case, case.actor) / world
+    all_logits = 2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world  # those that only the baseline makes
+
+    bench = Bench(arch, layout, settings, options)
+    work, flops = {"log-probs": bench.infer}, {"log-probs": forward, "step": 3 * forward, "step, plain": 3 * (forward + all_logits)}
+    if not options.no_train:
+        bench.engine.prepare_training(lr=1e-6, total_steps=1000)
+        work |= {"step": bench.step} | ({"step, plain": bench.plain_step} if options.baseline else {})
+    rate = product_rate()
+    rows = run(bench, work, flops, repetitions=options.repetitions)
+    show(rows, case, layout, settings, rate=rate, path=options.csv)
+    if options.profile:
+        profile(bench)
+    dist.destroy_process_group()
+
+
+def show(rows: list[Row], case: Case, layout: Layout, settings: EngineConfig, *, rate: float, path: Path | None) -> None:
+    machine, arch = machine_here(), case.actor.arch
+    peak = machine.peak_flops if machine else 0.0
+    what = f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
+    say(f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if machine else 'CPU ranks'}")
+    logits_bytes = 4 * settings.tokens_per_micro_batch * arch.vocab_size / layout.tp
+    say(f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this device's matrix product reaches {rate / 1e12:.1f} TFLOP/s")
+    say(f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}{'tokens/s/rank':>15}")
+    tokens = case.rows * case.packed_tokens / case.world_size
+    for row in rows:
+        mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
+        say(f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}")
+    if path and dist.get_rank() == 0:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["name", "layout", "seconds", "tflops", "product_tflops", "peak_tflops", "peak_bytes"])
+            writer.writerows([row.name, str(layout), row.seconds, row.tflops, rate / 1e12, peak / 1e12, row.peak_bytes] for row in rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
