@@ -15,6 +15,8 @@ LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=${LAUNCH%/recipes/launch}
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then exec bash "$@"; fi
 
+VENV=${VERL_MEGATRON_VENV:-${VIRTUAL_ENV:-$ROOT/.venv}} # where tools/install.sh puts what is needed
+if [[ -x $VENV/bin/python ]]; then export PATH="$VENV/bin:$PATH"; fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # 1 is torchrun's default, too, with eight lines about it
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40} # s from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks need a store of their own: in torchrun's gloo finds the addresses of those that are gone

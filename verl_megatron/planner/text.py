@@ -7,7 +7,7 @@ from verl_megatron.planner.comparison import Compared
 from verl_megatron.planner.decoding import rows_at_once
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
-from verl_megatron.planner.search import MARGIN, Candidate, Search, spelled
+from verl_megatron.planner.search import MARGIN, Candidate, Search, search, spelled
 from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
 PHASES_SHOWN = ("rollout", "log_probs", "values", "critic_update", "actor_update")
@@ -18,7 +18,7 @@ MFU_MEANING = (
 
 
 def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8) -> str:
-    """Memory of each phase and rank, predicted seconds and whether the run fits.
+    """Memory of each phase and rank, predicted seconds and whether the run fits; if not, settings that do.
 
     Args:
         config: settings that passed `check_config`; of the models' folders only config.json is read.
@@ -33,7 +33,9 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
     problems = problems_of(case, machine, memory)
     lines = [headline(case, machine), "", *memory_lines(memory, machine), ""]
     if problems:
+        others = recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
         lines += ["It does not fit:", *(f"  {problem}" for problem in problems)]
+        lines += ["These settings do, best first:", *(f"  {line}" for line in others)] if others else ["No layout does: use more GPUs, shorter rows or smaller models."]
     else:
         spare = machine.gpu_bytes - memory.peak_bytes
         narrowly = "" if spare >= MARGIN * machine.gpu_bytes else f" narrowly (a plan may be wrong by {MARGIN:.0%} of a GPU)"
