@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages: tests toy resume save ppo handover reshard (all, in this order, where none is named); those with too few GPUs are left out.
+# Stages: tests toy resume save ppo handover reshard engine machine (all, in this order, where none is named); those with too few GPUs are left out.
 # Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -88,7 +88,21 @@ stage_reshard() {
   step reshard_70b bash -c "world 4 tools/bench_reshard.py --shape llama3-70b --no-megatron --gather-mib 256 --train tp2pp2 --rollout tp4 --modes keep swap"
 }
 
-(($#)) || set -- tests toy resume save ppo handover reshard
+stage_engine() { # updates and log-probs of an 8B model alone; profiles are in the logs
+  local size="--shape llama3-8b --rows 16 --prompt 512 --response 512 --repetitions 3"
+  if ((RANKS == 1)); then
+    step engine_1b bash -c "world 1 tools/bench_engine.py ${size/8b/1b} --baseline --profile"
+    return
+  fi
+  step engine_dp bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 --baseline --set tokens_per_micro_batch=4096"
+  step engine_tp2 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --baseline --profile"
+  step engine_dp_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 --set tokens_per_micro_batch=4096 dtype=fp8"
+  step engine_tp2_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --set dtype=fp8"
+}
+
+stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
+
+(($#)) || set -- tests toy resume save ppo handover reshard engine machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"
