@@ -72,15 +72,20 @@ class Offload:
                 found.append((storage, storage.nbytes()))
         return found
 
-    def finish_release(self) -> None:
-        """Wait for the copies and free the device's memory, for other allocators too. The tensors may not be used now."""
+    def finish_release(self, *, for_others: bool = True) -> None:
+        """Wait for the copies and free the device's memory. The tensors may not be used now.
+
+        Args:
+            for_others: other allocators get the memory, too; False leaves it to PyTorch.
+        """
         if self.place is not Place.LEAVING:
             return
         if self._copied is not None:
             self._copied.synchronize()  # memory freed here belongs to the current stream again at once
         for storage, _ in self._kept + self._dropped:
             storage.resize_(0)
-        release_cached_memory()
+        if for_others:
+            release_cached_memory()
         self.place = Place.AWAY
 
     def start_restore(self) -> None:

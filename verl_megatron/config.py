@@ -23,7 +23,7 @@ class RunConfig:
     resume: str = "newest"  # checkpoint in output_dir to go on from: newest, never; verify: newest, whose next iteration is compared with what was recorded of it
     stall_timeout_s: float = 300.0  # end the run, and name the culprit, when a rank makes no progress for so long; 0: never
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
-    track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow
+    track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow, timeline (where each rank waits: timeline.py)
 
 
 @dataclass(kw_only=True)
@@ -138,7 +138,7 @@ class ReshardConfig:
     mode: str = "keep"  # keep: vLLM's weights beside Megatron's; share: equal shards are one; swap: vLLM's lie over Megatron's, which return after rollout
     window_mib: int = 256  # staging memory of one exchange, MiB
     verify: str = "sample"  # checksums at every sync: sample (a rotating sixteenth of the slices), all, none
-    offload: str = "none"  # what leaves the GPU while vLLM generates, for models that learn: none, grads, optimizer (to pinned host memory), all
+    offload: str = "none"  # what leaves the GPU, of models that learn: none, grads (gone between updates), optimizer (in pinned host memory while vLLM generates), all
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -94,6 +95,25 @@ def to_floats(values: list[Scalar]) -> list[float]:
     return [next(copied) if isinstance(value, Tensor) else float(value) for value in values]
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseEvent:
+    """A phase on one rank, in seconds from a moment that all ranks share."""
+
+    name: str
+    start_s: float
+    busy_end_s: float  # the rank's own work is done, its GPU's included; what follows is waiting for other ranks
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedIteration:
+    """What a rank did from one `pop()` to the next."""
+
+    events: tuple[PhaseEvent, ...]
+    began_at: float  # wall-clock time of the shared moment, seconds since 1970
+    wall_s: float  # between the two `pop()`: with what lies outside the phases
+
+
 class PhaseTimer:
     """Wall-clock seconds per phase of an iteration, in the order in which they first began, and memory in use after each."""
 
@@ -106,25 +126,62 @@ class PhaseTimer:
         self._synchronize = synchronize  # waits for the device, so that a phase owns the kernels it queued
         self._used_memory = used_memory
         self._around = around  # entered with the phase's name
+        self._wait_for_others: Callable[[], None] | None = None  # None: nothing is recorded
+        self._events: list[PhaseEvent] = []
+        self._began_s = self._began_at = self._popped_s = 0.0
         self.seconds: dict[str, float] = {}  # since the last pop()
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
+        self.recorded: RecordedIteration | None = None  # the last iteration that pop() ended
+
+    def record(self, wait_for_others: Callable[[], None]) -> None:
+        """From now on keep when each phase began and ended, in `recorded`.
+
+        Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting shows where it arises; without
+        recording there are no barriers, and a rank that is early waits inside its next collective.
+        """
+        self._wait_for_others, self._popped_s = wait_for_others, time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of the block to phase `name`; phases do not nest, so their sum is the iteration's time."""
         self._synchronize()
+        if self._wait_for_others is not None and not self._events:
+            self._meet()
         start = time.perf_counter()
+        self._busy_end_s: float | None = None
         try:
             with self._around(name):
                 yield
                 self._synchronize()
+                if self._wait_for_others is not None:
+                    self._finish(name, start)
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.memory_bytes[name] = self._used_memory()
 
+    def own_work_ends(self) -> None:
+        """Inside a phase, where the block itself goes on to wait for other ranks: only a recording wants to know."""
+        if self._wait_for_others is not None:
+            self._synchronize()
+            self._busy_end_s = time.perf_counter()
+
+    def _meet(self) -> None:
+        """The clocks of hosts differ: all ranks count from the end of a barrier."""
+        self._wait_for_others()
+        self._began_s, self._began_at = time.perf_counter(), time.time()
+
+    def _finish(self, name: str, start: float) -> None:
+        busy_end = self._busy_end_s or time.perf_counter()
+        self._wait_for_others()
+        self._events.append(PhaseEvent(name, *(moment - self._began_s for moment in (start, busy_end, time.perf_counter()))))
+
     def pop(self) -> dict[str, float]:
         """The seconds per phase since the last call."""
         seconds, self.seconds = self.seconds, {}
+        if self._wait_for_others is not None:
+            now = time.perf_counter()
+            self.recorded = RecordedIteration(tuple(self._events), self._began_at, now - self._popped_s)
+            self._events, self._popped_s = [], now
         return seconds
 
 

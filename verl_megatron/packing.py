@@ -10,29 +10,21 @@ from collections.abc import Sequence
 def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     """Rows (indices into `lengths`) of each of `bins` bins, whose token sums are nearly equal.
 
-    The largest differencing method (Karmarkar and Karp, 1982): join the two partial assignments that differ most,
-    the heavy bin of one with the light bin of the other, until one assignment is left. That also leaves no bin empty
-    unless there are fewer rows than bins; empty ones come last. Each bin lists its rows in ascending order.
+    The longest row that is left goes to the bin with the fewest tokens (Graham, 1969: at most 4/3 of the best split's heaviest bin). No bin
+    is empty unless there are fewer rows than bins; empty ones come last. Each bin lists its rows in ascending order.
 
     Raises:
         ValueError: `bins` is below 1.
     """
     if bins < 1:
         raise ValueError(f"bins={bins} must be at least 1")
-    if not lengths:
-        return [[] for _ in range(bins)]
-    # An assignment is a list of (sum, rows), heaviest first. Weights are length + 1, so that rows of 0 tokens count too.
-    heap = []
-    for row, length in enumerate(lengths):
-        heap.append((-(length + 1), row, [(length + 1, [row])] + [(0, []) for _ in range(bins - 1)]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, order, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        joined = [(a + b, rows + others) for (a, rows), (b, others) in zip(first, reversed(second))]
-        joined.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], order, joined))  # order is unique: lists are never compared
-    return sorted((sorted(rows) for _, rows in heap[0][2]), key=lambda rows: (not rows, rows))
+    rows_of: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0, place) for place in range(bins)]  # tokens of a bin; each row counts one more, so that rows of 0 tokens are dealt out, too
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        tokens, place = heap[0]
+        rows_of[place].append(row)
+        heapq.heapreplace(heap, (tokens + lengths[row] + 1, place))
+    return sorted((sorted(rows) for rows in rows_of), key=lambda rows: (not rows, rows))
 
 
 def micro_batches(lengths: Sequence[int], *, tokens_per_micro_batch: int, multiple_of: int = 1) -> list[list[int]]:

@@ -34,6 +34,7 @@ def collect(run: Run, step: int) -> Collected:
         report = run.hand_over()
     with clock.phase("rollout"):
         batch = run.generate(run.draw_prompts(), iteration=step)
+        clock.own_work_ends()
         rows = run.table_of(batch)  # waits for the slowest replica
     with clock.phase("return"):
         run.end_rollout()
@@ -59,6 +60,7 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
     if run.critic is not None:
         with clock.phase("critic_update"):
             sums.merge(update_critic(run, batch, rows))
+            run.rest(run.critic)
     if step > config.critic_warmup:
         with clock.phase("actor_update"):
             sums.merge(update_actor(run, batch, rows))

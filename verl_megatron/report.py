@@ -1,8 +1,10 @@
-"""The picture of a run: reward, KL, entropy and phase times over its steps, drawn from `metrics.jsonl`."""
+"""Pictures of a run: reward, KL, entropy and phase times over its steps, drawn from `metrics.jsonl`; and the ranks of one iteration."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_megatron.metrics import PhaseEvent
 from verl_megatron.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -36,6 +38,28 @@ def draw_report(output_dir: str | Path) -> Path:
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path
+
+
+def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
+    """A line for each rank with its phases in their colours: solid where it works, hatched where it waits for others."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys(event.name for events in ranks for event in events))
+    colours = {name: colormaps["tab20"](2 * number % 19) for number, name in enumerate(names)}
+    axis = Figure(figsize=(13, min(2.0 + 0.4 * len(ranks), 24)), layout="constrained").subplots()
+    for rank, events in enumerate(ranks):
+        for event in events:
+            place, colour = (rank - 0.4, 0.8), colours[event.name]
+            axis.broken_barh([(event.start_s, event.busy_end_s - event.start_s)], place, color=colour)
+            axis.broken_barh([(event.busy_end_s, event.end_s - event.busy_end_s)], place, facecolor="none", edgecolor=colour, hatch="////", linewidth=0)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.set(title="One iteration", xlabel="seconds", ylabel="rank", ylim=(len(ranks) - 0.5, -0.5))
+    legend = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in colours.items()]
+    legend.append(Patch(facecolor="none", edgecolor="gray", hatch="////", linewidth=0, label="waits for other ranks"))
+    axis.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize=9)
+    axis.figure.savefig(path, dpi=110)
 
 
 def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:

@@ -109,6 +109,10 @@ class Run:
         self._finish_release()
         self.vllm.wake_kv_cache()
 
+    def rest(self, role: Role) -> None:
+        """A model has learnt for this iteration: what only that needs may begin to leave the GPU."""
+        role.engine.start_release(self.config.reshard.offload)
+
     def weights_changed(self) -> None:
         """After the updates: vLLM's weights are old, and what only learning needs may begin to leave the GPU."""
         self.stale = True

@@ -19,6 +19,7 @@ from verl_megatron.metrics import PhaseTimer, reduce_over_world
 from verl_megatron.roles.engine import check_weights
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
+from verl_megatron.timeline import record_timeline, write_timeline
 from verl_megatron.tokenizer import load_tokenizer
 from verl_megatron.tracking import MetricsTracker
 from verl_megatron.versions import check_versions
@@ -55,6 +56,7 @@ class SFTTrainer:
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
         tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None
         clock, metrics = PhaseTimer(device.synchronize, around=watchdog.operation), {}
+        record_timeline(clock, run.track_metrics)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
                 metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.rows_per_step)])
@@ -66,6 +68,7 @@ class SFTTrainer:
                 tracker.log(step, metrics | {f"time/{name}_s": value for name, value in seconds.items()})
         if run.export:
             actor.engine.export(Path(run.output_dir) / "actor", template=config.actor.path)
+        write_timeline(clock, run.output_dir)
         if tracker is not None:
             tracker.close()
         return metrics

@@ -205,14 +205,17 @@ SINKS: dict[str, tuple[Callable[[Destination], Sink], str]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (MLflow, "mlflow"),
 }
+# What track_metrics may name besides, and the package it needs: all ranks record it, so a trainer writes it (timeline.py), not a sink.
+RECORDINGS = {"timeline": "matplotlib"}
 
 
 def check_sinks(names: list[str]) -> None:
-    """ValueError for a sink that is not known or whose package is not installed."""
+    """ValueError for a sink or recording that is not known or whose package is not installed."""
+    packages = {name: package for name, (_, package) in SINKS.items()} | RECORDINGS
     for name in names:
-        if name not in SINKS:
-            raise ValueError(f"run.track_metrics: {name!r} is not known; choose among {', '.join(SINKS)}")
-        package = SINKS[name][1]
+        if name not in packages:
+            raise ValueError(f"run.track_metrics: {name!r} is not known; choose among {', '.join(packages)}")
+        package = packages[name]
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"run.track_metrics: {name!r} needs the package {package}; pip install {package} or take {name!r} out")
 
@@ -228,7 +231,7 @@ class MetricsTracker:
         check_sinks(sinks)
         to = Destination(Path(output_dir), first_step, total_steps)
         to.output_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks = [SINKS[name][0](to) for name in sinks]
+        self._sinks = [SINKS[name][0](to) for name in sinks if name in SINKS]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row; a step may have several, such as an iteration's and its validation's."""

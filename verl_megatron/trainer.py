@@ -22,6 +22,7 @@ from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
+from verl_megatron.timeline import record_timeline, write_timeline
 from verl_megatron.tracking import MetricsTracker
 from verl_megatron.versions import check_versions, optional_packages
 
@@ -71,6 +72,7 @@ class RLTrainer:
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
+            record_timeline(self.run.clock, config.track_metrics)
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.sync.plan}")
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
             gc.enable()
@@ -107,6 +109,7 @@ class RLTrainer:
                 self.export()
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             state.finish()
+        write_timeline(self.run.clock, self.output_dir)
         if tracker is not None:
             tracker.close()
             draw_report(self.output_dir)

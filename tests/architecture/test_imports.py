@@ -19,6 +19,7 @@ OWNERS = {
     "transformer_engine": ("verl_megatron/models/",),
     "pebble": ("verl_megatron/rewards/pool.py",),
     "matplotlib": ("verl_megatron/report.py",),
+    "triton": ("parallel/reshard/kernels.py", "verl_megatron/log_prob_kernels.py"),
     "transformers": ("verl_megatron/tokenizer.py", "verl_megatron/models/rope.py"),
 }
 # From the outside in: a layer may import what stands after it, and its own layer.
@@ -29,7 +30,7 @@ LAYERS = (
     ("run",),
     ("timeline", "roles", "rollout", "checks", "report", "planner"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
-    ("presets", "versions", "batch", "config"),
+    ("presets", "versions", "batch", "config", "log_prob_kernels"),
 )
 
 

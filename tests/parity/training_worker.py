@@ -199,7 +199,7 @@ def step_away(engine: Engine, what: str, mine: RolloutBatch, micro: list[list[in
     before = engine.infer(mine, micro)
     engine.start_release(what)
     engine.finish_release()
-    assert engine.offload.place is Place.AWAY and moved and not any(tensor.untyped_storage().nbytes() for tensor in moved)
+    assert Place.AWAY in (engine.offload.place, engine.idle_gradients.place) and moved and not any(tensor.untyped_storage().nbytes() for tensor in moved)
     assert same(engine.infer(mine, micro), before)
     engine.start_restore()
 
@@ -229,7 +229,8 @@ def check_offload() -> None:
         engine.start_release("all")
         engine.finish_release()
         assert same(engine.state_dict(), want) and engine.offload.place is Place.HOME, f"{family} {text} {extra}"
-        say(f"offload {family} {layout} {extra}: {engine.offload.device_bytes} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit")
+        away = engine.offload.device_bytes + engine.idle_gradients.device_bytes
+        say(f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from math import log2
 import pytest
 
 from parallel.layout import Layout
-from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, sizes_to_run
+from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
 from tools.scaling_model import DEALING, Dealing, Scaling, fit, gradient_seconds, terms_of
 from tools.scaling_report import Report, markdown, write_csv, write_png
 from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, bubble_share, bubbles_of, described, efficiency, ideal_seconds, measured_row
@@ -97,7 +97,7 @@ def test_a_layout_shrinks_in_pipeline_stages_first_and_grows_in_data_parallelism
 
 
 def test_constants_are_found_again_and_never_negative():
-    cases = [case_on(1, "tp1", prompts=16), case_on(2, "tp2", prompts=32), case_on(4, "tp2", prompts=64)]
+    cases = [case_on(1, "tp1", prompts=16), case_on(2, "tp2", prompts=32), case_on(4, "tp2", prompts=64)]  # dp 1, 1, 2
     terms = [terms_of(case, "actor_update") for case in cases]
     true = {"work": 0.25, "tensor": 0.01, "sync": 0.5}
     assert fit(terms, [sum(true[name] * each[name] for name in true) for each in terms]) == pytest.approx(true)
@@ -132,6 +132,17 @@ def test_more_gpus_are_never_more_efficient_than_fewer():
         assert efficiency(larger, scaling.rows[0]) <= efficiency(smaller, scaling.rows[0]) + 1e-9
     grown = log2(16_384 / 4) * 0.01  # what the made-up sizes say of advantages
     assert rows[-1].seconds["advantages"] - scaling.rows[-1].seconds["advantages"] == pytest.approx(grown, rel=1e-6)
+
+
+@pytest.mark.parametrize("layouts", [{2: "tp2sp", 4: "tp2sp", 8: "tp2sp"}, {1: "tp1", 2: "tp2sp", 4: "tp2pp2sp"}], ids=["dp grows", "layouts differ"])
+def test_sizes_that_the_planner_knows_are_modelled_alike(layouts):
+    """Fitted to its seconds of small sizes, the model comes near its seconds of large ones; it overlaps less, and pipelines cross hosts."""
+    machine = MACHINES["h200"]
+    cases = [case_on(n, layout, rollout=min(2, n), prompts=64 * n) for n, layout in layouts.items()]
+    rows = [row_on(case, planner_of(machine)(case)) for case in cases]
+    modelled, _ = Scaling(cases=cases, rows=rows, links=machine, ranks_per_host=8).model(256, planner_of(machine))
+    for row in modelled:
+        assert sum(row.seconds.values()) - row.seconds[DEALING] == pytest.approx(sum(row.planned.values()), rel=0.05)
 
 
 def test_slower_links_between_hosts_slow_what_crosses_them_only():

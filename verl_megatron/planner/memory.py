@@ -157,7 +157,8 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
         working = [(role, stage) for role, stage, _ in models if role.name in names]
         if any(role.name in names for role in case.roles):
             activations = max([activations] + [measure(case, role, stage) for role, stage in working])
-            phases[phase] = resting | {"activations": activations}
+            gradients = sum(model.gradients for role, _, model in models if role.name in names)
+            phases[phase] = resting | {"activations": activations} | ({"gradients": gradients} if config.reshard.offload in _OFFLOADED["gradients"] else {})
     return phases
 
 

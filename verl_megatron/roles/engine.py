@@ -86,7 +86,8 @@ class Engine:
         self.arch, self.groups, self.config, self.head = arch, groups, config, head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
         self.optimizer = None
-        self.offload = Offload(device.device())
+        self.offload = Offload(device.device())  # of optimizer state
+        self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
         self.chunks = []
         if not groups.is_member:
@@ -176,6 +177,8 @@ class Engine:
         if not self.groups.is_member:
             return sums
         self.start_restore()
+        self.idle_gradients.start_restore()
+        self.idle_gradients.wait()
         self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -198,21 +201,23 @@ class Engine:
         """Begin to move what only learning needs off the GPU; the weights stay. Nothing if it is on its way or gone.
 
         Args:
-            what: "none"; "grads", the gradient buffers, which no step reads from the last; "optimizer", the float32 master
-                weights and Adam's moments, kept in pinned host memory; "all", both.
+            what: "none"; "grads", the gradient buffers, which no step reads from the last: PyTorch has their memory at once; "optimizer",
+                the float32 master weights and Adam's moments, kept in pinned host memory; "all", both.
         """
-        if self.optimizer is None or what == "none":
+        if self.optimizer is None:
             return
-        keep = optimizer_tensors(self.optimizer) if what in ("optimizer", "all") else []
-        drop = gradients(self.chunks) if what in ("grads", "all") else []
-        self.offload.start_release(keep=keep, drop=drop, stay=self.tensors.values())
+        if what in ("grads", "all"):
+            self.idle_gradients.start_release(keep=(), drop=gradients(self.chunks), stay=self.tensors.values())
+            self.idle_gradients.finish_release(for_others=False)
+        if what in ("optimizer", "all"):
+            self.offload.start_release(keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values())
 
     def finish_release(self) -> None:
         """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore."""
         self.offload.finish_release()
 
     def start_restore(self) -> None:
-        """Take the memory again and begin to fill it. A step or a checkpoint waits for the rest, and starts it if nobody has."""
+        """Take the optimizer's memory again and begin to fill it. A step or a checkpoint waits for the rest, and starts it if nobody has."""
         self.offload.start_restore()
 
     def _restore(self) -> None:

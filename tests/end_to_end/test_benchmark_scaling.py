@@ -1,0 +1,71 @@
+"""The scaling benchmark on CPU ranks: it starts the toy recipe on one and on two, and writes what it found and what it models."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.worlds import ROOT
+from verl_megatron.tracking import read_metrics
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+PHASES = ["reshard", "rollout", "return", "reward", "log_probs", "values", "advantages", "critic_update", "actor_update"]
+
+
+@pytest.fixture(scope="module")
+def folder(toy, tmp_path_factory):
+    """What the benchmark wrote, with its output as `stdout`."""
+    out = tmp_path_factory.mktemp("scaling")
+    command = [sys.executable, "tools/benchmark_scaling.py", "--recipe", "ppo_toy_cpu", "--gpus", "1,2", "--steps", "2", "--layouts", "2:tp2", "--rollout", "2:2"]
+    command += ["--prompts", "16", "--prompt-tokens", "24", "--response-tokens", "5", "--to", "32", "--out", str(out), f"actor.path={toy}/model"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (out / "stdout").write_text(done.stdout)
+    return out
+
+
+def test_the_table_has_measured_and_modelled_sizes_of_fixed_length(folder):
+    text = (folder / "scaling.md").read_text()
+    assert text in (folder / "stdout").read_text() and (folder / "scaling.png").stat().st_size > 10_000
+    with (folder / "scaling.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["gpus"], row["source"], row["actor"], row["critic"], row["rollout"]) for row in rows] == [
+        ("1", "measured", "tp1", "tp1", "1 x tp1"),
+        ("2", "measured", "tp2", "tp2", "1 x tp2"),
+        *((str(n), "modelled", f"tp2dp{n // 2}", f"tp2dp{n // 2}", f"{n // 2} x tp2") for n in (8, 16, 32)),
+    ]
+    assert [(int(row["rows"]), int(row["tokens"])) for row in rows] == [(8 * n, 8 * n * 29) for n in (1, 2, 8, 16, 32)]
+    assert "MFU" not in text and float(rows[0]["flops_per_s_updates"]) > 0, "a CPU has no MFU"
+    assert float(rows[0]["efficiency"]) == 1.0 and float(rows[1]["bubble"]) == 0.0
+    assert all(0.5 < float(row["phases_of_wall"]) <= 1.0 for row in rows[:2]) and rows[2]["phases_of_wall"] == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measured_are_the_seconds_of_the_run_after_its_first_iteration(folder, ranks):
+    first, second = read_metrics(folder / f"n{ranks}")
+    with (folder / "scaling.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["gpus"] == str(ranks))
+    assert {phase: float(row[f"{phase}_s"]) for phase in PHASES} == {phase: second[f"time/{phase}_s"] for phase in PHASES}
+    assert first["rollout/response_tokens_mean"] == second["rollout/response_tokens_max"] == 5
+    assert float(row["iteration_s"]) == pytest.approx(second["train/step_time_ms"] / 1e3)
+
+
+def test_the_timeline_has_both_ranks_with_each_phase_once_and_no_overlap(folder):
+    trace = json.loads((folder / "n2/timeline.json").read_text())
+    assert (folder / "n2/timeline.png").stat().st_size > 5_000
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in complete} == {0, 1}
+    ends = []
+    for rank in (0, 1):
+        mine = sorted((event for event in complete if event["tid"] == rank), key=lambda event: event["ts"])
+        assert [event["name"] for event in mine if event["cat"] == "work"] == PHASES
+        assert [event["args"]["phase"] for event in mine if event["cat"] == "wait"] == PHASES
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(mine, mine[1:]))
+        ends.append([event["ts"] + event["dur"] for event in mine if event["cat"] == "wait"])
+    assert all(abs(a - b) < 0.25e6 for a, b in zip(*ends)), "phases end together"
+    seconds = [row for row in read_metrics(folder / "n2")][-1]
+    lasting = ends[0][-1] / 1e6
+    assert lasting == pytest.approx(sum(seconds[f"time/{phase}_s"] for phase in PHASES), rel=0.1)

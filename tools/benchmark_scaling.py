@@ -1,0 +1,229 @@
+"""Runs a recipe on several numbers of ranks, says how it scales, and models what it would do on many more.
+
+python tools/benchmark_scaling.py --recipe llama3_8b_ppo.sh --gpus 1,2,4 [--steps 5] [--layouts 1:tp1,2:tp2,4:tp2pp2 --rollout 1:1,2:2,4:2]
+    [--response-tokens 512] [--prompts 256] [--strong] [--out outputs/scaling] [SECTION.SETTING=VALUE ...]
+
+A recipe is a .yaml file, for which settings name actor.path, or a script, with MODEL in the environment or random weights. All rollouts have the
+same length, prompts are random words, and nothing is saved, validated or exported. Prompts are in proportion to the ranks, or with --strong
+as many for all. Layouts are the recipe's, with more or less data parallelism, where --layouts and --rollout do not name others.
+
+OUT/scaling.md, .csv and .png: the table, its numbers and a picture. OUT/nN: the run on N ranks, with timeline.json and timeline.png.
+Larger sizes, up to --to GPUs, are modelled from those that were measured and are marked so everywhere (tools/scaling_model.py has the formulas).
+"""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
+import torch
+
+from parallel import device
+from tools.scaling_model import Scaling
+from tools.scaling_report import Report, markdown, write_csv, write_png
+from tools.scaling_rows import Row, measured_row
+from tools.scaling_runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner import MACHINES, Case, Machine, find_machine, machine_here, plan_memory, plan_seconds
+
+CPU_LINKS = replace(MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9)  # bytes a second: assumed, for the shape of a model
+
+
+def by_size(text: str) -> dict[int, str]:
+    """1:tp1,2:tp2 as a dictionary; an argument type."""
+    pairs = [part.split(":") for part in text.split(",") if part]
+    if not all(len(pair) == 2 and pair[0].isdecimal() and pair[1] for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write RANKS:VALUE, such as 1:tp1,2:tp2")
+    return {int(ranks): value for ranks, value in pairs}
+
+
+def sizes_by_size(text: str) -> dict[int, int]:
+    """1:1,2:2 as a dictionary of numbers; an argument type."""
+    found = by_size(text)
+    if not all(value.isdecimal() and int(value) for value in found.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write RANKS:SIZE, such as 1:1,2:2")
+    return {ranks: int(value) for ranks, value in found.items()}
+
+
+def numbers(text: str) -> list[int]:
+    """1,2,4 as an increasing list; an argument type."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts) or len({int(part) for part in parts}) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write distinct numbers of ranks, such as 1,2,4")
+    return sorted(int(part) for part in parts)
+
+
+def count(text: str) -> int:
+    """A whole number above 0; an argument type."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A number above 0; an argument type."""
+    try:
+        if float(text) > 0:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a number above 0")
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    options.add_argument("--recipe", required=True, help="a .yaml or .sh file, or the name of one in recipes/")
+    options.add_argument("--gpus", type=numbers, required=True, help="numbers of ranks to measure, such as 1,2,4")
+    options.add_argument("--steps", type=count, default=5, help="iterations of a run; the first does not count")
+    options.add_argument("--layouts", type=by_size, default={}, help="of all models, by number of ranks")
+    options.add_argument("--rollout", type=sizes_by_size, default={}, help="vLLM's tensor-parallel size, by number of ranks")
+    options.add_argument("--prompts", type=count, help="of an iteration on the largest number of ranks; default: the recipe's")
+    options.add_argument("--prompt-tokens", type=count, help="of every prompt; default: data.max_prompt_tokens, for random weights 512")
+    options.add_argument("--response-tokens", type=count, help="of every response; default: rollout.max_tokens")
+    options.add_argument("--strong", action="store_true", help="as many prompts on every number of ranks")
+    options.add_argument("--gpu", help=f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; default: this one's, none on a CPU")
+    options.add_argument("--to", type=count, default=16_384, help="GPUs up to which larger sizes are modelled")
+    options.add_argument("--ranks-per-host", type=count, default=8, help="of modelled sizes")
+    options.add_argument("--link-gbytes", type=rate, help="GB/s of a GPU to others of its host, for modelled sizes; default: the machine's")
+    options.add_argument("--host-gbps", type=rate, help="Gbit/s of a GPU to other hosts, for modelled sizes; default: the machine's")
+    options.add_argument("--out", type=Path, default=Path("outputs/scaling"))
+    options.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE", help="other settings of the run, such as actor.path=DIR")
+    return options
+
+
+def sizes_to_run(given: argparse.Namespace) -> list[Size]:
+    """All runs, checked, with their prompts written.
+
+    Raises:
+        ValueError: whatever keeps one of them from working.
+    """
+    if given.steps < 2:
+        raise ValueError(f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at least 2")
+    for option in ("layouts", "rollout"):
+        if strangers := sorted(getattr(given, option).keys() - set(given.gpus)):
+            raise ValueError(f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or add them there")
+    recipe = Recipe.find(given.recipe, tuple(given.settings))
+    lengths = {"data.max_prompt_tokens": given.prompt_tokens, "rollout.max_tokens": given.response_tokens}
+    config = recipe.config({name: tokens for name, tokens in lengths.items() if tokens})
+    if not config.actor.path:
+        raise ValueError(f"{recipe.path.name} names no model; add actor.path=DIR")
+    has_folder = Path(config.actor.path).is_dir()
+    sizing = Sizing(
+        recipe=config,
+        steps=given.steps,
+        prompt_tokens=_prompt_tokens(given, config, has_folder),
+        response_tokens=given.response_tokens or (config.rollout.max_tokens if has_folder else SHAPE_TOKENS),
+        prompts=given.prompts or config.data.prompts_per_iteration,
+        largest=given.gpus[-1],
+        strong=given.strong,
+        layouts=given.layouts,
+        rollout_tp=given.rollout,
+    )
+    prompts = given.out.resolve() / "prompts.jsonl" if has_folder else None
+    if prompts:
+        prompts.parent.mkdir(parents=True, exist_ok=True)
+        make_prompts(prompts, config.actor.path, rows=sizing.prompts, tokens=sizing.prompt_tokens, seed=config.run.seed)
+    sizes = [size_of(recipe, sizing, ranks, given.out.resolve() / f"n{ranks}", prompts) for ranks in given.gpus]
+    check_sizes(sizes)
+    return sizes
+
+
+def _prompt_tokens(given: argparse.Namespace, config: TrainerConfig, has_folder: bool) -> int:
+    if has_folder:
+        return given.prompt_tokens or config.data.max_prompt_tokens
+    if given.prompt_tokens not in (None, SHAPE_TOKENS):
+        raise ValueError(f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; leave it out, or name a model folder with MODEL")
+    return SHAPE_TOKENS
+
+
+def this_machine(name: str | None) -> Machine | None:
+    """The planner's machine: as named, or this one's GPU; None on a CPU."""
+    if name is not None:
+        return find_machine(name)
+    if not device.is_gpu():
+        return None
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # a process of its own: what it takes of the GPU goes with it
+        return pool.submit(machine_here).result()
+
+
+def planner_of(machine: Machine | None) -> Callable[[Case], dict[str, float]]:
+    """Predicted seconds of a case by phase; none where the machine is not known."""
+    if machine is None:
+        return lambda case: {}
+    return lambda case: plan_seconds(case, machine, plan_memory(case, machine)).seconds
+
+
+def links_of(given: argparse.Namespace, machine: Machine | None) -> Machine:
+    """The machine whose links modelled sizes have."""
+    links = machine or CPU_LINKS
+    if given.link_gbytes:
+        links = replace(links, same_host_rate=given.link_gbytes * 1e9)
+    return replace(links, other_host_rate=given.host_gbps * 1e9 / 8) if given.host_gbps else links
+
+
+def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> list[Row]:
+    """Run them one after another."""
+    rows = []
+    for size in sizes:
+        rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
+        print(f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; log in {size.output_dir}/log.txt", flush=True)
+        run(size)
+        rows.append(measured_row(size.case, size.output_dir, planned(size.case)))
+    return rows
+
+
+def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
+    """Measure, then model."""
+    machine = this_machine(given.gpu)
+    planned, links = planner_of(machine), links_of(given, machine)
+    rows = measured(sizes, planned)
+    scaling = Scaling(cases=[size.case for size in sizes], rows=rows, links=links, ranks_per_host=given.ranks_per_host, strong=given.strong)
+    modelled, ended = scaling.model(given.to, planned)
+    case = sizes[-1].case
+    notes = [
+        f"modelled sizes keep the largest measured layout and grow data parallelism; links {links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
+        f" and {links.other_host_rate * 8e-9:g} Gbit/s a GPU between hosts ({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
+        " Formulas: `tools/scaling_model.py`."
+    ]
+    if all(role.layout.dp == 1 for size in sizes for role in size.case.roles):
+        notes.append("no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for each other in updates.")
+    if not device.is_gpu() and sizes[-1].ranks > (os.cpu_count() or 1):
+        notes.append(f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled from them, say nothing of machines of their own.")
+    if ended:
+        notes.append(f"modelled sizes end there: {ended}.")
+    kind = "same rows in all" if given.strong else "rows in proportion to GPUs"
+    name = f"{sizes[0].recipe.path.name}: {case.prompt_tokens} + {case.response_tokens} tokens a row, {kind}"
+    # An MFU is claimed for GPUs only: on a CPU the machine that predictions are for did not run this.
+    return Report(title=name, device=_device(), rows=rows + modelled, peak_flops=machine.peak_flops if machine and device.is_gpu() else None, notes=notes)
+
+
+def _device() -> str:
+    name = torch.cuda.get_device_name() if device.is_gpu() else f"CPU ({platform.processor() or platform.machine()}), whose cores the ranks share"
+    return f"{name}, torch {torch.__version__}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser()
+    given = options.parse_intermixed_args(arguments)
+    try:
+        report = report_of(given, sizes_to_run(given))
+    except ValueError as error:
+        options.exit(2, f"error: {error}\n")
+    except RuntimeError as error:
+        options.exit(1, f"error: {error}\n")
+    text = markdown(report)
+    (given.out / "scaling.md").write_text(text)
+    write_csv(given.out / "scaling.csv", report)
+    write_png(given.out / "scaling.png", report)
+    print(f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png in {given.out}/n*")
+
+
+if __name__ == "__main__":
+    main()

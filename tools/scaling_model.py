@@ -1,0 +1,217 @@
+"""What larger sizes would take, modelled from the measured ones: nothing that this file says is measured.
+
+The layout of the largest measured size is kept, and data parallelism and replicas of vLLM grow. A phase takes
+
+    seconds(n) = s · Σ c_k · x_k(n) + max(0, known(n) - known(N))
+
+with terms x_k, constants c_k >= 0 fitted to the measured sizes, s such that the largest measured size N is met exactly, and `known` what
+no small size can show. Terms, taken in this order, as many as there are measured sizes that tell them apart:
+
+    work    rows of a GPU / (1 - bubble share); for the hand-over 1
+    start   1 (rollout: the steps of a token, however many rows)
+    tensor  rows of a tensor-parallel group, times (t-1)/t: what its ranks exchange; for the hand-over the bytes that a rank receives
+    queue   rollout: 1 where replicas share a queue of rows, of which each takes three quarters of its share at once (rollout/dispatch.py)
+    sync    log2 of what grows: dp where a model works, replicas of vLLM in a rollout, else n; barriers and waiting for the slowest of more.
+            Where no measured size has dp (or replicas) above 1 nothing is known of it, and nothing is added.
+
+Known are, from the links' rates: the reduction of gradients and the gathering of weights over r = dp·cp ranks in every optimizer step,
+(r-1)/r of a rank's parameters each way (ring; nothing of it is taken to overlap), and weights that come from other hosts. One thing more is
+known from timing it here: dealing rows over data-parallel ranks, which every rank does alone in Python (verl_megatron/packing.py). It has a
+phase of its own, DEALING, in modelled sizes; where sizes are measured it lies inside the others.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import combinations
+from math import log2
+
+import numpy as np
+
+from tools.scaling_rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
+from verl_megatron.packing import balance
+from verl_megatron.planner import Case, Machine
+from verl_megatron.planner.case import PlannedRole
+from verl_megatron.planner.handover import moved_bytes
+from verl_megatron.planner.training import group_rate
+
+TERMS = ("work", "start", "tensor", "queue", "sync")
+DEALING = "dealing_rows"
+TIMED_S = 0.5  # beyond it the next size is not timed but follows from the last two
+Deal = Callable[[int, int], float]  # seconds for rows of a mini-batch and data-parallel ranks
+
+
+def terms_of(case: Case, phase: str) -> dict[str, float]:
+    """x_k of a phase, by the names of `TERMS`."""
+    own = case.rows / case.world_size
+    if phase in ("reshard", "return"):
+        return {"work": 1.0, "tensor": moved_bytes(case), "sync": log2(case.world_size)}
+    if phase == "rollout":
+        return {"work": own, "start": 1.0, "tensor": own * (case.config.rollout.tp - 1), "queue": float(case.replicas > 1), "sync": log2(case.replicas)}
+    role = _role_of(case, phase)
+    if role is None:
+        return {"work": own, "sync": log2(case.world_size)}
+    layout = role.layout
+    own = case.rows / (layout.dp * layout.tp * layout.pp * layout.cp)
+    return {"work": own / (1 - bubbles_of(case)[phase]), "tensor": own * (layout.tp - 1), "sync": log2(layout.dp)}
+
+
+def _role_of(case: Case, phase: str) -> PlannedRole | None:
+    return next((role for role in case.roles if role.name == MODEL_OF.get(phase)), None)
+
+
+def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str, float]:
+    """Constants c_k >= 0 of least squares over the measured sizes; a term that they cannot tell from those before it gets 0."""
+    chosen: list[str] = []
+    for name in TERMS:
+        columns = np.array([[each.get(other, 0.0) for other in [*chosen, name]] for each in terms])
+        scale = np.abs(columns).max(axis=0)
+        if scale.min() > 0 and np.linalg.matrix_rank(columns / scale, tol=1e-6) == len(chosen) + 1:
+            chosen.append(name)
+    best: tuple[float, dict[str, float]] | None = None
+    for count in range(len(chosen), 0, -1):  # so few that all subsets can be tried
+        for names in combinations(chosen, count):
+            columns = np.array([[each[name] for name in names] for each in terms])
+            scale = columns.max(axis=0)
+            constants = np.linalg.lstsq(columns / scale, np.array(seconds), rcond=None)[0] / scale
+            missed = float(np.square(columns @ constants - seconds).sum())
+            if (constants >= 0).all() and (best is None or missed < best[0]):
+                best = missed, dict(zip(names, constants.tolist()))
+    assert best is not None, "the first term alone has a constant that is not negative"
+    return best[1]
+
+
+# ---- known -------------------------------------------------------------------------------------------------------------
+
+
+def known_seconds(case: Case, phase: str, links: Machine) -> float:
+    """What is not fitted; `links` gives same_host_rate and other_host_rate."""
+    if phase == "reshard":
+        crosses = case.world_size > case.ranks_per_host and case.actor.layout.pp > 1  # stages stand dp·cp·tp ranks apart
+        return moved_bytes(case) / (links.other_host_rate if crosses else links.same_host_rate)
+    return gradient_seconds(case, _role_of(case, phase), links) if phase in UPDATES else 0.0
+
+
+def dealing_seconds(case: Case, deal: Deal) -> float:
+    """Every model deals all mini-batches before a forward pass, and again before its update."""
+    parts = case.config.algorithm.mini_batches
+    return sum((1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp) for role in case.roles)
+
+
+def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
+    """An iteration's reductions of float32 gradients (a ring moves (r-1)/r of them) and gathers of weights, or all-reduces (twice that)."""
+    layout, config = role.layout, case.config
+    replicas = layout.dp * layout.cp
+    rate = group_rate(case, links, span=layout.tp * replicas, stride=layout.tp)
+    bytes_each_step = max(role.elements) * ((4 + case.element_bytes) if config.engine.distributed_optimizer else 8)
+    return config.algorithm.epochs * config.algorithm.mini_batches * bytes_each_step * (replicas - 1) / replicas / rate
+
+
+class Dealing:
+    """Seconds of `balance` by size, timed on this machine while it is quick, the shorter of two calls.
+
+    Beyond that they grow with rows · dp to the power which the timed sizes show, at most 1: `balance` joins lists of dp bins row by row.
+    Ask for sizes in increasing order.
+    """
+
+    def __init__(self, work: Callable[[list[int], int], object] = balance):
+        self._work = work
+        self._timed: dict[tuple[int, int], float] = {}
+
+    def __call__(self, rows: int, dp: int) -> float:
+        if (rows, dp) not in self._timed:
+            if max(self._timed.values(), default=0.0) > TIMED_S:
+                return self._beyond(rows * dp)
+            self._timed[rows, dp] = min(self._once(rows, dp), self._once(rows, dp))
+        return self._timed[rows, dp]
+
+    def _once(self, rows: int, dp: int) -> float:
+        gc.freeze()  # as a run does: the collector passes over what was there before
+        start = time.perf_counter()
+        self._work([1024] * rows, dp)
+        seconds = time.perf_counter() - start
+        gc.unfreeze()
+        return seconds
+
+    def _beyond(self, product: int) -> float:
+        products, seconds = (np.array(values) for values in zip(*((rows * dp, each) for (rows, dp), each in self._timed.items())))
+        largest = products.argmax()
+        told_apart = seconds > TIMED_S / 1000
+        power = np.polyfit(np.log(products[told_apart]), np.log(seconds[told_apart]), 1)[0] if len(set(products[told_apart])) > 1 else 1.0
+        return float(seconds[largest] * (product / products[largest]) ** min(max(power, 0.0), 1.0))
+
+
+# ---- larger sizes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Measured sizes, smallest first, and what larger ones are modelled with."""
+
+    cases: Sequence[Case]
+    rows: Sequence[Row]
+    links: Machine
+    ranks_per_host: int
+    strong: bool = False
+
+    def sizes(self, largest: int) -> list[int]:
+        """Powers of two from 8 on that are above all measured sizes, whole hosts and multiples of the largest measured size."""
+        return [n for n in (2**power for power in range(3, 31)) if self.rows[-1].gpus < n <= largest and n % self.rows[-1].gpus == 0 and n % min(n, self.ranks_per_host) == 0]
+
+    def case_on(self, gpus: int) -> Case:
+        """The largest measured run with more data parallelism.
+
+        Raises:
+            ValueError: models on devices of their own, or more data-parallel ranks than rows of a mini-batch.
+        """
+        config = deepcopy(self.cases[-1].config)
+        if config.actor.devices or config.critic.devices or config.reward.devices:
+            raise ValueError("models that stand on devices of their own have no larger size")
+        if not self.strong:
+            config.data.prompts_per_iteration = config.data.prompts_per_iteration * gpus // self.rows[-1].gpus
+        case = _grown(self.cases[-1], config, gpus, self.ranks_per_host)
+        parts, widest = case.rows // config.algorithm.mini_batches, max(role.layout.dp for role in case.roles)
+        if parts < widest:
+            raise ValueError(f"{gpus} GPUs have {widest} data-parallel ranks for {parts} rows of a mini-batch")
+        return case
+
+    def model(self, largest: int, planned: Callable[[Case], dict[str, float]]) -> tuple[list[Row], str]:
+        """Rows up to `largest` GPUs, and why they end earlier if they do.
+
+        Args:
+            planned: the planner's seconds of a case by phase.
+        """
+        deal, rows = Dealing(), []
+        dealt = dealing_seconds(self.cases[-1], deal)
+        constants = {phase: fit([terms_of(case, phase) for case in self.cases], [row.seconds[phase] for row in self.rows]) for phase in self.rows[-1].seconds}
+        for gpus in self.sizes(largest):
+            try:
+                case = self.case_on(gpus)
+            except ValueError as error:
+                return rows, str(error)
+            seconds = {phase: self._seconds(case, phase, constants[phase]) for phase in constants}
+            seconds[DEALING] = max(0.0, dealing_seconds(case, deal) - dealt)
+            rows.append(Row(source=MODELLED, seconds=seconds, planned=planned(case), **described(case)))
+        return rows, ""
+
+    def _seconds(self, case: Case, phase: str, constants: dict[str, float]) -> float:
+        """Of a phase on a larger size."""
+        base, measured = self.cases[-1], self.rows[-1].seconds[phase]
+        fitted, fitted_base = (sum(constant * terms_of(each, phase)[name] for name, constant in constants.items()) for each in (case, base))
+        more = known_seconds(case, phase, self.links) - known_seconds(base, phase, self.links)
+        return (measured * fitted / fitted_base if fitted_base else measured) + max(0.0, more)
+
+
+def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:
+    """The same models on `gpus` GPUs; dp written in a layout gives way."""
+    archs = {role.name: role.arch for role in case.roles}
+    archs.setdefault("critic", archs["actor"])
+    paths = {config.actor.path: archs["actor"], config.critic.path: archs["critic"], config.reward.path: archs.get("reward")}
+    for model, name in ((config.actor, "actor"), (config.critic, "critic"), (config.reward, "reward")):
+        layout = next((role.layout for role in case.roles if role.name == name), None)
+        if layout is not None:
+            sizes = "".join(f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1) or "tp1"
+            model.layout = sizes + (f"vpp{layout.vpp}" if layout.vpp > 1 else "") + ("sp" if layout.sequence_parallel else "")
+    return Case.of(config, world_size=gpus, ranks_per_host=ranks_per_host, read=lambda path: paths[path])

@@ -1,0 +1,290 @@
+"""The runs of `benchmark_scaling.py`: what a recipe becomes on a number of ranks, whether it can work, and starting it."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel import device
+from parallel.layout import Layout
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.checks import check_config, refuse, structured
+from verl_megatron.config import TrainerConfig
+from verl_megatron.data import read_rows
+from verl_megatron.planner import Case
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes"
+PROGRAM = "verl_megatron.train"
+SHAPE_TOKENS = 512  # of prompts and of responses where recipes make random weights
+ENDING_S = 60.0  # from asking torchrun to end to ending it by force
+# Only iterations are measured: nothing is saved, validated or exported, and every update takes place.
+MEASURING = {
+    "run.save_interval": 0,
+    "run.validate_interval": 0,
+    "run.keep_best_k": 0,
+    "run.async_save": False,
+    "run.export": False,
+    "run.resume": "never",
+    "run.track_metrics": "[console,jsonl,timeline]",
+    "data.validation": "''",
+    "data.overlong": "error",
+    "data.prompt_key": "prompt",
+    "data.answer_key": "answer",
+    "rollout.ignore_eos": True,
+    "rollout.stop": "[]",
+    "rollout.stop_token_ids": "[]",
+    "algorithm.critic_warmup": 0,
+    "algorithm.stop_kl": 0.0,
+}
+Settings = dict[str, Any]  # by "section.setting"
+
+
+@cache
+def architecture(path: str) -> Architecture:
+    """Of a model folder, or of the published shape that a recipe without MODEL gives random weights."""
+    if path in SHAPES and not Path(path).is_dir():
+        return Architecture.from_hf(shape(path), source=path)
+    return read_architecture(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe and the user's settings beside it."""
+
+    path: Path  # .yaml or .sh
+    given: tuple[str, ...] = ()  # section.setting=value, as on the command line
+
+    @classmethod
+    def find(cls, name: str, given: tuple[str, ...] = ()) -> "Recipe":
+        """A file, or the name of one in recipes/ with or without its ending.
+
+        Raises:
+            ValueError: there is no such recipe, or a setting is not written section.setting=value.
+        """
+        for setting in given:
+            if not re.fullmatch(r"\w+\.\w+=.*", setting, re.DOTALL):
+                raise ValueError(f"{setting!r} is no setting; write SECTION.SETTING=VALUE, such as actor.path=DIR")
+        names = (name, f"{name}.yaml", f"{name}.sh")
+        for path in [Path(name), *(RECIPES / each for each in names)]:
+            if path.is_file() and path.suffix in (".yaml", ".sh"):
+                return cls(path=path.resolve(), given=given)
+        known = ", ".join(sorted(path.name for path in RECIPES.iterdir() if path.suffix in (".yaml", ".sh")))
+        raise ValueError(f"--recipe {name} is no .yaml or .sh file; name one, or one of {known}")
+
+    def command(self, ranks: int, settings: Mapping[str, Any]) -> list[str]:
+        """What starts it on `ranks` ranks of this host, with `environment(ranks)`."""
+        written = [*self.given, *(f"{name}={value}" for name, value in settings.items())]
+        if self.path.suffix == ".sh":
+            return ["bash", str(self.path), *written]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [*torchrun, "-m", PROGRAM, "--config-path", str(self.path.parent), "--config-name", self.path.stem, *written]
+
+    def config(self, settings: Mapping[str, Any], ranks: int = 0) -> TrainerConfig:
+        """The settings of that run; a script without MODEL has the name of a published shape as actor.path.
+
+        Args:
+            ranks: 0: as many as a script names itself.
+
+        Raises:
+            ValueError: a script that refuses itself or starts several programs, settings that do not exist or have a wrong type.
+        """
+        path, written = self.path, [*self.given, *(f"{name}={value}" for name, value in settings.items())]
+        if path.suffix == ".sh":
+            path, written = _dry_run(self.command(ranks, settings), ranks)
+        try:
+            merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(written))
+        except OmegaConfBaseException as error:
+            raise ValueError(f"the settings cannot be put together: {error}") from None
+        if "rows_per_step" in merged.get("data", {}):
+            raise ValueError(f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of reinforcement learning")
+        if OmegaConf.is_missing(merged, "data.train") or "train" not in merged.get("data", {}):
+            merged = OmegaConf.merge(merged, {"data": {"train": ""}})  # prompts are made for the run
+        return structured(merged, TrainerConfig)
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """For a recipe on `ranks` ranks of this host (0: on as many as it names itself), with the Python that runs this program."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    found = {name: value for name, value in os.environ.items() if name not in ("NNODES", "GPUS", "LOCAL_RANK")}
+    found |= {"PYTHONPATH": path, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found.setdefault("OMP_NUM_THREADS", "1")
+    return found | ({"NNODES": "1", "GPUS": str(ranks)} if ranks else {})
+
+
+def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
+    """The .yaml and the settings with which a script would start its run; it has checked them then."""
+    done = subprocess.run([*command, "--dry-run"], env=environment(ranks), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{Path(command[1]).name} --dry-run says: {(done.stderr or done.stdout).strip()[-2000:]}")
+    starts = [line.partition(f"-m {PROGRAM} ")[2].split() for line in done.stdout.splitlines() if line.startswith("node 0 of ")]
+    if len(starts) != 1 or "--config-name" not in starts[0]:
+        raise ValueError(f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; name its .yaml instead")
+    name = starts[0][starts[0].index("--config-name") + 1]
+    return RECIPES / f"{name}.yaml", [part for part in starts[0] if re.match(r"\w+\.\w+=", part)]
+
+
+# ---- a size ------------------------------------------------------------------------------------------------------------
+
+
+def layout_for(text: str, ranks: int) -> str:
+    """A layout such as tp2pp2sp for `ranks` ranks: dp takes what they are more; where they are fewer pp shrinks first, then cp, then tp.
+
+    So a model keeps its tensor parallelism longest, as a larger run would have it.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", text)}
+    sizes.pop("dp", None)
+    while ranks % (sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)):
+        axis = next(axis for axis in ("pp", "cp", "tp") if sizes.get(axis, 1) > 1)
+        sizes[axis] //= next(prime for prime in range(2, sizes[axis] + 1) if sizes[axis] % prime == 0)
+    if sizes.get("pp", 1) == 1:
+        sizes.pop("vpp", None)
+    written = "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    return (written or "tp1") + ("sp" if "sp" in text.replace("vpp", "") and sizes.get("tp", 1) > 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """How a recipe is made larger and smaller."""
+
+    recipe: TrainerConfig  # as it is
+    steps: int
+    prompt_tokens: int
+    response_tokens: int
+    prompts: int  # of an iteration, on the largest number of ranks
+    largest: int  # that number
+    strong: bool = False  # as many prompts on fewer ranks; else in proportion
+    layouts: Mapping[int, str]  # of all models, where the user gives them
+    rollout_tp: Mapping[int, int]
+
+    def prompts_on(self, ranks: int) -> int:
+        """ValueError where prompts cannot be in proportion."""
+        if not self.strong and self.prompts * ranks % self.largest:
+            raise ValueError(f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose a multiple of {self.largest}, or --strong")
+        return self.prompts if self.strong else self.prompts * ranks // self.largest
+
+    def settings(self, ranks: int) -> Settings:
+        """What a run on `ranks` ranks adds to the recipe, output folder and prompts excepted."""
+        settings = MEASURING | {
+            "run.iterations": self.steps,
+            "data.max_prompt_tokens": self.prompt_tokens,
+            "data.prompts_per_iteration": self.prompts_on(ranks),
+            "rollout.min_tokens": self.response_tokens,
+            "rollout.max_tokens": self.response_tokens,
+            "rollout.tp": self.rollout_tp.get(ranks) or _largest_divisor(ranks, self.recipe.rollout.tp),
+        }
+        for name in ("actor", "critic", "reward"):
+            model = getattr(self.recipe, name)
+            settings[f"{name}.layout"] = self.layouts.get(ranks) or layout_for(model.layout, ranks)
+            if name != "reward" and model.stage_layers and Layout.parse(settings[f"{name}.layout"], tuple(range(ranks))).pp != len(model.stage_layers):
+                settings[f"{name}.stage_layers"] = "[]"
+        return settings
+
+
+def _largest_divisor(ranks: int, limit: int) -> int:
+    return max(size for size in range(1, min(ranks, limit) + 1) if ranks % size == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A run that can be started."""
+
+    recipe: Recipe
+    ranks: int
+    settings: Settings
+    config: TrainerConfig
+    case: Case
+    output_dir: Path
+
+
+def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompts: Path | None) -> Size:
+    """The run on `ranks` ranks.
+
+    Args:
+        prompts: the file to train on; None: the recipe's own, for random weights.
+
+    Raises:
+        ValueError: everything that keeps it from working, with the number of ranks.
+    """
+    settings = sizing.settings(ranks) | {"run.output_dir": str(output_dir)} | ({"data.train": str(prompts)} if prompts else {})
+    try:
+        config = recipe.config(settings, ranks)
+        if recipe.path.suffix == ".yaml":
+            refuse(check_config(config, world_size=ranks))
+        case = Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
+    except ValueError as error:
+        raise ValueError(f"on {ranks} ranks: {error}") from None
+    return Size(recipe=recipe, ranks=ranks, settings=settings, config=config, case=case, output_dir=output_dir)
+
+
+def check_sizes(sizes: list[Size]) -> None:
+    """ValueError if this host has fewer GPUs than the largest size (on a CPU ranks share it), or if the sizes train other models."""
+    largest = max(size.ranks for size in sizes)
+    if device.is_gpu() and largest > torch.cuda.device_count():
+        raise ValueError(f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are modelled, so choose smaller ones")
+    models = {tuple((role.name, role.arch) for role in size.case.roles) for size in sizes}
+    if len(models) > 1:
+        raise ValueError(f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot be compared; name the same with MODEL and critic.path")
+
+
+# ---- running -----------------------------------------------------------------------------------------------------------
+
+
+def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -> None:
+    """Random words, `tokens` tokens a prompt by the model's own tokenizer; one or two fewer where it does not cut there.
+
+    Raises:
+        ValueError: no tokenizer, or one with which words cannot be cut to that length.
+    """
+    from make_random import write_prompts  # beside this file; brings safetensors
+
+    from verl_megatron.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    write_prompts(path, tokenizer.hf, rows=rows, tokens=tokens, seed=seed)
+    shortest = min(len(tokenizer.encode_prompt(row["prompt"])) for row in read_rows(path))
+    if shortest < tokens - 2:
+        raise ValueError(f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; choose another --prompt-tokens")
+
+
+def run(size: Size) -> None:
+    """Start it and wait for its end; its output is in `log.txt` beside its metrics. A signal to this program ends the run, too.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+    """
+    size.output_dir.mkdir(parents=True, exist_ok=True)
+    log = size.output_dir / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(size.recipe.command(size.ranks, size.settings), env=environment(size.ranks), stdout=file, stderr=subprocess.STDOUT)
+        with _ended_with_us(process):
+            code = process.wait()
+    if code:
+        raise RuntimeError(f"the run on {size.ranks} ranks ended with {code}; {log} ends with:\n{log.read_text()[-4000:]}")
+
+
+@contextlib.contextmanager
+def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if process.poll() is None:
+            process.terminate()  # torchrun passes it on to its ranks
+            try:
+                process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
