@@ -49,7 +49,7 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
     ]
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     monkeypatch.setenv("KILLS", str(tmp_path / "kills.json"))
-    settings = [*adaptive_settings(toy, tmp_path / "run"), *PLACES, "run.stall_timeout_s=10"]
+    settings = [*adaptive_settings(toy, tmp_path / "run"), *PLACES, "run.stall_timeout_s=20"]
     started = start(2, "tests.end_to_end.killed_train", *settings, folder=tmp_path, launcher=["--max-restarts=3"])
     ended = started.wait(timeout_s=300)
     assert ended.code == 0, ended.text
