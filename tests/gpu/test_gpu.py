@@ -21,6 +21,11 @@ def test_kernels_equal_torch():
 
 
 @needs(1)
+def test_log_probabilities_equal_float64():
+    assert "all checks of log-probabilities passed" in run_world("tests/gpu/log_probs_check.py", 1, "--only-check", timeout=300)
+
+
+@needs(1)
 def test_models_and_training_under_every_layout():
     assert "all passed" in run_world("tests/gpu/models_worker.py", RANKS, timeout=600)
 

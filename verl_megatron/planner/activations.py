@@ -62,9 +62,9 @@ def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> 
     rows, vocabulary = case.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp
     packed, asked = (rows * count / role.layout.cp for count in (case.packed_tokens, case.response_tokens))
     hidden = (packed + asked) * role.arch.hidden_size * case.element_bytes
-    chunk = min(CHUNK_BYTES, 4 * ceil(asked) * vocabulary)
+    logits = case.element_bytes * ceil(asked) * vocabulary
+    chunk = min(CHUNK_BYTES, logits)
     if not backward:
-        return hidden + 2 * chunk  # float32 logits beside those less their maximum
-    # Logits, probabilities, their weighting and a temporary in float32, the gradient in the weights' type; and the weight's gradient in
-    # float32 beside the part of it that a chunk adds.
-    return 2 * hidden + chunk * (4 + case.element_bytes / 4) + vocabulary * role.arch.hidden_size * (4 + case.element_bytes)
+        return hidden + chunk
+    # The weight's gradient: of several chunks a sum in float32, too.
+    return 2 * hidden + chunk + vocabulary * role.arch.hidden_size * (case.element_bytes + 4 * (logits > CHUNK_BYTES))

@@ -14,8 +14,8 @@ from verl_megatron.planner.machine import Machine
 ACCUMULATED_BYTES = 8  # of a parameter and micro-batch: its float32 gradient is read and written
 # Of a parameter, read and written in float32: the norm (4), clipping (8), Adam on gradient, master and moments (28), the weight anew (6).
 STEP_BYTES = 46
-HEAD_BYTES = (56, 90)  # of a logit in log_probs.py, forward and backward: counted from its steps
-HEAD_WEIGHT_BYTES = 12  # of an element of the head's gradient, for each chunk of tokens
+HEAD_PASSES = (2, 3)  # over the logits in log_probs.py, forward and backward
+HEAD_WEIGHT_BYTES = 8  # of an element of the head's gradient, for each chunk of tokens
 FLOAT32_SLOWDOWN = 12.0  # PyTorch does not use TF32 by itself; the vendor's rates differ by 15
 PASSES = {"attention": 2.5, "memory": 2.0, "products": 2.0}  # of a backward pass, in forward passes
 
@@ -68,7 +68,7 @@ def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
     sent = _pipeline_exchange(case, machine, role, tokens)
     stages = []
     for stage in range(role.layout.pp):
-        head = _head_pass(machine, role, asked) if role.head == "lm" and stage == role.layout.pp - 1 else Pass(0.0, 0.0)
+        head = _head_pass(machine, role, asked, case.element_bytes) if role.head == "lm" and stage == role.layout.pp - 1 else Pass(0.0, 0.0)
         accumulated = role.elements[stage] * ACCUMULATED_BYTES / machine.copy_rate
         layers = role.layers[stage]
         stages.append(Pass(layers * layer.forward + head.forward + sent, layers * layer.backward + head.backward + accumulated + sent))
@@ -95,12 +95,12 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
     return Pass(forward, backward + {"none": 0.0, "selective": attention, "full": forward}[recompute])
 
 
-def _head_pass(machine: Machine, role: PlannedRole, asked: float) -> Pass:
+def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes: int) -> Pass:
     """log_probs.py: logits once forward; backward again, with the gradients of hidden states and weight."""
     logits, hidden = asked * role.arch.vocab_size / role.layout.tp, role.arch.hidden_size
     product = 2 * logits * hidden / machine.layer_flops
-    forward_bytes, backward_bytes = (logits * size for size in HEAD_BYTES)
-    chunks = max(1.0, 4 * logits / CHUNK_BYTES)
+    forward_bytes, backward_bytes = (logits * element_bytes * count for count in HEAD_PASSES)
+    chunks = max(1.0, element_bytes * logits / CHUNK_BYTES)
     backward_bytes += chunks * HEAD_WEIGHT_BYTES * role.arch.vocab_size / role.layout.tp * hidden
     return Pass(product + forward_bytes / machine.copy_rate, 3 * product + backward_bytes / machine.copy_rate)
 

@@ -1,0 +1,205 @@
+"""What is taken from a chunk of logits, and its gradient: one read of the logits each, by Triton on GPUs; by PyTorch elsewhere.
+
+Letters: N tokens of a chunk, V vocabulary rows on this rank, B a kernel's block of them. l = logits / temperature, in float32 from the
+first step on, whatever the type of the logits. `log_probs.py` tells what the numbers are for.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without GPUs
+    triton = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """How a program works through the logits of its token."""
+
+    block: int = 2048  # logits at a time, a power of two
+    num_warps: int = 4
+    stages: int = 1  # how many blocks of `stats` are on their way from memory
+
+
+STATS, GRAD = Tuning(stages=3), Tuning(block=4096, num_warps=8)
+VECTOR = 16  # bytes of the widest load
+
+
+def stats(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
+    """The largest l, Σ exp(l − largest), Σ exp(l − largest)·l and the label's l: float32 [4, N].
+
+    Args:
+        logits_NV: float32 or bfloat16, before the division by `temperature`; at least one column, columns dense, rows may be strided.
+        labels_N: int64 columns; of one outside [0, V), which another rank holds, the label's l is 0.
+    """
+    if triton is None or not logits_NV.is_cuda:
+        return stats_by_torch(logits_NV, labels_N, temperature)
+    with torch.cuda.device(logits_NV.device):
+        return stats_by_triton(logits_NV, labels_N, temperature)
+
+
+def grad_logits_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor) -> Tensor:
+    """Overwrite logits with their gradient and return them.
+
+    With p = exp(l − log Z), a logit's is (grad_logprob·([j = label] − p_j) − grad_entropy·p_j·(l_j − mean)) / temperature.
+
+    Args:
+        logits_NV, labels_N: as in `stats`.
+        factors_4N: float32, columns dense: log Z, the mean Σ p·l, and the gradients of the label's log-probability and of the entropy.
+    """
+    if triton is None or not logits_NV.is_cuda:
+        return grad_logits_by_torch_(logits_NV, labels_N, temperature, factors_4N)
+    with torch.cuda.device(logits_NV.device):
+        return grad_logits_by_triton_(logits_NV, labels_N, temperature, factors_4N)
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------------------------------
+
+
+def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
+    """`stats`, in about ten passes."""
+    logits_NV = logits_NV.float() / temperature
+    column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
+    top_N1 = logits_NV.amax(1, keepdim=True)
+    exp_NV = (logits_NV - top_N1).exp_()
+    label_N1 = logits_NV.gather(1, column_N1) * inside_N1
+    return torch.cat([top_N1, exp_NV.sum(1, keepdim=True), exp_NV.mul_(logits_NV).sum(1, keepdim=True), label_N1], dim=1).t()
+
+
+def grad_logits_by_torch_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor) -> Tensor:
+    """`grad_logits_`, in about ten passes."""
+    log_z_N1, mean_N1, grad_logprob_N1, grad_entropy_N1 = factors_4N.unsqueeze(-1)
+    column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
+    scaled_NV = logits_NV.float() / temperature
+    weight_NV = (scaled_NV - mean_N1).mul_(grad_entropy_N1).add_(grad_logprob_N1)
+    grad_NV = scaled_NV.sub_(log_z_N1).exp_().mul_(weight_NV).neg_()
+    grad_NV.scatter_add_(1, column_N1, grad_logprob_N1 * inside_N1)
+    return logits_NV.copy_(grad_NV.div_(temperature))
+
+
+def _columns(labels_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """[N, 1] each: the labels, moved to the next column if outside, and whether they are inside."""
+    labels_N1 = labels_N.unsqueeze(1)
+    column_N1 = labels_N1.clamp(0, columns - 1)
+    return column_N1, column_N1 == labels_N1
+
+
+# ---- Triton --------------------------------------------------------------------------------------------------------------
+
+
+def stats_by_triton(logits_NV: Tensor, labels_N: Tensor, temperature: float, tuning: Tuning = STATS) -> Tensor:
+    """`stats` in one launch, a program a token."""
+    stats_4N = torch.empty(4, len(labels_N), device=logits_NV.device)
+    stats_kernel[(len(labels_N),)](
+        logits_NV,
+        labels_N,
+        stats_4N,
+        *_geometry(logits_NV),
+        len(labels_N),
+        1 / temperature,
+        LOWEST=torch.finfo(logits_NV.dtype).min,
+        LANES=_lanes(logits_NV),
+        BLOCK=tuning.block,
+        STAGES=tuning.stages,
+        num_warps=tuning.num_warps,
+    )
+    return stats_4N
+
+
+def grad_logits_by_triton_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor, tuning: Tuning = GRAD) -> Tensor:
+    """`grad_logits_` in one launch, a program a token and block of columns."""
+    grad_kernel[(len(labels_N), triton.cdiv(logits_NV.size(1), tuning.block))](
+        logits_NV,
+        labels_N,
+        factors_4N,
+        *_geometry(logits_NV),
+        factors_4N.stride(0),
+        1 / temperature,
+        LANES=_lanes(logits_NV),
+        BLOCK=tuning.block,
+        num_warps=tuning.num_warps,
+    )
+    return logits_NV
+
+
+def _lanes(logits_NV: Tensor) -> int:
+    """How many logits may be loaded at once: all rows begin at a multiple of so many."""
+    return gcd(logits_NV.stride(0), VECTOR // logits_NV.element_size())
+
+
+def _geometry(logits_NV: Tensor) -> tuple[int, int]:
+    """The row stride in lanes, and the number of columns."""
+    return logits_NV.stride(0) // _lanes(logits_NV), logits_NV.size(1)
+
+
+if triton:
+
+    @triton.jit
+    def stats_kernel(
+        logits,
+        labels,
+        stats,
+        stride,
+        columns,
+        count,
+        inverse_temperature,
+        LOWEST: tl.constexpr,
+        LANES: tl.constexpr,
+        BLOCK: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
+        """One token's four numbers. Exponentials are summed in BLOCK places, which shrink when a larger logit comes (Milakov & Gimelshein 2018)."""
+        row = tl.program_id(0).to(tl.int64)
+        start_B = logits + row * (stride * LANES) + tl.arange(0, BLOCK)  # a multiple of LANES, as the compiler sees
+        scale = inverse_temperature * 1.4426950408889634  # 1 / ln 2: powers of two are what the hardware has
+        top, total_B, weighted_B = float("-inf"), tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
+        whole = columns // BLOCK * BLOCK
+        for at in tl.range(0, whole, BLOCK, num_stages=STAGES):
+            top, total_B, weighted_B = _merge(tl.load(start_B + at), top, total_B, weighted_B, scale)
+        # The rest, filled up with what is never above a logit and, unlike −inf, gives 0 when multiplied by 0.
+        rest_B = tl.load(start_B + whole, mask=whole + tl.arange(0, BLOCK) < columns, other=LOWEST)
+        top, total_B, weighted_B = _merge(rest_B, top, total_B, weighted_B, scale)
+        label = tl.load(labels + row)
+        label_logit = tl.load(logits + row * (stride * LANES) + label, mask=(label >= 0) & (label < columns), other=0.0).to(tl.float32)
+        tl.store(stats + row, top * inverse_temperature)
+        tl.store(stats + count + row, tl.sum(total_B))
+        tl.store(stats + 2 * count + row, tl.sum(weighted_B) * inverse_temperature)
+        tl.store(stats + 3 * count + row, label_logit * inverse_temperature)
+
+    @triton.jit
+    def _merge(logit_B, top, total_B, weighted_B, scale):
+        """The sums with one more block in them, relative to the largest logit so far."""
+        logit_B = logit_B.to(tl.float32)
+        new_top = tl.maximum(top, tl.max(logit_B))
+        shrink = tl.exp2((top - new_top) * scale)
+        exp_B = tl.exp2((logit_B - new_top) * scale)
+        return new_top, total_B * shrink + exp_B, weighted_B * shrink + exp_B * logit_B
+
+    @triton.jit
+    def grad_kernel(logits, labels, factors, stride, columns, factor_stride, inverse_temperature, LANES: tl.constexpr, BLOCK: tl.constexpr):
+        """The gradient of BLOCK logits of one token, in their place."""
+        row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+        column_B = first + tl.arange(0, BLOCK)
+        logit_B = logits + row * (stride * LANES) + column_B
+        factors += row
+        log_z, mean = tl.load(factors), tl.load(factors + factor_stride)
+        grad_logprob, grad_entropy = tl.load(factors + 2 * factor_stride), tl.load(factors + 3 * factor_stride)
+        is_label_B = column_B == tl.load(labels + row)
+        if first + BLOCK <= columns:  # without a mask, which would forbid wide loads if `columns` were odd
+            grad_B = _gradient(tl.load(logit_B), is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature)
+            tl.store(logit_B, grad_B.to(logits.dtype.element_ty))
+        else:
+            inside_B = column_B < columns
+            grad_B = _gradient(tl.load(logit_B, mask=inside_B, other=0.0), is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature)
+            tl.store(logit_B, grad_B.to(logits.dtype.element_ty), mask=inside_B)
+
+    @triton.jit
+    def _gradient(logit_B, is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature):
+        scaled_B = logit_B.to(tl.float32) * inverse_temperature
+        weighted_B = tl.exp(scaled_B - log_z) * (grad_logprob + grad_entropy * (scaled_B - mean))
+        return (tl.where(is_label_B, grad_logprob, 0.0) - weighted_B) * inverse_temperature
