@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages: tests toy resume save ppo handover reshard engine kernels machine (all, in this order, where none is named); those with too few GPUs are left out.
+# Stages: tests toy resume save ppo handover reshard engine rollout kernels machine (all, in this order, where none is named); those with too few GPUs are left out.
 # Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -100,13 +100,19 @@ stage_engine() { # updates and log-probs of an 8B model alone; profiles are in t
   step engine_tp2_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --set dtype=fp8"
 }
 
+stage_rollout() { # as a run does it beside a bare vLLM
+  local tp=$((RANKS >= 2 ? 2 : 1))
+  step rollout bash -c "world $RANKS tools/bench_rollout.py --shape llama3-8b --tp $tp --rows $((128 * RANKS)) --prompt 512 --response 512"
+  step rollout_mixed bash -c "world $RANKS tools/bench_rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
+}
+
 stage_kernels() { # those of log-probs in other block sizes, beside the floor
   LINES_SHOWN=40 step kernels python tests/gpu/log_probs_check.py
 }
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume save ppo handover reshard engine kernels machine
+(($#)) || set -- tests toy resume save ppo handover reshard engine rollout kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"
