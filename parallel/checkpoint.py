@@ -115,31 +115,29 @@ class HostCopies:
     """Copies of what a rank holds, on the host: in new memory each time or, once it is reserved, in the same (pinned where there is a GPU)."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._is_kept = False
+        self._places: dict[str, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return sum(place.nbytes for place in self._places.values())
 
     def reserve(self, chunks: list, optimizer, groups: ProcessGroups) -> None:
-        """Take the memory for all that `gather` will give."""
-        self._is_kept = True
-        for one in learned(chunks, optimizer, groups):
-            if one.holder == groups.dp_cp.rank():
-                for kind in (VALUE, *MOMENTS):
-                    self._of(f"{one.name}/{kind}", one.weight.shape)
+        """Take the memory for all that `gather` will give, once and for all.
+
+        Raises:
+            ValueError: it cannot be pinned.
+        """
+        mine = [one for one in learned(chunks, optimizer, groups) if one.holder == groups.dp_cp.rank()]
+        shapes = {f"{one.name}/{kind}": one.weight.shape for one in mine for kind in (VALUE, *MOMENTS)}
+        memory = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
+        device.pin(memory)
+        parts = memory.split([shape.numel() for shape in shapes.values()])
+        self._places = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A float32 copy on the host, which a GPU fills in the order of its current stream."""
-        return self._of(name, tensor.shape).copy_(tensor, non_blocking=True)
-
-    def _of(self, name: str, shape: torch.Size) -> Tensor:
-        if not self._is_kept:
-            return torch.empty(shape, dtype=torch.float32)
-        if name not in self._tensors:
-            self._tensors[name] = torch.empty(shape, dtype=torch.float32, pin_memory=device.is_gpu())
-        return self._tensors[name]
+        """A float32 copy on the host; one in reserved memory a GPU fills in the order of its current stream."""
+        place = self._places[name] if self._places else torch.empty(tensor.shape, dtype=torch.float32)
+        return place.copy_(tensor, non_blocking=True)
 
 
 def gather(chunks: list, optimizer, groups: ProcessGroups, copies: HostCopies) -> tuple[dict[str, Tensor], int]:

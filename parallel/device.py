@@ -98,6 +98,20 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def pin(memory: torch.Tensor) -> None:
+    """Let this host's GPUs copy to and from `memory` beside their work, until the process ends; nothing on a CPU.
+
+    PyTorch's own pinned memory comes in powers of two.
+
+    Raises:
+        ValueError: the system does not allow it.
+    """
+    if is_gpu() and memory.numel():
+        failure = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if failure:
+            raise ValueError(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); set run.async_save=false, or give the host more memory")
+
+
 # ---- Megatron-Core on a CPU -------------------------------------------------------------------------------------------
 
 
