@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 HF_HUB_OFFLINE=1
 LOGS=${LOGS:-outputs/gpu} LIMIT_S=${LIMIT_S:-240}
-GPUS=$(nvidia-smi -L | grep -c '^GPU')
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') # without any, the ranks are the CPU's: to try this script
 RANKS=$((GPUS >= 4 ? 4 : GPUS >= 2 ? 2 : 1))
 mkdir -p "$LOGS"
 table=()
