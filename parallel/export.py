@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import INDEX, carry_files, write_index, write_safetensors
+from parallel.weights.files import INDEX, carry_files, deal_into_files, write_index, write_safetensors
 from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
 
@@ -54,7 +54,7 @@ def export_folder(
         raise ValueError(f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original")
     folder.mkdir(parents=True, exist_ok=True)
     shapes = hf_shapes(arch, head)
-    files = _deal(shapes, dtype.itemsize, max_file_bytes)
+    files = deal_into_files({name: _elements(shape) * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
     names = _file_names(len(files))
     writers = sorted(parameters_of)
     for start in range(0, len(files), len(writers)):
@@ -74,20 +74,6 @@ def export_folder(
             total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
             write_index(folder, {name: names[number] for number, file in enumerate(files) for name in file}, total)
     dist.barrier(group=group)  # when it returns, the folder is complete on every rank
-
-
-def _deal(shapes: Mapping[str, tuple[int, ...]], element_bytes: int, max_file_bytes: int) -> list[list[str]]:
-    """Tensor names of each file, in the model's order, filled one after the other."""
-    files: list[list[str]] = []
-    room = 0
-    for name, shape in shapes.items():
-        size = _elements(shape) * element_bytes
-        if not files or size > room:
-            files.append([])
-            room = max_file_bytes
-        files[-1].append(name)
-        room -= size
-    return files
 
 
 def _file_names(count: int) -> list[str]:

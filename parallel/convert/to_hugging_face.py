@@ -16,7 +16,7 @@ from parallel.convert.megatron_checkpoint import MegatronCheckpoint
 from parallel.convert.staging import conversion_of, staged
 from parallel.convert.workers import Budget, run_jobs
 from parallel.weights.architecture import HEADS, read_config
-from parallel.weights.files import SINGLE, carry_files, write_index
+from parallel.weights.files import SINGLE, carry_files, deal_into_files, write_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def convert(source: CheckpointArguments, target: Path, *, dtype: torch.dtype | N
     """
     checkpoint = MegatronCheckpoint(source.path, source.template, skip_extra=source.skip_extra)
     sizes = {name: prod(shape) * (dtype or checkpoint.dtypes[name]).itemsize for name, shape in checkpoint.shapes.items()}
-    files = _deal(sizes, file_bytes)
+    files = deal_into_files(sizes, file_bytes)
     names = [SINGLE] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     with staged(target) as scratch:
         journal = Journal(scratch, conversion_of(checkpoint, what="mcore-to-hf", dtype=str(dtype), file_bytes=file_bytes, skip_extra=source.skip_extra))
@@ -99,19 +99,6 @@ def _parts(job: SafetensorsJob, checkpoint: MegatronCheckpoint, report: Callable
 @lru_cache(maxsize=1)
 def _opened(source: CheckpointArguments) -> MegatronCheckpoint:
     return MegatronCheckpoint(source.path, source.template, skip_extra=source.skip_extra)
-
-
-def _deal(sizes: dict[str, int], file_bytes: int) -> list[list[str]]:
-    """Tensor names of each file, in the model's order."""
-    files: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not files or size > room:
-            files.append([])
-            room = file_bytes
-        files[-1].append(name)
-        room -= size
-    return files
 
 
 def _config(checkpoint: MegatronCheckpoint, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -240,3 +240,21 @@ def _mismatch(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def deal_into_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+    """Tensor names of each file, in the model's order, filled one after the other; a larger tensor has a file of its own.
+
+    Args:
+        sizes: bytes of each tensor.
+        file_bytes: of a file, at most.
+    """
+    files: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not files or size > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= size
+    return files

@@ -14,7 +14,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from safetensors.torch import load_file
 
 import verl_megatron.rollout.vllm as rollout
 import verl_megatron.trainer  # noqa: F401
-from parallel.device import _free_port
 from tests.end_to_end import killed_train
+from tests.end_to_end.forked import run_ranks
 from tests.end_to_end.measured import learned
 from tests.worlds import ROOT
 from tools.make_toy import make_toy
@@ -69,42 +68,15 @@ def moments(count: int, seed: int) -> list[dict]:
     ]
 
 
-def fork(rank: int, settings: list[str], log: Path, kills: Path | None) -> int:
-    if child := os.fork():
-        return child
-    try:
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+def attempt(number: int, settings: list[str], log: Path, kills: Path | None) -> list[int]:
+    """Exit codes of the ranks of one attempt of the launcher."""
+
+    def rank() -> None:
         if kills is not None:
             killed_train.arm(kills)
-        sys.argv[1:] = settings
         run_command(train)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(99)
 
-
-def attempt(number: int, settings: list[str], log: Path, kills: Path | None) -> list[int]:
-    """Exit codes of the ranks; when one has failed the others get SIGTERM, then SIGKILL, as from torchrun."""
-    os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RESTART_COUNT": str(number)}
-    running, codes, deadline, failed = {fork(rank, settings, log, kills) for rank in range(NUM_RANKS)}, [], time.monotonic() + ATTEMPT_S, False
-    while running:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child in running:
-            running.discard(child)
-            codes.append(os.waitstatus_to_exitcode(status))
-            if codes[-1] and not failed:
-                failed, deadline = True, time.monotonic() + 5
-                for other in running:
-                    os.kill(other, signal.SIGTERM)
-        elif time.monotonic() > deadline:
-            for other in running:
-                os.kill(other, signal.SIGKILL)
-        time.sleep(0.02)
-    return codes
+    return run_ranks(NUM_RANKS, rank, settings, log, timeout_s=ATTEMPT_S, TORCHELASTIC_RESTART_COUNT=str(number))
 
 
 def leftovers(mark: str) -> list[str]:

@@ -5,18 +5,14 @@ wrote, and whether vLLM (which a run starts before it builds a model) was import
 """
 
 import json
-import os
-import signal
 import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
 
 import transformers
 
 import verl_megatron.trainer  # noqa: F401
-from parallel.device import _free_port
+from tests.end_to_end.forked import run_ranks
 from verl_megatron.command_line import run_command
 from verl_megatron.train import main
 
@@ -32,38 +28,8 @@ def checked_main(config) -> None:
             print("vllm was imported", flush=True)
 
 
-def fork(rank: int, settings: list[str], log: Path) -> int:
-    if child := os.fork():
-        return child
-    try:
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        sys.argv[1:] = settings
-        run_command(checked_main)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(99)
-
-
 def run_case(nproc: int, settings: list[str], log: Path) -> dict:
-    """As torchrun does: when one rank has failed the others get SIGTERM."""
-    os.environ |= {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    running = {fork(rank, settings, log) for rank in range(nproc)}
-    codes, deadline = [], time.monotonic() + TIMEOUT_S
-    while running:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child in running:
-            running.discard(child)
-            codes.append(os.waitstatus_to_exitcode(status))
-            for other in running:
-                os.kill(other, signal.SIGTERM)
-        elif time.monotonic() > deadline:
-            for other in running:
-                os.kill(other, signal.SIGKILL)
-        time.sleep(0.02)
+    codes = run_ranks(nproc, lambda: run_command(checked_main), settings, log, timeout_s=TIMEOUT_S)
     return {"codes": codes, "text": log.read_text()}
 
 

@@ -1,15 +1,12 @@
 """The PyTorch path against autograd in float64 on the logits as they are, and the kernels against PyTorch in Triton's interpreter, where there is Triton."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
 import torch
 
 from tests.gpu.log_probs_check import Case, truth
-from tests.worlds import ROOT
+from tests.interpreter import run_interpreted
 from verl_megatron import log_prob_kernels as kernels
 from verl_megatron.log_prob_kernels import Tuning
 
@@ -61,9 +58,7 @@ def test_shards_together_are_the_whole(temperature):
 
 @pytest.mark.skipif(kernels.triton is None, reason="no Triton here: the kernels run where there are GPUs, and in its interpreter")
 def test_the_kernels_in_tritons_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0 and "interpreted" in ran.stdout, ran.stderr
+    run_interpreted(__file__)
 
 
 def interpret():

@@ -1,8 +1,5 @@
 """Tables of tiles are expanded by hand, and the kernels run in Triton's interpreter where there is Triton."""
 
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from parallel.reshard import kernels
 from parallel.reshard.checksum import BITS, checksum
 from parallel.reshard.kernels import COPIED, COPY, SUMMED, Checksums, Copies, Tuning, checksum_tiles, copy_tiles
 from tests.gpu.kernels_check import SMALL, Memory
-from tests.worlds import ROOT
+from tests.interpreter import run_interpreted
 
 # Letters: R rows, C columns, N rectangles, T tiles.
 
@@ -136,9 +133,7 @@ def test_refusals():
 
 @pytest.mark.skipif(kernels.triton is None, reason="no Triton here: the kernels run where there are GPUs, and in its interpreter")
 def test_the_kernels_in_tritons_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0 and "interpreted" in ran.stdout, ran.stderr
+    run_interpreted(__file__)
 
 
 def interpret():
