@@ -138,7 +138,7 @@ class ReshardConfig:
     mode: str = "keep"  # keep: vLLM's weights beside Megatron's; share: equal shards are one; swap: vLLM's lie over Megatron's, which return after rollout
     window_mib: int = 256  # staging memory of one exchange, MiB
     verify: str = "sample"  # checksums at every sync: sample (a rotating sixteenth of the slices), all, none
-    offload: str = "none"  # what leaves the GPU, of models that learn: none, grads (gone between updates), optimizer (in pinned host memory while vLLM generates), all
+    offload: str = "none"  # what leaves the GPU while a model does not learn: none, grads, optimizer (kept in pinned host memory), all
 
 
 @dataclass(kw_only=True)

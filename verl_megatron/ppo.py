@@ -38,7 +38,7 @@ def collect(run: Run, step: int) -> Collected:
         rows = run.table_of(batch)  # waits for the slowest replica
     with clock.phase("return"):
         run.end_rollout()
-        run.start_restore()
+        run.turn_to(run.critic or run.actor)
     with clock.phase("reward"):
         batch.rewards = run.score(batch, rows, sums)
     return Collected(batch=batch, rows=rows, sums=sums, reshard_bytes=report.bytes_received + report.bytes_local)
@@ -60,9 +60,9 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
     if run.critic is not None:
         with clock.phase("critic_update"):
             sums.merge(update_critic(run, batch, rows))
-            run.rest(run.critic)
     if step > config.critic_warmup:
         with clock.phase("actor_update"):
+            run.turn_to(run.actor)
             sums.merge(update_actor(run, batch, rows))
     run.weights_changed()
     metrics = run.reduce(sums)

@@ -109,20 +109,19 @@ class Run:
         self._finish_release()
         self.vllm.wake_kv_cache()
 
-    def rest(self, role: Role) -> None:
-        """A model has learnt for this iteration: what only that needs may begin to leave the GPU."""
-        role.engine.start_release(self.config.reshard.offload)
+    def turn_to(self, role: Role) -> None:
+        """`role` learns next, or its state is wanted: what only learning needs of it begins to come back, that of the others has left."""
+        for engine in self.learning():
+            if engine is not role.engine:
+                engine.start_release(self.config.reshard.offload)
+                engine.finish_release(for_others=False)
+        role.engine.start_restore()
 
     def weights_changed(self) -> None:
         """After the updates: vLLM's weights are old, and what only learning needs may begin to leave the GPU."""
         self.stale = True
         for engine in self.learning():
             engine.start_release(self.config.reshard.offload)
-
-    def start_restore(self) -> None:
-        """Begin to bring back what left for the rollout; the first optimizer step waits for it."""
-        for engine in self.learning():
-            engine.start_restore()
 
     def learning(self) -> list[Engine]:
         """The engines that are trained."""

@@ -90,6 +90,7 @@ class SavedState:
 
     def _snapshots(self, told: dict) -> Iterator[tuple[str, Snapshot]]:
         for name, role in self._learning().items():
+            self.run.turn_to(role)
             snapshot, told[name] = role.engine.snapshot()
             yield name, snapshot
 
@@ -158,12 +159,16 @@ class SavedState:
         path, resumed, self._newest, self._resumed = self._newest, self._resumed, None, None
         if path is None:
             return
-        norms = {f"{name}/{kind}": value for name, role in self._learning().items() for kind, value in role.engine.norms().items()}
+        norms = {f"{name}/{kind}": value for name, role in self._learning().items() for kind, value in self._norms(role).items()}
         learnt = {name: value for name, value in metrics.items() if name.startswith(LEARNT) and not name.endswith("_ms")} | norms
         if resumed is not None and self.config.run.resume == "verify":
             self._verify(path, learnt)
         else:
             self._background.submit(lambda _: self._record(path, learnt))
+
+    def _norms(self, role: Role) -> dict[str, float]:
+        self.run.turn_to(role)
+        return role.engine.norms()
 
     def _record(self, path: Path, learnt: dict[str, float]) -> None:
         if dist.get_rank() == 0:
@@ -201,6 +206,7 @@ class SavedState:
         mine = self._manifest()
         checkpoints.refuse_other_models(path, saved, mine["models"])
         for name, role in self._learning().items():
+            self.run.turn_to(role)
             role.engine.load(path / name, saved["roles"][name])
         self.run.cursor.load_state_dict(saved["cursor"])
         self.run.kl.load_state_dict(saved["kl"])

@@ -42,6 +42,7 @@ def bits(engine: Engine) -> list:
     """Everything a member holds: its own copies of the weights and what its optimizer keeps for them."""
     if not engine.groups.is_member:
         return []
+    engine.gather_weights()
     parts = checkpoint.learned(engine.chunks, engine.optimizer, engine.groups)
     held = [(one.weight.data, one.start, *(tensor for kind in (checkpoint.VALUE, *checkpoint.MOMENTS) if (tensor := one.part(kind)) is not None)) for one in parts]
     steps_taken = [float(one.inner.state.get(one.value, {}).get("step", 0)) for one in parts if one.inner is not None]

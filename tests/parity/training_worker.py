@@ -30,6 +30,7 @@ KL_COEF, LR = 0.1, 3e-3
 
 def full_weights(engine: Engine) -> dict[str, Tensor]:
     """Hugging Face tensors put together from all ranks' shards; the same on every rank."""
+    engine.gather_weights()
     mine = [(p, engine.tensors[p.chunk, p.name]) for p in engine.parameters if p.owner] if engine.groups.is_member else []
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -196,7 +197,8 @@ def step_away(engine: Engine, what: str, mine: RolloutBatch, micro: list[list[in
     weights = {tensor.untyped_storage().data_ptr() for tensor in engine.tensors.values()}
     state = [tensor for tensor in optimizer_tensors(engine.optimizer) if tensor.untyped_storage().data_ptr() not in weights]
     moved = (gradients(engine.chunks) if what in ("grads", "all") else []) + (state if what in ("optimizer", "all") else [])
-    before = engine.infer(mine, micro)
+    before = engine.infer(mine, micro)  # gathers the new weights layer by layer
+    engine.gather_weights()
     engine.start_release(what)
     engine.finish_release()
     assert Place.AWAY in (engine.offload.place, engine.idle_gradients.place) and moved and not any(tensor.untyped_storage().nbytes() for tensor in moved)

@@ -159,6 +159,15 @@ def test_offload_frees_the_rollout_and_takes_host_memory():
     assert after.host_bytes > before.host_bytes + 4 * 40 * GIB
 
 
+def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
+    config = run_config("tp2pp2sp")
+    case = case_of(config, 4)
+    before, after = plan_memory(case, H200), plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200)
+    for phase, resting in (("critic_update", case.actor), ("actor_update", case.roles[1])):
+        away = max(held(case, resting, stage).gradients + held(case, resting, stage).optimizer for stage in range(2))
+        assert before.phase_bytes(phase) - after.phase_bytes(phase) == pytest.approx(away, rel=0.02), phase
+
+
 @pytest.mark.parametrize(("layers", "pp"), [(126, 16), (126, 4), (126, 64), (80, 16), (28, 8), (30, 4), (5, 4), (33, 2)])
 def test_uneven_stages_are_what_megatron_allows(layers, pp):
     """All layers, at least one each, and only the first and the last differ from the others."""

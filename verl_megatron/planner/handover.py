@@ -1,6 +1,6 @@
 """Predicted seconds of the way from training to rollout and back, and what has to move."""
 
-from verl_megatron.planner.case import Case
+from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import held
 from verl_megatron.planner.serving import own_rollout_bytes
@@ -29,7 +29,7 @@ def reshard_seconds(case: Case, machine: Machine) -> float:
     copied = own_rollout_bytes(case, 0) if case.config.reshard.mode != "swap" else moved
     moving = (moved / rate + 2 * copied / machine.copy_rate) * (2 if case.config.reshard.mode == "swap" else 1)
     share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
-    return moving + share / machine.map_rate + _offload_seconds(case, machine)
+    return moving + share / machine.map_rate + leaving_seconds(case, machine, case.actor)
 
 
 def return_seconds(case: Case, machine: Machine) -> float:
@@ -39,9 +39,8 @@ def return_seconds(case: Case, machine: Machine) -> float:
     return share / machine.map_rate + back
 
 
-def _offload_seconds(case: Case, machine: Machine) -> float:
-    """Until optimizer state is in host memory: it leaves while weights move, and vLLM's KV cache waits for it."""
+def leaving_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
+    """Until a model's optimizer state is in host memory, which what comes after its updates waits for: vLLM's KV cache, or another model's state."""
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
-    kept = sum(max(held(case, role, stage).optimizer for stage in range(role.layout.pp)) for role in case.roles if role.learns)
-    return kept / machine.pinned_rate
+    return max(held(case, role, stage).optimizer for stage in range(role.layout.pp)) / machine.pinned_rate

@@ -136,7 +136,7 @@ def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: t
 def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: dict[str, float], *, own: float, request: float) -> Phases:
     """Bytes by phase and part, in the order of a run; a phase's activations include what PyTorch keeps from those before it.
 
-    "start" is vLLM's, with the models that are there before it; "weights_awake" the moment of the hand-over in which vLLM has its weights:
+    "start" is vLLM's, with the models that are there before it; "build" is when all models are there; "weights_awake" the moment of the hand-over in which vLLM has its weights:
     where there is no room for both, what is offloaded leaves before. The others are the phases of an iteration.
     """
     config, window = case.config, case.config.reshard.window_mib << 20
@@ -147,18 +147,21 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
     else:  # vLLM starts beside the actor, which has no moments yet; sharing needs the whole of what vLLM is allowed
         actor = next((model for role, _, model in models if role is case.actor), Held(0))
         phases["start"] = {"process": settled["process"], "weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters} | awake
+    phases["build"] = settled | {"optimizer": sum(model.masters for *_, model in models)} | ({} if config.rollout.sleep else awake)
     staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     phases["weights_awake"] = settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
     phases["rollout"] = settled | freed | awake
+    first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"  # learns first: its optimizer state returns after rollout
     resting = settled if config.rollout.sleep else settled | awake
     activations = 0.0
     for phase, names, measure in _WORK:
         working = [(role, stage) for role, stage, _ in models if role.name in names]
         if any(role.name in names for role in case.roles):
             activations = max([activations] + [measure(case, role, stage) for role, stage in working])
-            gradients = sum(model.gradients for role, _, model in models if role.name in names)
-            phases[phase] = resting | {"activations": activations} | ({"gradients": gradients} if config.reshard.offload in _OFFLOADED["gradients"] else {})
+            there = {"gradients": names, "optimizer": ("actor",) if phase == "actor_update" else (first,)}
+            kept = {part: sum(getattr(model, part) for role, _, model in models if role.name in there[part]) for part in freed}
+            phases[phase] = resting | {"activations": activations} | kept
     return phases
 
 

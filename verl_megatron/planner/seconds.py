@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from verl_megatron.planner.case import Case
 from verl_megatron.planner.decoding import rollout_seconds
-from verl_megatron.planner.handover import reshard_seconds, return_seconds
+from verl_megatron.planner.handover import leaving_seconds, reshard_seconds, return_seconds
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
@@ -52,7 +52,8 @@ def plan_work(case: Case, machine: Machine) -> Work:
             flops[phase] = flops.get(phase, 0.0) + forward_flops(case, role)
     for role in reversed([role for role in case.roles if role.learns]):  # the critic comes first
         phase = f"{role.name}_update"
-        seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role)
+        others = sum(leaving_seconds(case, machine, other) for other in case.roles if other.name == "critic" and role is case.actor)
+        seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role) + others
         flops[phase] = 3 * case.config.algorithm.epochs * forward_flops(case, role)
     return Work(seconds, flops)
 

@@ -106,7 +106,8 @@ def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes:
 
 
 def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_backward: float) -> float:
-    """Gradients are zeroed, reduced over dp·cp (beside the last backward pass) and stepped on; weights are gathered."""
+    """Gradients are zeroed, reduced over dp·cp (beside the last backward pass) and stepped on; weights are gathered (beside the next
+    forward pass, except after an iteration's last step)."""
     count, layout = max(role.elements), role.layout
     replicas = layout.dp * layout.cp
     distributed = case.config.engine.distributed_optimizer
@@ -114,7 +115,8 @@ def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_b
     rate = group_rate(case, machine, span=layout.tp * replicas, stride=layout.tp)
     share = (replicas - 1) / replicas
     reduced = 4 * count * share / rate * (1 if distributed else 2)
-    gathered = case.element_bytes * count * share / rate if distributed else 0.0
+    steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
+    gathered = case.element_bytes * count * share / rate / steps if distributed else 0.0
     return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
 
 

@@ -85,7 +85,7 @@ class Engine:
         self.progress = progress
         self.arch, self.groups, self.config, self.head = arch, groups, config, head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
-        self.optimizer = None
+        self.optimizer, self.scattered = None, False
         self.offload = Offload(device.device())  # of optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
@@ -123,6 +123,7 @@ class Engine:
             bf16=self.compute.dtype == torch.bfloat16,
             params_dtype=self.compute.dtype,
             use_distributed_optimizer=config.distributed_optimizer,
+            overlap_param_gather=self._gathers_late,
         )
         self.optimizer = megatron.build_optimizer(optimizer_config, self.chunks, self.groups)
         if not self.groups.is_member:
@@ -147,9 +148,19 @@ class Engine:
             override_opt_param_scheduler=True,  # a resumed run takes its place from the checkpoint and its rates from the settings
         )
 
+    @property
+    def _gathers_late(self) -> bool:
+        """Whether a step leaves each data-parallel rank with its own share of the new weights, and the next forward pass gathers them layer by layer."""
+        return self.config.distributed_optimizer and self.layout.dp * self.layout.cp > 1
+
     def _wrap(self) -> None:
-        overlap = device.is_gpu() and self.layout.dp * self.layout.cp > 1
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.distributed_optimizer, overlap_grad_reduce=overlap)
+        overlap = self.layout.dp * self.layout.cp > 1
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.config.distributed_optimizer,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=self._gathers_late,
+        )
         for module in (module for chunk in self.chunks for module in chunk.modules()):
             if hasattr(module, "fuse_wgrad_accumulation"):  # transformer-engine adds weight gradients straight into the buffer
                 module.fuse_wgrad_accumulation = True
@@ -193,7 +204,15 @@ class Engine:
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
         sums.max(f"{'policy' if self.head == 'lm' else 'critic'}/grad_norm", float(grad_norm or 0.0))
+        self.scattered = self._gathers_late
         return sums
+
+    def gather_weights(self) -> None:
+        """All of `tensors` is up to date on every rank. After steps whoever reads them calls this first, on all ranks of the layout."""
+        if self.scattered:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        self.scattered = False
 
     # ---- memory -------------------------------------------------------------------------------------------------------
 
@@ -212,9 +231,13 @@ class Engine:
         if what in ("optimizer", "all"):
             self.offload.start_release(keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values())
 
-    def finish_release(self) -> None:
-        """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore."""
-        self.offload.finish_release()
+    def finish_release(self, *, for_others: bool = True) -> None:
+        """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore.
+
+        Args:
+            for_others: other allocators get the memory, too; False leaves it to PyTorch.
+        """
+        self.offload.finish_release(for_others=for_others)
 
     def start_restore(self) -> None:
         """Take the optimizer's memory again and begin to fill it. A step or a checkpoint waits for the rest, and starts it if nobody has."""
@@ -232,6 +255,7 @@ class Engine:
         if not self.groups.is_member:
             return {}
         self._restore()
+        self.gather_weights()
         tensors, step = checkpoint.gather(self.chunks, self.optimizer, self.groups, self.copies)
         return {"tensors": tensors, "optimizer_step": step, "scheduler": self.scheduler.state_dict()}
 
@@ -256,6 +280,7 @@ class Engine:
         """Norms of the weights and of Adam's moments, the same under every layout, on every rank of the world."""
         if self.groups.is_member:
             self._restore()
+            self.gather_weights()
         told = [checkpoint.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}]
         dist.broadcast_object_list(told, src=self.layout.ranks[0])
         return told[0]
@@ -264,6 +289,7 @@ class Engine:
         """Continue from what a snapshot wrote into `folder` and told, under whatever layout, in place. Every rank of the world calls this."""
         if self.groups.is_member:
             self._restore()
+            self.gather_weights()
         checkpoint.read(folder, self.chunks, self.optimizer, self.groups, step=state["optimizer_step"])
         if self.groups.is_member:
             self.scheduler.num_steps = 0  # Megatron-Core adds the saved steps to those taken
@@ -273,6 +299,7 @@ class Engine:
         """Write a Hugging Face folder with the config and tokenizer of `template`; collective over the layout's ranks."""
         if not self.groups.is_member:
             return
+        self.gather_weights()
         parameters = {rank: megatron_parameters(self.arch, self.layout, rank, spec=self.compute.spec, head=self.head) for rank in self.layout.ranks}
         export_folder(
             arch=self.arch,

@@ -35,7 +35,7 @@ class WeightSync:
             rollout: vLLM's replicas (dp) and their tensor-parallel ranks, over the whole world.
             dtype: of vLLM's weights.
         """
-        self.config, self.dtype, self.rank = config, dtype, dist.get_rank()
+        self.actor, self.config, self.dtype, self.rank = actor, config, dtype, dist.get_rank()
         self.source: Parameters = actor.tensors if actor.groups.is_member else {}
         source, self.destination = trained_shards(actor), served_shards(actor, rollout)
         self.peers = _mapped_everywhere(self.source) if dtype == actor.compute.dtype else None
@@ -77,6 +77,7 @@ class WeightSync:
         Args:
             meanwhile: what the host does while the GPUs move weights.
         """
+        self.actor.gather_weights()
         self.forward.start()
         meanwhile()
         report = self.forward.finish()
