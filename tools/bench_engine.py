@@ -139,17 +139,17 @@ class Bench:
 
     def plain_step(self) -> None:
         """A step on the cross-entropies of all tokens: whole logits, and Megatron-Core's function of them."""
-        usual = self.engine._outputs
+        usual = self.engine.outputs
 
         def outputs(output, micro, model):
             logits_P1V = (output.squeeze(0) @ head_weight(model).t()).unsqueeze(1).float()
             return {"losses": vocab_parallel_cross_entropy(logits_P1V, micro.tokens.transpose(0, 1))}
 
-        self.engine._outputs = outputs
+        self.engine.outputs = outputs
         try:
             self.engine.train_step(self.batch, self.micro, lambda found, _: (found["losses"].sum(), Sums()), fields=(), num_tokens=self.num_tokens)
         finally:
-            self.engine._outputs = usual
+            self.engine.outputs = usual
 
 
 def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, float], *, repetitions: int) -> list[Row]:

@@ -10,6 +10,7 @@ from parallel.collectives import all_sum
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
 from verl_megatron.metrics import Sums, batch_sums, iteration_metrics
+from verl_megatron.roles.role import infer_together
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.run import Run
 
@@ -48,9 +49,9 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
     """Log-probs, values, advantages and the updates; returns the iteration's metrics."""
     config, clock, batch, rows, sums = run.config.algorithm, run.clock, collected.batch, collected.rows, collected.sums
     with clock.phase("log_probs"):
-        batch.logprobs = run.actor.infer(batch, rows)["logprobs"]
-        if run.reference is not None:
-            batch.ref_logprobs = run.reference.infer(batch, rows)["logprobs"]
+        roles = [role for role in (run.actor, run.reference) if role is not None]
+        found = [results["logprobs"] for results in infer_together(roles, batch, rows)]
+        batch.logprobs, batch.ref_logprobs = found if run.reference is not None else (*found, None)
     if run.critic is not None:
         with clock.phase("values"):
             batch.values = run.critic.infer(batch, rows)["values"]

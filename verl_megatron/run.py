@@ -188,7 +188,10 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         layout = layout_of(model)  # what is split like the actor shares its groups
         steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
         common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature, train_steps=steps, progress=watchdog.beat)
-        return make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
+        made = make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
+        made.engine.start_release(config.reshard.offload)  # the next model, or vLLM, may need the room
+        made.engine.finish_release()
+        return made
 
     if config.reshard.mode == "keep":
         vllm = make_vllm(config, rollout)

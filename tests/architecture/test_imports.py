@@ -15,7 +15,7 @@ OWNERS = {
     "vllm": ("verl_megatron/rollout/vllm",),  # vllm.py and what its name begins with
     "hydra": ("verl_megatron/command_line.py",),
     "omegaconf": ("verl_megatron/command_line.py", "verl_megatron/checks.py", "verl_megatron/train.py", "verl_megatron/sft.py"),
-    "megatron": ("parallel/megatron.py", "parallel/device.py", "parallel/groups.py", "parallel/checkpoint.py", "verl_megatron/models/", "verl_megatron/roles/engine.py"),
+    "megatron": ("parallel/megatron.py", "parallel/device.py", "parallel/groups.py", "parallel/checkpoint.py", "verl_megatron/models/", "verl_megatron/roles/"),
     "transformer_engine": ("verl_megatron/models/",),
     "pebble": ("verl_megatron/rewards/pool.py",),
     "matplotlib": ("verl_megatron/report.py",),

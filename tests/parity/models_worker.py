@@ -12,12 +12,13 @@ import torch.distributed as dist
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture
-from tests.parity.world import check, make_batch, row_logits, run_checks, share_of, shared_folder, write_once
+from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
 from tests.tiny import FAMILIES
 from verl_megatron.config import EngineConfig
 from verl_megatron.models.build import frozen
 from verl_megatron.models.heads import head_weight
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, infer_together
+from verl_megatron.roles.schedule import run_schedule
 
 # (compact layout, ranks it occupies, stage_layers)
 LAYOUTS = [
@@ -32,7 +33,7 @@ CONFIG = EngineConfig(tokens_per_micro_batch=64)
 class LogitsEngine(Engine):
     """Answers with whole logits, for comparison."""
 
-    def _outputs(self, output, micro, model):
+    def outputs(self, output, micro, model):
         weight = head_weight(model)
         local = output.squeeze(0).index_select(0, micro.index) @ weight.t()
         parts = [torch.empty_like(local) for _ in range(self.layout.tp)]
@@ -45,7 +46,7 @@ def logits_differ(engine: Engine, mine, micro, truth) -> float:
     if not engine.groups.is_member:
         return 0.0
     with frozen(engine.chunks):
-        answers = engine._run(mine, micro, lambda outputs, micro: (micro, outputs["logits"]), forward_only=True)
+        answers = run_schedule([engine], mine, micro, lambda _, outputs, micro: (micro, outputs["logits"]), forward_only=True)
     worst = 0.0
     for packed, logits in answers:
         for n in range(len(logits)):
@@ -112,5 +113,22 @@ def check_heads() -> None:
             check(f"{head} head {layout} on {count}", limit=1e-4, values=worst)
 
 
+def check_together() -> None:
+    """Two models in one pass give what each gives alone, bit by bit."""
+    folder = shared_folder() / "qwen3"
+    write_once(folder, "qwen3")
+    arch = read_architecture(folder)
+    for text, ranks in (("tp1", (1,)), ("tp2pp2sp", (0, 1, 2, 3)), ("pp2vpp2", (0, 1, 2, 3)), ("pp4", (0, 1, 2, 3)), ("cp2tp2", (0, 1, 2, 3))):
+        layout = Layout.parse(text, ranks)
+        common = {"arch": arch, "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm"}
+        engines = [Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common), Engine(folder=None, seed=2, **common)]
+        mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
+        alone, together = [engine.infer(mine, micro) for engine in engines], infer_together(engines, mine, micro)
+        for one, other in zip(alone, together, strict=True):
+            assert (one is None) == (other is None) and all(torch.equal(other[name], value) for name, value in (one or {}).items()), text
+        assert alone[0] is None or not torch.allclose(alone[0]["logprobs"], alone[1]["logprobs"]), "the models are the same"
+        say(f"together under {layout}: equal bit by bit")
+
+
 if __name__ == "__main__":
-    run_checks({"families": check_families, "heads": check_heads}, sys.argv[1:])
+    run_checks({"families": check_families, "heads": check_heads, "together": check_together}, sys.argv[1:])

@@ -22,7 +22,7 @@ RUNS = [
     ("quickstart", 1, 4, {}, r"critic    pp2dp2 "),
     ("sft", 1, 2, {}, r"actor tp2sp: 256 rows"),
     ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2pp2sp .* llama3-8b"),
-    ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-1b"),
+    ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-8b"),
     ("llama3_8b_grpo", 1, 4, {}, r"actor     tp2dp2sp "),
     ("qwen2.5_7b_grpo", 1, 4, {}, r"actor     tp2dp2sp .* qwen2.5-7b"),
     ("qwen2.5_32b_ppo", 2, 8, {}, r"critic    tp4pp4sp .* qwen2.5-32b"),
@@ -115,20 +115,20 @@ def test_own_model_and_settings_come_last(tmp_path):
 
 def test_random_weights_are_made_once(tmp_path):
     scratch = tmp_path / "scratch"
-    said = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), GPUS="2")
+    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
     made = [call.arguments[1:] for call in said.calls[:-1]]
-    assert made == [(f"{scratch}/llama3-8b", "--shape", "llama3-8b"), (f"{scratch}/llama3-1b", "--shape", "llama3-1b", "--rows", "1")]
-    assert {f"actor.path={scratch}/llama3-8b/model", f"critic.path={scratch}/llama3-1b/model"} <= set(said.calls[-1].arguments)
-    for name in ("llama3-8b", "llama3-1b"):
+    assert made == [(f"{scratch}/llama3-70b", "--shape", "llama3-70b"), (f"{scratch}/llama3-8b", "--shape", "llama3-8b", "--rows", "1")]
+    assert {f"actor.path={scratch}/llama3-70b/model", f"critic.path={scratch}/llama3-8b/model"} <= set(said.calls[-1].arguments)
+    for name in ("llama3-70b", "llama3-8b"):
         (scratch / name).mkdir()
         (scratch / name / "reward.py").touch()
-    again = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), GPUS="2")
+    again = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
     assert again.calls == said.calls[-1:]
 
 
-@pytest.mark.parametrize("shape_name", ["llama3-8b", "llama3-1b"])
+@pytest.mark.parametrize("shape_name", ["llama3-70b", "llama3-8b"])
 def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
-    said = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), GPUS="2", FAIL=f"--shape {shape_name}")
+    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), NNODES="1", CRITIC="8b", FAIL=f"--shape {shape_name}")
     assert said.code and "make_random.py" in said.calls[-1].arguments[0]
 
 

@@ -39,8 +39,14 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def head_weight(model: torch.nn.Module) -> Tensor:
-    """The output layer's weight of a last stage's chunk (or its wrapper): its own, or the embedding's where both are on this stage."""
-    while not hasattr(model, "share_embeddings_and_output_weights"):
-        model = model.module
+def trunk(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel of a chunk, which may be wrapped for data parallelism."""
+    while not hasattr(chunk, "share_embeddings_and_output_weights"):
+        chunk = chunk.module
+    return chunk
+
+
+def head_weight(chunk: torch.nn.Module) -> Tensor:
+    """The output layer's weight of a last stage's chunk: its own, or the embedding's where both are on this stage."""
+    model = trunk(chunk)
     return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight

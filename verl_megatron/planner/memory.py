@@ -17,6 +17,7 @@ from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes,
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache with the room that vLLM computes in
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
+UPDATES = ("critic_update", "actor_update")
 AT_REST = "the models at rest"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
@@ -136,20 +137,23 @@ def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: t
 def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: dict[str, float], *, own: float, request: float) -> Phases:
     """Bytes by phase and part, in the order of a run; a phase's activations include what PyTorch keeps from those before it.
 
-    "start" is vLLM's, with the models that are there before it; "build" is when all models are there; "weights_awake" the moment of the hand-over in which vLLM has its weights:
-    where there is no room for both, what is offloaded leaves before. The others are the phases of an iteration.
+    "start" is vLLM's, with the models that are there before it; "build" is when the last model is there; "weights_awake" the moment of
+    the hand-over in which vLLM has its weights: where there is no room for both, what is offloaded leaves before. The others are the
+    phases of an iteration.
     """
     config, window = case.config, case.config.reshard.window_mib << 20
     awake = {"vllm weights": own, "kv cache": request - own}
+    freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     phases: Phases = {}
     if config.reshard.mode == "keep":  # vLLM starts on an empty GPU
         phases["start"] = {"process": settled["process"]} | awake
     else:  # vLLM starts beside the actor, which has no moments yet; sharing needs the whole of what vLLM is allowed
         actor = next((model for role, _, model in models if role is case.actor), Held(0))
-        phases["start"] = {"process": settled["process"], "weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters} | awake
-    phases["build"] = settled | {"optimizer": sum(model.masters for *_, model in models)} | ({} if config.rollout.sleep else awake)
+        resting = {part: 0.0 if part in freed else size for part, size in (("gradients", actor.gradients), ("optimizer", actor.masters))}
+        phases["start"] = {"process": settled["process"], "weights": actor.weights} | resting | awake
+    built = {"gradients": [model.gradients for *_, model in models], "optimizer": [model.masters for *_, model in models]}  # one after the other
+    phases["build"] = settled | {part: max(sizes) if part in freed else sum(sizes) for part, sizes in built.items()} | ({} if config.rollout.sleep else awake)
     staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
-    freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
     phases["weights_awake"] = settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
     phases["rollout"] = settled | freed | awake
     first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"  # learns first: its optimizer state returns after rollout
@@ -159,7 +163,7 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
         working = [(role, stage) for role, stage, _ in models if role.name in names]
         if any(role.name in names for role in case.roles):
             activations = max([activations] + [measure(case, role, stage) for role, stage in working])
-            there = {"gradients": names, "optimizer": ("actor",) if phase == "actor_update" else (first,)}
+            there = {"gradients": names if phase in UPDATES else (), "optimizer": ("actor",) if phase == UPDATES[-1] else (first,)}
             kept = {part: sum(getattr(model, part) for role, _, model in models if role.name in there[part]) for part in freed}
             phases[phase] = resting | {"activations": activations} | kept
     return phases

@@ -26,7 +26,7 @@ MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
 ALWAYS_SAID = ("actor.layout", "critic.layout", "rollout.tp", "rollout.gpu_memory_utilization")
-FOR_ROLLOUT = ("start", "weights_awake", "rollout", "KV cache")  # causes that vLLM's part can remedy
+ON_HOLDING = ("start", "weights_awake", "rollout", "KV cache", "host memory")  # causes that depend on how vLLM is held and what is offloaded
 Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
 
 
@@ -122,15 +122,15 @@ class _Maker:
         return Case.of(configured(self.base, chosen), world_size=self.world_size, ranks_per_host=self.ranks_per_host, read=self.read)
 
     def training(self, chosen: Settings) -> Candidate | None:
-        """What has to fit whatever vLLM does; None where the models or the rows do not split this way."""
+        """What has to fit whatever vLLM does and with all offload; None where the models or the rows do not split this way."""
         try:
-            case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0})
+            case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": OFFLOADS[-1]})
         except ValueError:
             return None
         if any(role.layout.dp > case.rows // case.config.algorithm.mini_batches for role in case.roles if role.learns):
             return None
         memory = plan_memory(case, self.machine)
-        problems = tuple(problem for problem in problems_of(case, self.machine, memory, margin=self.margin) if problem.cause not in FOR_ROLLOUT)
+        problems = tuple(problem for problem in problems_of(case, self.machine, memory, margin=self.margin) if problem.cause not in ON_HOLDING)
         return Candidate(self._said(chosen), case, memory, problems)
 
     def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:

@@ -42,18 +42,17 @@ class TimePlan:
 
 
 def plan_work(case: Case, machine: Machine) -> Work:
-    """Forward passes and updates; nothing here depends on how vLLM is set up."""
+    """Forward passes and updates; nothing here depends on how vLLM is set up and what is offloaded."""
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
     steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
     for phase, names in (("reward", ("reward",)), ("log_probs", ("actor", "reference")), ("values", ("critic",))):
-        for role in (role for role in case.roles if role.name in names):
-            seconds[phase] = seconds.get(phase, 0.0) + machine.phase_s + infer_seconds(case, machine, role)
-            flops[phase] = flops.get(phase, 0.0) + forward_flops(case, role)
+        if roles := [role for role in case.roles if role.name in names]:
+            seconds[phase] = machine.phase_s + infer_seconds(case, machine, roles)
+            flops[phase] = sum(forward_flops(case, role) for role in roles)
     for role in reversed([role for role in case.roles if role.learns]):  # the critic comes first
         phase = f"{role.name}_update"
-        others = sum(leaving_seconds(case, machine, other) for other in case.roles if other.name == "critic" and role is case.actor)
-        seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role) + others
+        seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role)
         flops[phase] = 3 * case.config.algorithm.epochs * forward_flops(case, role)
     return Work(seconds, flops)
 
@@ -62,4 +61,6 @@ def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | 
     """Every phase; `work` is `plan_work`'s answer where it is known already."""
     work = work or plan_work(case, machine)
     before = {"reshard": reshard_seconds(case, machine), "rollout": rollout_seconds(case, machine, memory.kv_cache_bytes), "return": return_seconds(case, machine)}
-    return TimePlan(before | work.seconds, work.flops, case.world_size, machine.peak_flops)
+    seconds = before | work.seconds
+    seconds["actor_update"] += sum(leaving_seconds(case, machine, role) for role in case.roles if role.name == "critic")  # its state makes room for the actor's
+    return TimePlan(seconds, work.flops, case.world_size, machine.peak_flops)

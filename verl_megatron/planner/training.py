@@ -41,10 +41,10 @@ def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
     return 2.0 * arch.hidden_size * (2 * queries + 2 * keys + 3 * arch.intermediate_size), 2.0 * queries * case.packed_tokens
 
 
-def infer_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
-    """A forward pass over all rows: all mini-batches in one pipeline."""
-    count = case.micro_batches(role)[0] * case.config.algorithm.mini_batches
-    return pipeline_seconds(role, count, [each.forward for each in passes(case, machine, role)])
+def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> float:
+    """A forward pass over all rows by models of one layout, which follow each other through one pipeline with all mini-batches."""
+    count = case.micro_batches(roles[0])[0] * case.config.algorithm.mini_batches * len(roles)
+    return pipeline_seconds(roles[0], count, [each.forward for each in passes(case, machine, roles[0])])
 
 
 def step_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:

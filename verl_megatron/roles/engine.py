@@ -1,7 +1,7 @@
 """One Megatron-Core model on the ranks of its layout: weights in, forward passes, optimizer steps, weights out."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +10,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from parallel import checkpoint, device, megatron
@@ -26,9 +23,10 @@ from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
 from verl_megatron.log_probs import token_log_probs
 from verl_megatron.metrics import Sums
-from verl_megatron.micro_batch import MicroBatch, pack
+from verl_megatron.micro_batch import MicroBatch
 from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
 from verl_megatron.models.heads import head_weight
+from verl_megatron.roles.schedule import run_schedule
 
 Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the tokens asked about
 
@@ -194,11 +192,11 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
-        def on_last_stage(outputs: Outputs, micro: MicroBatch):
+        def on_last_stage(_: Engine, outputs: Outputs, micro: MicroBatch):
             total, metrics = loss(outputs, micro.fields)
             return total / num_tokens, torch.tensor(0, dtype=torch.int, device=total.device), metrics
 
-        for metrics in self._run(batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
+        for metrics in run_schedule([self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the step: the first of a warm-up has a rate above 0
         self.offload.wait()
@@ -323,68 +321,42 @@ class Engine:
         A language head gives "logprobs" and "entropy", a value head "values". With context parallelism each rank fills in its
         own tokens and the results are summed.
         """
-        if not self.groups.is_member:
-            return None
+        return infer_together([self], batch, micro_batches, last_token=last_token)[0]
 
-        def on_last_stage(outputs: Outputs, micro: MicroBatch):
-            return micro, outputs
-
-        with frozen(self.chunks):
-            results = self._run(batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token)
-        if not self.groups.is_last_stage:
-            return None
-        names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
-        filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
-        for micro, outputs in results:
-            for name in names:
-                filled[name][micro.row, micro.column] = outputs[name]
-        if self.layout.cp > 1:
-            for value in filled.values():
-                dist.all_reduce(value, group=self.groups.cp)
-        return {name: value.cpu() for name, value in filled.items()}
-
-    def _run(self, batch, micro_batches, on_last_stage: Callable, *, forward_only: bool, fields: tuple[str, ...] = (), last_token: bool = False) -> list:
-        """Megatron's schedule over the micro-batches; what `on_last_stage` returned for each, on the last stage."""
-        layout, place = self.layout, self.groups.coordinates
-        multiple_of = self.compute.token_multiple * (layout.tp if layout.sequence_parallel else 1)
-        shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=place.cp)
-        packed = [pack(batch, rows, fields=fields, last_token=last_token, **shape).to(device.device()) for rows in micro_batches]
-        if not packed:
-            return []
-        iterators = [iter(packed) for _ in self.chunks]
-        pipeline = dict(p2p_communicator=P2PCommunicator(pp_group=self.groups.pp, config=self.model_config)) if layout.pp > 1 else {}
-        run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
-        with megatron.lent_to_globals(self.groups):
-            return run(
-                forward_step_func=partial(self._forward_step, on_last_stage, forward_only),
-                data_iterator=iterators if layout.vpp > 1 else iterators[0],
-                model=self.chunks if layout.vpp > 1 else self.chunks[0],
-                num_microbatches=len(packed),
-                seq_length=packed[0].tokens.size(1),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-                pg_collection=megatron.collection(self.groups),
-                **pipeline,
-            )
-
-    def _forward_step(self, on_last_stage, forward_only, iterator, model):
-        self.progress()
-        micro: MicroBatch = next(iterator)
-        longest = max(micro.lengths)
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-        params.lengths = micro.lengths
-        output = model(micro.tokens, micro.positions, None, packed_seq_params=params)
-
-        def finish(output, non_loss_data=False):
-            return on_last_stage(self._outputs(output, micro, model), micro)
-
-        return output, finish
-
-    def _outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
+    def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
         """The head's answers [N] for the tokens asked about, from the last chunk's output [1, P, H or 1]."""
         asked = output.squeeze(0).index_select(0, micro.index)
         if self.head != "lm":
             return {"values": asked.squeeze(-1)}
         logprobs, entropy = token_log_probs(asked, head_weight(model), micro.labels, vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
         return {"logprobs": logprobs, "entropy": entropy}
+
+
+def infer_together(engines: Sequence[Engine], batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False) -> list[dict[str, Tensor] | None]:
+    """`Engine.infer` of several models under the same layout, in one pass over the rows."""
+    groups = engines[0].groups
+    if not groups.is_member:
+        return [None] * len(engines)
+
+    def on_last_stage(engine: Engine, outputs: Outputs, micro: MicroBatch):
+        return engine, micro, outputs
+
+    with ExitStack() as frozen_models:
+        for engine in engines:
+            frozen_models.enter_context(frozen(engine.chunks))
+        answers = run_schedule(engines, batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token)
+    if not groups.is_last_stage:
+        return [None] * len(engines)
+    return [_filled(engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine]) for engine in engines]
+
+
+def _filled(engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]]) -> dict[str, Tensor]:
+    names = ("logprobs", "entropy") if engine.head == "lm" else ("values",)
+    filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
+    for micro, outputs in answers:
+        for name in names:
+            filled[name][micro.row, micro.column] = outputs[name]
+    if engine.layout.cp > 1:
+        for value in filled.values():
+            dist.all_reduce(value, group=engine.groups.cp)
+    return {name: value.cpu() for name, value in filled.items()}

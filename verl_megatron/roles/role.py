@@ -1,6 +1,6 @@
 """A role: an engine that borrows rows from their homes, works on them under its own layout and sends the results back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from verl_megatron.collector import DataCollector
 from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.metrics import Sums
 from verl_megatron.models.build import Head
+from verl_megatron.roles import engine as passes
 from verl_megatron.roles.engine import Engine, Loss
 from verl_megatron.roles.rows import RowTable
 
@@ -42,11 +43,7 @@ class Role:
 
     def infer(self, batch: RolloutBatch, rows: RowTable, *, last_token: bool = False) -> dict[str, Tensor]:
         """Per-token results [B, T] float32 for the rows at home here: logprobs and entropy, or values."""
-        borrowed = self.borrow(batch, rows)
-        flat = [micro for mini_batch in borrowed.micro_batches for micro in mini_batch]
-        results = self.engine.infer(borrowed.batch, flat, last_token=last_token)
-        names = ("logprobs", "entropy") if self.engine.head == "lm" else ("values",)
-        return {name: self.collector.to_home(results[name] if results else None, borrowed.batch.row_id, rows.home_R, batch) for name in names}
+        return infer_together([self], batch, rows, last_token=last_token)[0]
 
     def update(self, batch: RolloutBatch, rows: RowTable, loss: Loss, *, fields: tuple[str, ...], epochs: int, stop: Callable[[Sums], bool] | None = None) -> tuple[Sums, int]:
         """Optimizer steps over all mini-batches, `epochs` times; returns the metrics and the number of steps taken.
@@ -63,6 +60,18 @@ class Role:
                 if stop is not None and stop(metrics):
                     return sums, steps
         return sums, steps
+
+
+def infer_together(roles: Sequence[Role], batch: RolloutBatch, rows: RowTable, *, last_token: bool = False) -> list[dict[str, Tensor]]:
+    """`Role.infer` of several roles under the same layout, in one pass over the rows."""
+    lender, engines = roles[0], [role.engine for role in roles]
+    borrowed = lender.borrow(batch, rows)
+    flat = [micro for mini_batch in borrowed.micro_batches for micro in mini_batch]
+    found = []
+    for engine, results in zip(engines, passes.infer_together(engines, borrowed.batch, flat, last_token=last_token)):
+        names = ("logprobs", "entropy") if engine.head == "lm" else ("values",)
+        found.append({name: lender.collector.to_home(results[name] if results else None, borrowed.batch.row_id, rows.home_R, batch) for name in names})
+    return found
 
 
 def layout_of(model: ModelConfig) -> Layout:

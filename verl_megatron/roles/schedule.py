@@ -1,0 +1,83 @@
+"""Megatron-Core's pipeline schedules over packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from parallel import device, megatron
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.micro_batch import MicroBatch, pack
+from verl_megatron.models.heads import trunk
+
+if TYPE_CHECKING:
+    from verl_megatron.roles.engine import Engine
+
+
+def run_schedule(
+    engines: Sequence[Engine],
+    batch: RolloutBatch,
+    micro_batches: Sequence[list[int]],
+    on_last_stage: Callable,
+    *,
+    forward_only: bool,
+    fields: tuple[str, ...] = (),
+    last_token: bool = False,
+) -> list:
+    """What `on_last_stage(engine, outputs, micro_batch)` returned for each micro-batch and engine, on the last stage; elsewhere nothing.
+
+    Args:
+        engines: members of the same groups. Every micro-batch goes through them one after the other, so that stages wait for the first
+            and the last micro-batch of all of them together. Only one alone can learn.
+        micro_batches: rows of `batch` that go together; equal on all ranks that share a data-parallel index.
+        fields, last_token: as in `pack`.
+    """
+    first = engines[0]
+    layout, groups = first.layout, first.groups
+    assert forward_only or len(engines) == 1, "one model learns at a time"
+    multiple_of = first.compute.token_multiple * (layout.tp if layout.sequence_parallel else 1)
+    shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
+    packed = [pack(batch, rows, fields=fields, last_token=last_token, **shape).to(device.device()) for rows in micro_batches]
+    if not packed:
+        return []
+    work = [(engine, micro) for micro in packed for engine in engines]
+    iterators = [iter(work) for _ in first.chunks]
+    pipeline = dict(p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=first.model_config)) if layout.pp > 1 else {}
+    run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
+    with megatron.lent_to_globals(groups):
+        return run(
+            forward_step_func=partial(_forward_step, first, on_last_stage),
+            data_iterator=iterators if layout.vpp > 1 else iterators[0],
+            model=first.chunks if layout.vpp > 1 else first.chunks[0],
+            num_microbatches=len(work),
+            seq_length=packed[0].tokens.size(1),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=megatron.collection(groups),
+            **pipeline,
+        )
+
+
+def _forward_step(first: Engine, on_last_stage: Callable, iterator: Iterator[tuple[Engine, MicroBatch]], chunk: torch.nn.Module):
+    """One micro-batch through one chunk: its output, and what makes the answers of it. Megatron gives `chunk` of the first engine what came in."""
+    engine, micro = next(iterator)
+    engine.progress()
+    if engine is not first:
+        received, chunk = trunk(chunk).decoder.input_tensor, engine.chunks[first.chunks.index(chunk)]
+        trunk(chunk).set_input_tensor(received)
+    longest = max(micro.lengths)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    params.lengths = micro.lengths
+    output = chunk(micro.tokens, micro.positions, None, packed_seq_params=params)
+
+    def finish(output, non_loss_data=False):
+        return on_last_stage(engine, engine.outputs(output, micro, chunk), micro)
+
+    return output, finish
