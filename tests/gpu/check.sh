@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages: tests toy resume save ppo handover reshard engine rollout kernels machine (all, in this order, where none is named); those with too few GPUs are left out.
-# Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take.
+# Stages (all, in this order, where none is named): tests toy resume ppo grpo long save offload handover reshard engine rollout scaling kernels machine.
+# Those with too few GPUs are left out; with two, models and batches are smaller than with four.
+# Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 HF_HUB_OFFLINE=1
-LOGS=${LOGS:-outputs/gpu} LIMIT_S=${LIMIT_S:-240}
+LOGS=${LOGS:-outputs/gpu} LIMIT_S=${LIMIT_S:-240} SCRATCH=${SCRATCH:-outputs/random}
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') # without any, the ranks are the CPU's: to try this script
 RANKS=$((GPUS >= 4 ? 4 : GPUS >= 2 ? 2 : 1))
 mkdir -p "$LOGS"
@@ -35,7 +36,7 @@ toy() { # folder of the run, settings
   world "$RANKS" -m verl_megatron.train --config-name ppo_toy_cpu $job $layout rollout.gpu_memory_utilization=0.1 reshard.verify=all run.output_dir="$LOGS/$1" "${@:2}"
 }
 export -f toy
-export LOGS RANKS layout
+export LOGS RANKS SCRATCH layout
 
 stage_tests() { LIMIT_S=$((2 * LIMIT_S)) step tests python -m pytest -q -p no:cacheprovider tests/gpu; }
 
@@ -54,23 +55,57 @@ stage_resume() { # saved beside training, with everything away from the GPU; the
   step resume_again bash -c "toy resume $common run.iterations=4 --verify"
 }
 
-recipe_8b() { GPUS=$RANKS SCRATCH=$LOGS/random bash recipes/llama3_8b_ppo.sh rollout.enforce_eager=true run.output_dir="$LOGS/$1" "${@:2}"; }
-export -f recipe_8b
+recipe() { # folder of the run, recipe, settings
+  local limits="rollout.enforce_eager=true run.track_metrics=[console,jsonl,timeline]"
+  GPUS=$RANKS bash recipes/"$2".sh $limits run.output_dir="$LOGS/$1" run.iterations=3 "${@:3}" || return
+  echo "$1: medians of iterations 2 and 3" && python - "$LOGS/$1/metrics.jsonl" <<'END'
+import json, statistics, sys
+rows = [row for row in map(json.loads, open(sys.argv[1])) if "time/rollout_s" in row][1:]
+names = [name for name in rows[-1] if name.startswith(("time/", "memory/", "perf/", "train/"))]
+print({name: round(statistics.median(row[name] for row in rows if name in row), 3) for name in names})
+END
+}
+export -f recipe
+few="data.prompts_per_iteration=64 algorithm.mini_batches=2"
 
-stage_save() { # what a checkpoint of 8B models keeps training from (time/save_s), written at once and beside it
-  ((RANKS >= 4)) || return 0
-  local common="run.iterations=3 run.save_interval=1 run.keep_last_k=1 rollout.max_tokens=64 rollout.min_tokens=64"
-  step save_at_once bash -c "recipe_8b save_at_once $common"
-  rm -rf "$LOGS/save_at_once/checkpoint"
-  step save_beside bash -c "recipe_8b save_beside $common run.async_save=true"
-  rm -rf "$LOGS/save_beside/checkpoint"
+stage_ppo() { # actor and critic of 8B; on two GPUs they take turns
+  ((RANKS >= 2)) || return 0
+  step ppo_keep bash -c "recipe ppo_keep llama3_8b_ppo reshard.mode=keep"
+  step ppo_share bash -c "recipe ppo_share llama3_8b_ppo reshard.mode=share $few"
+  step ppo_swap bash -c "recipe ppo_swap llama3_8b_ppo reshard.mode=swap reshard.offload=all $few"
 }
 
-stage_ppo() {
+stage_grpo() { # an actor of 8B, split over the ranks and whole on each
   ((RANKS >= 2)) || return 0
-  step ppo_keep bash -c "recipe_8b ppo_keep reshard.mode=keep"
-  step ppo_share bash -c "recipe_8b ppo_share reshard.mode=share"
-  step ppo_swap_all bash -c "recipe_8b ppo_swap_all reshard.mode=swap reshard.offload=all"
+  step grpo_tp2 bash -c "recipe grpo_tp2 llama3_8b_grpo data.prompts_per_iteration=16"
+  step grpo_dp bash -c "recipe grpo_dp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=tp1 rollout.tp=1 reshard.mode=share reshard.offload=all engine.tokens_per_micro_batch=4096"
+  step grpo_pp bash -c "recipe grpo_pp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=pp2vpp4 rollout.tp=2 reshard.mode=swap reshard.offload=grads engine.tokens_per_micro_batch=4096"
+}
+
+stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation does not take the time
+  ((RANKS >= 2)) || return 0
+  local folder="$SCRATCH/long"
+  [[ -f $folder/reward.py ]] || step long_weights python tools/make_random.py "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16
+  local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.mini_batches=2"
+  local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false"
+  step long env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe long llama3.1_8b_grpo_16k $lengths $run"
+}
+
+stage_save() { # what a checkpoint keeps training from (time/save_s), written at once and beside it: 8B on four GPUs, as much a rank on two
+  ((RANKS >= 2)) || return 0
+  local folder="$SCRATCH/save" layers=$((8 * RANKS))
+  [[ -f $folder/reward.py ]] || step save_weights python tools/make_random.py "$folder" --layers $layers --rows 64
+  local common="data.max_prompt_tokens=512 rollout.max_tokens=64 rollout.min_tokens=64 rollout.ignore_eos=true data.prompts_per_iteration=8 reward.function=$folder/reward.py:score"
+  for way in false true; do
+    step "save_async_$way" env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe save_$way llama3_8b_grpo $common run.export=false run.save_interval=2 run.keep_last_k=1 run.async_save=$way"
+    rm -rf "$LOGS/save_$way/checkpoint"
+  done
+}
+
+stage_offload() { # what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit
+  ((RANKS >= 2)) || return 0
+  local common="data.prompts_per_iteration=32 rollout.gpu_memory_utilization=0.3"
+  for what in none all; do step "offload_$what" bash -c "recipe offload_$what llama3_8b_grpo $common reshard.offload=$what"; done
 }
 
 stage_handover() {
@@ -81,23 +116,26 @@ stage_handover() {
 }
 
 stage_reshard() {
-  ((RANKS >= 4)) || return 0
-  for pair in "pp4 tp4" "tp4 tp2"; do
-    step "reshard_${pair/ /_}" bash -c "world 4 tools/bench_reshard.py --shape llama3-8b --no-megatron --gather-mib 256 --train ${pair% *} --rollout ${pair#* }"
+  ((RANKS >= 2)) || return 0
+  local pairs=("tp2 tp2" "pp2 tp2" "tp1 tp2" "tp2 tp1") big="--layers 32 --train tp2 --rollout tp2"
+  if ((RANKS == 4)); then pairs=("tp2pp2 tp4" "pp4 tp4" "tp4 tp2" "tp2 tp4" "tp2pp2vpp2 tp2") big="--train tp2pp2 --rollout tp4"; fi
+  for pair in "${pairs[@]}"; do
+    step "reshard_${pair/ /_}" bash -c "world $RANKS tools/bench_reshard.py --shape llama3-8b --no-megatron --gather-mib 256 --train ${pair% *} --rollout ${pair#* }"
   done
-  step reshard_70b bash -c "world 4 tools/bench_reshard.py --shape llama3-70b --no-megatron --gather-mib 256 --train tp2pp2 --rollout tp4 --modes keep swap"
+  step reshard_70b bash -c "world $RANKS tools/bench_reshard.py --shape llama3-70b --no-megatron --gather-mib 256 $big --modes keep swap"
 }
 
 stage_engine() { # updates and log-probs of an 8B model alone; profiles are in the logs
-  local size="--shape llama3-8b --rows 16 --prompt 512 --response 512 --repetitions 3"
+  local size="--shape llama3-8b --rows 32 --prompt 512 --response 512 --repetitions 3" small="--set tokens_per_micro_batch=4096"
   if ((RANKS == 1)); then
     step engine_1b bash -c "world 1 tools/bench_engine.py ${size/8b/1b} --baseline --profile"
     return
   fi
-  step engine_dp bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 --baseline --set tokens_per_micro_batch=4096"
-  step engine_tp2 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --baseline --profile"
-  step engine_dp_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 --set tokens_per_micro_batch=4096 dtype=fp8"
-  step engine_tp2_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --set dtype=fp8"
+  step engine_dp bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 $small --baseline --profile"
+  step engine_dp_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 $small dtype=fp8 --profile"
+  step engine_tp2 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --profile"
+  step engine_pp2 bash -c "world $RANKS tools/bench_engine.py $size --layout pp2 $small"
+  step engine_pp2vpp4 bash -c "world $RANKS tools/bench_engine.py $size --layout pp2vpp4 $small"
 }
 
 stage_rollout() { # as a run does it beside a bare vLLM
@@ -106,13 +144,22 @@ stage_rollout() { # as a run does it beside a bare vLLM
   step rollout_mixed bash -c "world $RANKS tools/bench_rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
 }
 
+stage_scaling() { # a model that one GPU holds, with as many rows for each GPU
+  ((RANKS >= 2)) || return 0
+  local folder="$SCRATCH/llama3-1b" sizes=1,2 same="--layouts 1:tp1,2:tp1 --rollout 1:1,2:1"
+  if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi
+  [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --shape llama3-1b
+  local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512"
+  step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 3 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" rollout.enforce_eager=true
+}
+
 stage_kernels() { # those of log-probs in other block sizes, beside the floor
   LINES_SHOWN=40 step kernels python tests/gpu/log_probs_check.py
 }
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume save ppo handover reshard engine rollout kernels machine
+(($#)) || set -- tests toy resume ppo grpo long save offload handover reshard engine rollout scaling kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"

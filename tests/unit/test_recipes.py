@@ -24,6 +24,8 @@ RUNS = [
     ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2pp2sp .* llama3-8b"),
     ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-8b"),
     ("llama3_8b_grpo", 1, 4, {}, r"actor     tp2dp2sp "),
+    ("llama3.1_8b_grpo_16k", 1, 4, {}, r"micro-batches of at most 16384 tokens"),
+    ("llama3.1_8b_grpo_16k", 1, 2, {}, r"rollout 1 replica of tp2"),
     ("qwen2.5_7b_grpo", 1, 4, {}, r"actor     tp2dp2sp .* qwen2.5-7b"),
     ("qwen2.5_32b_ppo", 2, 8, {}, r"critic    tp4pp4sp .* qwen2.5-32b"),
     ("llama3_70b_ppo", 4, 8, {}, r"critic    tp8pp4sp .* llama3-70b"),
