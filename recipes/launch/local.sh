@@ -20,6 +20,10 @@ if [[ -x $VENV/bin/python ]]; then export PATH="$VENV/bin:$PATH"; fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # 1 is torchrun's default, too, with eight lines about it
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40} # s from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks need a store of their own: in torchrun's gloo finds the addresses of those that are gone
+# NCCL. What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) the user sets; launchers take it along to all nodes (forwarded.txt).
+# CUDA_DEVICE_MAX_CONNECTIONS=1, usual with Megatron, is not set: kernels of several communicators in one process could block each other.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # the reason of a failure, in the log of the rank that saw it
+export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # 4.096 us * 2^22 = 17 s: a link that is down for a moment does not end a run
 NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GPUS=${GPUS:-${PET_NPROC_PER_NODE:-}} # PET_*: torchrun's own names, set by PyTorchJob
 SCRATCH=${SCRATCH:-outputs/random}
 DRY_RUN=
