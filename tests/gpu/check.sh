@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo grpo long save offload handover reshard engine rollout scaling kernels machine.
+# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide fp8 save offload handover reshard engine rollout scaling kernels machine.
 # Those with too few GPUs are left out; with two, models and batches are smaller than with four.
 # Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights.
 set -uo pipefail
@@ -91,6 +91,20 @@ stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation 
   step long env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe long llama3.1_8b_grpo_16k $lengths $run"
 }
 
+stage_wide() { # few layers of a 70B model's width
+  ((RANKS >= 2)) || return 0
+  local folder="$SCRATCH/wide" layers=$((4 * RANKS))
+  [[ -f $folder/reward.py ]] || step wide_weights python tools/make_random.py "$folder" --shape llama3-70b --layers $layers --rows 64
+  local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true run.save_interval=0 run.export=false"
+  step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap reshard.offload=all"
+}
+
+stage_fp8() { # the toy job learns as in bfloat16
+  for dtype in bfloat16 fp8; do
+    LINES_SHOWN=8 step "quickstart_$dtype" env OUT="$LOGS/toy" bash recipes/quickstart.sh engine.dtype=$dtype run.output_dir="$LOGS/quickstart_$dtype" rollout.enforce_eager=true
+  done
+}
+
 stage_save() { # what a checkpoint keeps training from (time/save_s), written at once and beside it: 8B on four GPUs, as much a rank on two
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/save" layers=$((8 * RANKS))
@@ -159,7 +173,7 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume ppo grpo long save offload handover reshard engine rollout scaling kernels machine
+(($#)) || set -- tests toy resume ppo grpo long wide fp8 save offload handover reshard engine rollout scaling kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"
