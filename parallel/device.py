@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
 from types import CodeType
@@ -65,6 +66,11 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def named_range(name: str) -> AbstractContextManager:
+    """Nsight Systems shows the block under this name (NVTX); nothing on a CPU."""
+    return torch.cuda.nvtx.range(name) if is_gpu() else nullcontext()
 
 
 def synchronize() -> None:

@@ -1,7 +1,9 @@
 """The parts of a run and how they are put together: groups, vLLM, models, data, rewards."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -227,8 +229,15 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         algorithm=algorithm,
         kl=make_controller(config.algorithm),
         watchdog=watchdog,
-        clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=watchdog.operation),
+        clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=partial(phase_around, watchdog)),
     )
+
+
+@contextmanager
+def phase_around(watchdog: Watchdog, name: str) -> Iterator[None]:
+    """What a phase is known by to those who look from outside."""
+    with watchdog.operation(name), device.named_range(name):
+        yield
 
 
 def make_vllm(config: TrainerConfig, rollout: Layout, shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
