@@ -20,8 +20,7 @@ class Background:
 
     def __init__(self, *, enabled: bool):
         self._group = dist.new_group(backend="gloo") if enabled else None
-        # A new thread would use the first GPU, which may be another rank's.
-        on_this_gpu = dict(initializer=torch.cuda.set_device, initargs=(device.device(),)) if device.is_gpu() else {}
+        on_this_gpu = dict(initializer=_begin, initargs=(device.device(),)) if device.is_gpu() else {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu) if enabled else None
         self._jobs: list[Future] = []
 
@@ -49,3 +48,9 @@ class Background:
         self.wait()
         if self._executor is not None:
             self._executor.shutdown()
+
+
+def _begin(gpu: torch.device) -> None:
+    """A new thread would use the first GPU, which may be another rank's, and the default stream: torch's writer waits for it again and again, and training may use it."""
+    torch.cuda.set_device(gpu)
+    torch.cuda.set_stream(torch.cuda.Stream(gpu))

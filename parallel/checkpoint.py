@@ -8,6 +8,7 @@ torch's AdamW the latter share one step between parameters. Its asynchronous wri
 
 import json
 import pickle
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from parallel.megatron import lent_to_globals  # noqa: E402
 
 VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
+_PIECE = 2**24  # elements widened at a time
 # What the index of a torch_dist folder consists of; unpickling anything else could run it.
 _SAFE = {
     "torch.distributed.checkpoint.metadata": (
@@ -112,7 +114,7 @@ def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
 
 
 class HostCopies:
-    """Copies of what a rank holds, on the host: in new memory each time or, once it is reserved, in the same (pinned where there is a GPU)."""
+    """Copies of what a rank holds, on the host: in new memory each time or, once it is reserved, in the same (pinned where there is a GPU, while this lives)."""
 
     def __init__(self) -> None:
         self._places: dict[str, Tensor] = {}
@@ -130,7 +132,7 @@ class HostCopies:
         mine = [one for one in learned(chunks, optimizer, groups) if one.holder == groups.dp_cp.rank()]
         shapes = {f"{one.name}/{kind}": one.weight.shape for one in mine for kind in (VALUE, *MOMENTS)}
         memory = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
-        device.pin(memory)
+        weakref.finalize(self, device.pin(memory)).atexit = False  # the process's end frees it anyway
         parts = memory.split([shape.numel() for shape in shapes.values()])
         self._places = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
@@ -182,7 +184,8 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
         is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (is_split or one.holder == groups.dp_cp.rank())
         for place, kind in enumerate((VALUE, *MOMENTS)):
             if is_counted and (part := one.part(kind)) is not None:
-                squares[place] += torch.linalg.vector_norm(part.detach(), dtype=torch.float64).square()
+                for piece in part.detach().flatten().split(_PIECE):  # in float64 a whole one may be gigabytes
+                    squares[place] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
     dist.all_reduce(squares, group=groups.world)
     return {f"norm/{kind}": value for kind, value in zip((VALUE, *MOMENTS), squares.sqrt().tolist())}
 
@@ -248,11 +251,14 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
     wanted = _describe(mine, {f"{one.name}/{kind}": torch.empty(one.weight.shape) for one in mine for kind in kinds})
     merges = dict(wanted)
     apply_factories(wanted)
+    loaded, causes = {}, [None] * dist.get_world_size()
     try:
-        loaded = TorchDistLoadShardedStrategy().load(wanted, folder)
-    except CheckpointException as error:  # no Exception, and one for all ranks
-        cause = next(iter(error.failures.values()))[0]
-        raise ValueError(f"{folder} does not fit this model ({cause}); resume with the version of megatron-core that wrote it, or set run.resume=never") from None
+        loaded, cause = TorchDistLoadShardedStrategy().load(wanted, folder), None
+    except CheckpointException as error:  # no Exception; with Megatron-Core 0.19 on those ranks alone that it concerns
+        cause = str(next(iter(error.failures.values()))[0])
+    dist.all_gather_object(causes, cause)
+    if cause := next(filter(None, causes), None):
+        raise ValueError(f"{folder} does not fit this model ({cause}); resume with the version of megatron-core that wrote it, or set run.resume=never")
     factories = {name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)}
     loaded = apply_factory_merges(loaded, factories)
     for one in parameters:

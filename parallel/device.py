@@ -104,18 +104,22 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def pin(memory: torch.Tensor) -> None:
-    """Let this host's GPUs copy to and from `memory` beside their work, until the process ends; nothing on a CPU.
+def pin(memory: torch.Tensor) -> Callable[[], None]:
+    """Let this host's GPUs copy to and from `memory` beside their work; nothing on a CPU. PyTorch's own pinned memory comes in powers of two.
 
-    PyTorch's own pinned memory comes in powers of two.
+    Returns:
+        What ends it. It has to be called before the memory is freed: CUDA would go on to copy to the old pages, whoever has the address next.
 
     Raises:
         ValueError: the system does not allow it.
     """
-    if is_gpu() and memory.numel():
-        failure = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if failure:
-            raise ValueError(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); set run.async_save=false, or give the host more memory")
+    if not is_gpu() or not memory.numel():
+        return lambda: None
+    address, cudart = memory.data_ptr(), torch.cuda.cudart()
+    failure = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    if failure:
+        raise ValueError(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); set run.async_save=false, or give the host more memory")
+    return lambda: cudart.cudaHostUnregister(address)
 
 
 # ---- Megatron-Core on a CPU -------------------------------------------------------------------------------------------

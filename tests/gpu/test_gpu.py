@@ -41,6 +41,11 @@ def test_training_goes_on_after_memory_was_given_up():
 
 
 @needs(4)
+def test_checkpoints_beside_training():
+    assert "all passed" in run_world("tests/parity/checkpoint_worker.py", 4, "background", "bfloat16", timeout=600)
+
+
+@needs(4)
 def test_reshard_over_nccl():
     assert "all reshard checks passed" in run_world("tests/distributed/reshard_worker.py", 4, timeout=300)
 
