@@ -71,19 +71,22 @@ def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: 
 
 
 def parse_settings(given: list[str]) -> EngineConfig:
-    """`name=value` pairs of the section engine.
+    """`name=value` pairs of the section engine; numbers of a list are separated by commas.
 
     Raises:
-        ValueError: a name that the section does not have.
+        ValueError: a name that the section does not have, or a value of another kind.
     """
     config = EngineConfig(adam_eps=1e-5)
-    known = {field.name: getattr(config, field.name) for field in fields(config)}
+    known = {field.name: type(getattr(config, field.name)) for field in fields(config)}
+    read = {bool: lambda text: {"true": True, "false": False}[text.lower()], list: lambda text: [float(part) for part in text.strip("[]").split(",")]}
     for text in given:
         name, _, value = text.partition("=")
         if name not in known:
             raise ValueError(f"--set {text}: engine has no setting {name}; it has {', '.join(known)}")
-        kind = type(known[name])
-        config = replace(config, **{name: value in ("1", "true", "True") if kind is bool else kind(value)})
+        try:
+            config = replace(config, **{name: read.get(known[name], known[name])(value)})
+        except (KeyError, ValueError):
+            raise ValueError(f"--set {text}: {name} is of type {known[name].__name__}") from None
     return config
 
 
@@ -126,7 +129,7 @@ class Bench:
 
     def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
         self.engine = Engine(arch=arch, folder=None, groups=ProcessGroups(layout), config=config, head="lm", seed=1)
-        self.batch = make_rows(options.rows, prompt=options.prompt, response=options.response, vocab_size=arch.vocab_size, seed=dist.get_rank() // layout.tp)
+        self.batch = make_rows(options.rows, prompt=options.prompt, response=options.response, vocab_size=arch.vocab_size, seed=self.engine.groups.coordinates.dp)
         lengths, budget = self.batch.lengths.tolist(), config.tokens_per_micro_batch * layout.cp
         self.micro = micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
         self.num_tokens = options.rows * options.response * layout.dp
@@ -188,7 +191,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=512)
-    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="of the section engine")
+    parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-train", action="store_true", help="forward passes only: no gradients, no optimizer")
     parser.add_argument("--baseline", action="store_true")
@@ -226,7 +229,7 @@ def show(rows: list[Row], case: Case, layout: Layout, settings: EngineConfig, *,
     machine, arch = machine_here(), case.actor.arch
     peak = machine.peak_flops if machine else 0.0
     what = f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
-    say(f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if machine else 'CPU ranks'}")
+    say(f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}")
     logits_bytes = 4 * settings.tokens_per_micro_batch * arch.vocab_size / layout.tp
     say(f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this device's matrix product reaches {rate / 1e12:.1f} TFLOP/s")
     say(f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}{'tokens/s/rank':>15}")

@@ -80,12 +80,12 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
     needs_critic = algorithm is not None and algorithm.needs_critic
-    actor, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
+    actor, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     layouts = {"actor": actor}
     if needs_critic:
         path = config.critic.path or (config.actor.path if arch is not None else "")
         critic = replace(config.critic, path=path)
-        layouts["critic"], _ = _check_model(critic, "critic", world_size, problems)
+        layouts["critic"], _ = _check_model(critic, "critic", world_size, problems, config.engine)
     problems += _check_reward(config, world_size)
     problems += _check_rollout(config, arch, world_size)
     problems += _check_rows(config, layouts)
@@ -96,7 +96,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
 def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
-    layout, arch = _check_model(config.actor, "actor", world_size, problems, required=True)
+    layout, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     data = config.data
     if layout is not None and data.rows_per_step < layout.dp:
         problems.append(f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; raise it")
@@ -152,7 +152,7 @@ def _check_engine(engine: EngineConfig) -> list[str]:
     return problems
 
 
-def _check_model(model: Any, name: str, world_size: int, problems: list[str], *, required: bool = False) -> tuple[Layout | None, Architecture | None]:
+def _check_model(model: Any, name: str, world_size: int, problems: list[str], engine: EngineConfig, *, required: bool = False) -> tuple[Layout | None, Architecture | None]:
     """The layout and the architecture of a section with path, layout and devices, where they can be read; adds to `problems`."""
     layout = arch = None
     try:
@@ -166,15 +166,19 @@ def _check_model(model: Any, name: str, world_size: int, problems: list[str], *,
     elif required:
         problems.append(f"{name}.path has to be given; name a Hugging Face folder")
     if layout is not None and arch is not None:
-        problems += [f"{name}.layout={model.layout!r}: {problem}" for problem in _check_split(arch, layout)]
+        problems += [f"{name}.layout={model.layout!r}: {problem}" for problem in _check_split(arch, layout, engine.dtype)]
     return layout, arch
 
 
-def _check_split(arch: Architecture, layout: Layout) -> list[str]:
+def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
     """What keeps the model from being split this way."""
     problems = _check_tp(arch, layout.tp) + _said_by(layout.layers_of, arch.num_layers)
     if len(set(layout.stage_layers[1:-1])) > 1:
         problems.append(f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may differ from the others; make those between alike")
+    if dtype == "fp8":
+        widths = {"hidden size": arch.hidden_size, "heads' channels": arch.num_heads * arch.head_dim // layout.tp, "feed-forward channels": arch.intermediate_size // layout.tp}
+        wrong = " and ".join(f"{width} {name}" for name, width in widths.items() if width % 16)
+        problems += [f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; use another tp, or bfloat16"] * bool(wrong)
     return problems
 
 
@@ -192,7 +196,7 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
         return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
     problems = _said_by(load_reward, reward.function) if reward.function else []
     if reward.path:
-        _check_model(reward, "reward", world_size, problems)
+        _check_model(reward, "reward", world_size, problems, config.engine)
     return problems
 
 

@@ -100,9 +100,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 @cache
 def _sums_in_float32(dtype: torch.dtype) -> bool:
     """Whether this PyTorch adds a product of this type to a float32 sum on GPUs; some of the supported versions do not."""
-    ones, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.zeros(16, 16, device="cuda")
+    ones, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
     try:
         torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):
         return False
-    return bool((total == 16).all())
+    return bool((total == 17).all())

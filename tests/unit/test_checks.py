@@ -92,6 +92,7 @@ BAD = [
     (dict(engine__recompute="all"), ["engine.recompute='all'"]),
     (dict(engine__dtype="fp4"), ["engine.dtype='fp4'"]),
     (dict(engine__dtype="fp8", engine__spec="local"), ["engine.dtype=fp8 with engine.spec=local"]),
+    (dict(engine__dtype="fp8", actor__layout="tp4"), ["actor.layout='tp4'", "engine.dtype=fp8", "24 feed-forward channels"]),
     (dict(engine__adam_betas=[0.9, 1.0]), ["engine.adam_betas=[0.9, 1.0]", "[0, 1)"]),
     (dict(data__overlong="skip"), ["data.overlong='skip'"]),
     (dict(data__train="/nowhere.jsonl"), ["data.train='/nowhere.jsonl'"]),

@@ -168,6 +168,13 @@ def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
         assert before.phase_bytes(phase) - after.phase_bytes(phase) == pytest.approx(away, rel=0.02), phase
 
 
+def test_fp8_keeps_copies_of_the_layers_weights_while_it_computes():
+    plain, fp8 = (plan_memory(case_of(run_config("tp2pp2sp", **engine), 4), H200) for engine in ({}, {"dtype": "fp8"}))
+    layers = 16 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336) / 2  # parameters of a rank
+    for phase, copies in (("log_probs", 1), ("actor_update", 2)):
+        assert fp8.phase_bytes(phase) - plain.phase_bytes(phase) == pytest.approx(copies * layers, rel=0.01)
+
+
 @pytest.mark.parametrize(("layers", "pp"), [(126, 16), (126, 4), (126, 64), (80, 16), (28, 8), (30, 4), (5, 4), (33, 2)])
 def test_uneven_stages_are_what_megatron_allows(layers, pp):
     """All layers, at least one each, and only the first and the last differ from the others."""

@@ -162,6 +162,15 @@ def _replace_head(model: GPTModel, config: TransformerConfig, groups: ProcessGro
         model.output_layer = ValueHead(config, groups.tp, bias=head == "token")
 
 
+def drop_fp8_weights(chunk: torch.nn.Module) -> None:
+    """Free transformer-engine's fp8 copies of the weights: two bytes a parameter, one after passes without gradients.
+
+    They serve the micro-batches of one pass. Until the next the weights may change or move, and vLLM needs the memory.
+    """
+    for module in chunk.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
 @contextlib.contextmanager
 def frozen(chunks: list[GPTModel]):
     """Within the block the chunks compute without gradients and in evaluation mode."""

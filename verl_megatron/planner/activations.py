@@ -11,7 +11,7 @@ divided by t. With norms on queries and keys also what went into these (q + k). 
 from math import ceil
 
 from verl_megatron.log_probs import CHUNK_BYTES
-from verl_megatron.planner.case import Case, PlannedRole, attention_channels
+from verl_megatron.planner.case import Case, PlannedRole, attention_channels, part_elements
 
 
 def layer_elements(role: PlannedRole) -> float:
@@ -46,13 +46,18 @@ def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
     kept = tokens * role.arch.hidden_size * width / _outer_split(role) if case.config.engine.recompute == "full" else layer
     in_flight = micro_batches_in_flight(role, stage, count)
     # One layer more: the gradients of the layer that is under way, or the layer that is computed again.
-    return in_flight * role.layers[stage] * kept + layer + head_bytes(case, role, stage, backward=True)
+    return in_flight * role.layers[stage] * kept + layer + head_bytes(case, role, stage, backward=True) + fp8_weight_bytes(case, role, stage, copies=2)
 
 
 def inference_bytes(case: Case, role: PlannedRole, stage: int) -> float:
     """The most that a forward pass without gradients takes: one layer's values, and the head's."""
     tokens = case.micro_batches(role)[1] * case.packed_tokens / role.layout.cp
-    return tokens * layer_elements(role) * case.element_bytes + head_bytes(case, role, stage, backward=False)
+    return tokens * layer_elements(role) * case.element_bytes + head_bytes(case, role, stage, backward=False) + fp8_weight_bytes(case, role, stage, copies=1)
+
+
+def fp8_weight_bytes(case: Case, role: PlannedRole, stage: int, *, copies: int) -> float:
+    """transformer-engine's copies of the layers' weights during a pass, in fp8: as they are, and for the backward pass transposed."""
+    return copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer if case.config.engine.dtype == "fp8" else 0.0
 
 
 def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> float:

@@ -194,7 +194,7 @@ class Engine:
 
         def on_last_stage(_: Engine, outputs: Outputs, micro: MicroBatch):
             total, metrics = loss(outputs, micro.fields)
-            return total / num_tokens, torch.tensor(0, dtype=torch.int, device=total.device), metrics
+            return total / num_tokens, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
         for metrics in run_schedule([self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
             sums.merge(metrics)

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from parallel import device, megatron
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.micro_batch import MicroBatch, pack
+from verl_megatron.models.build import drop_fp8_weights
 from verl_megatron.models.heads import trunk
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run_schedule(
     pipeline = dict(p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=first.model_config)) if layout.pp > 1 else {}
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     with megatron.lent_to_globals(groups):
-        return run(
+        answers = run(
             forward_step_func=partial(_forward_step, first, on_last_stage),
             data_iterator=iterators if layout.vpp > 1 else iterators[0],
             model=first.chunks if layout.vpp > 1 else first.chunks[0],
@@ -63,6 +64,10 @@ def run_schedule(
             pg_collection=megatron.collection(groups),
             **pipeline,
         )
+    for chunk in (chunk for engine in engines for chunk in engine.chunks):
+        trunk(chunk).set_input_tensor(None)  # the last activations received, with their gradient
+        drop_fp8_weights(chunk)  # Megatron has those of the first engine made anew in each pass, and of no other
+    return answers
 
 
 def _forward_step(first: Engine, on_last_stage: Callable, iterator: Iterator[tuple[Engine, MicroBatch]], chunk: torch.nn.Module):
