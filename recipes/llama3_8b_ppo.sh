@@ -6,7 +6,7 @@ source "$(dirname "$0")/launch/local.sh"
 world 1 4
 train_on llama3-8b
 if [[ $ranks == 2 ]]; then # two 8B models with optimizers take turns on two GPUs of 141 GB; 90 GiB of host memory a rank
-  settings+=(actor.layout=tp2sp critic.layout=tp2sp rollout.gpu_memory_utilization=0.25 reshard.offload=all)
+  settings+=(rollout.tp=2 rollout.gpu_memory_utilization=0.25 reshard.offload=all)
 fi
 if [[ -n ${CRITIC_MODEL:-} ]]; then settings+=(critic.path="$CRITIC_MODEL"); fi
 start verl_megatron.train --config-name llama3_8b_ppo "${settings[@]}" "$@"

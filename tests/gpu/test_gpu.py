@@ -35,14 +35,14 @@ def test_transformer_engine_models_load_what_is_converted():
     assert "all checks of conversion passed" in run_world("tests/gpu/convert_worker.py", RANKS, timeout=600)
 
 
-@needs(4)
+@needs(2)
 def test_training_goes_on_after_memory_was_given_up():
-    assert "all passed" in run_world("tests/parity/training_worker.py", 4, "offload", timeout=600)
+    assert "all passed" in run_world("tests/parity/training_worker.py", RANKS, "offload", timeout=600)
 
 
-@needs(4)
+@needs(2)
 def test_checkpoints_beside_training():
-    assert "all passed" in run_world("tests/parity/checkpoint_worker.py", 4, "background", "bfloat16", timeout=600)
+    assert "all passed" in run_world("tests/parity/checkpoint_worker.py", RANKS, "background", "bfloat16", timeout=600)
 
 
 @needs(4)

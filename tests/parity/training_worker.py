@@ -221,7 +221,8 @@ def steps_apart(folder: Path, layout: Layout, batch: RolloutBatch, config: Engin
 def check_offload() -> None:
     """Steps with gradients and optimizer state away in between are the same steps, bit by bit; so are checkpoints."""
     folder, bf16 = shared_folder(), {"dtype": "bfloat16"}
-    for family, text, extra in (("qwen3", "tp1", bf16), ("qwen3", "tp2pp2", bf16), ("qwen2_tied_yarn", "pp2vpp2", {"dtype": "float32"}), ("qwen3", "tp2sp", {"dtype": "float32"})):
+    split = "tp2pp2" if dist.get_world_size() == 4 else "pp2"  # GPU machines may have two
+    for family, text, extra in (("qwen3", "tp1", bf16), ("qwen3", split, bf16), ("qwen2_tied_yarn", "pp2vpp2", {"dtype": "float32"}), ("qwen3", "tp2sp", {"dtype": "float32"})):
         path = folder / family
         batch = experience(write_once(path, family).config.vocab_size)
         layout = Layout.parse(text, tuple(range(dist.get_world_size())))

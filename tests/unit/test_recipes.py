@@ -21,7 +21,7 @@ SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 RUNS = [
     ("quickstart", 1, 4, {}, r"critic    pp2dp2 "),
     ("sft", 1, 2, {}, r"actor tp2sp: 256 rows"),
-    ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2pp2sp .* llama3-8b"),
+    ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2dp2sp .* llama3-8b"),
     ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-8b"),
     ("llama3_8b_grpo", 1, 4, {}, r"actor     tp2dp2sp "),
     ("llama3.1_8b_grpo_16k", 1, 4, {}, r"micro-batches of at most 16384 tokens"),
