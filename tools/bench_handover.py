@@ -154,6 +154,7 @@ class HandOver:
         batch = RolloutBatch.from_rows([*rows], [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows))
         micro_batches = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
         self.engine.train_step(batch, micro_batches, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=half * len(rows))
+        self.engine.gather_weights()
 
     # ---- a repetition
 
