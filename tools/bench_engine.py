@@ -3,7 +3,8 @@
 torchrun --nproc_per_node 4 tools/bench_engine.py --shape llama3-8b --layout tp2sp [--rows 64 --prompt 512 --response 512] [--set dtype=fp8 ...]
     [--repetitions 5] [--baseline] [--profile] [--csv FILE]
 
-Every row is as long as the others; --rows are those of one data-parallel rank in one optimizer step. MFU counts matrix products and the
+Every row is as long as the others; --rows are those of one data-parallel rank in one optimizer step. Steps come in a row, as many as
+--steps: the new weights of each are gathered beside the next, and after the last, as in an iteration of a run. MFU counts matrix products and the
 causal half of attention, a backward pass twice, and neither the input embedding, nor logits of tokens nobody asks about, nor
 recomputation. With --baseline a step with whole logits and Megatron-Core's own cross-entropy is measured in turns.
 
@@ -38,7 +39,7 @@ from verl_megatron.models.heads import head_weight
 from verl_megatron.packing import micro_batches
 from verl_megatron.planner import Case, machine_here
 from verl_megatron.planner.training import forward_flops
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, Loss
 
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip (after parallel.device has prepared it)
 
@@ -132,13 +133,18 @@ class Bench:
         self.batch = make_rows(options.rows, prompt=options.prompt, response=options.response, vocab_size=arch.vocab_size, seed=self.engine.groups.coordinates.dp)
         lengths, budget = self.batch.lengths.tolist(), config.tokens_per_micro_batch * layout.cp
         self.micro = micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
-        self.num_tokens = options.rows * options.response * layout.dp
+        self.num_tokens, self.num_steps = options.rows * options.response * layout.dp, options.steps
 
     def infer(self) -> None:
         self.engine.infer(self.batch, self.micro)
 
     def step(self) -> None:
-        self.engine.train_step(self.batch, self.micro, policy, fields=FIELDS, num_tokens=self.num_tokens)
+        self._steps(policy, FIELDS)
+
+    def _steps(self, loss: Loss, given: tuple[str, ...]) -> None:
+        for _ in range(self.num_steps):
+            self.engine.train_step(self.batch, self.micro, loss, fields=given, num_tokens=self.num_tokens)
+        self.engine.gather_weights()
 
     def plain_step(self) -> None:
         """A step on the cross-entropies of all tokens: whole logits, and Megatron-Core's function of them."""
@@ -150,13 +156,13 @@ class Bench:
 
         self.engine.outputs = outputs
         try:
-            self.engine.train_step(self.batch, self.micro, lambda found, _: (found["losses"].sum(), Sums()), fields=(), num_tokens=self.num_tokens)
+            self._steps(lambda found, _: (found["losses"].sum(), Sums()), ())
         finally:
             self.engine.outputs = usual
 
 
 def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, float], *, repetitions: int) -> list[Row]:
-    """Each in turns, after one round to warm up; medians."""
+    """Each in turns, after one round to warm up; medians, of steps for one."""
     rows: dict[str, list[tuple[float, float]]] = {}
     for repetition in range(repetitions + 1):
         for name, do in work.items():
@@ -165,7 +171,8 @@ def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, floa
     found = []
     for name, values in rows.items():
         seconds, peaks = zip(*all_max(torch.tensor(values, dtype=torch.float64)).tolist())
-        found.append(Row(name=name, seconds=sorted(seconds)[len(seconds) // 2], flops=flops[name], peak_bytes=max(peaks)))
+        count = 1 if name == "log-probs" else bench.num_steps
+        found.append(Row(name=name, seconds=sorted(seconds)[len(seconds) // 2] / count, flops=flops[name], peak_bytes=max(peaks)))
     return found
 
 
@@ -192,6 +199,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=512)
     parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps in a row, an iteration's mini-batches")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-train", action="store_true", help="forward passes only: no gradients, no optimizer")
     parser.add_argument("--baseline", action="store_true")

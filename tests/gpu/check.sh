@@ -140,7 +140,7 @@ stage_reshard() {
 }
 
 stage_engine() { # updates and log-probs of an 8B model alone; profiles are in the logs
-  local size="--shape llama3-8b --rows 32 --prompt 512 --response 512 --repetitions 3" small="--set tokens_per_micro_batch=4096"
+  local size="--shape llama3-8b --rows 32 --prompt 512 --response 512 --steps 2 --repetitions 2" small="--set tokens_per_micro_batch=4096"
   if ((RANKS == 1)); then
     step engine_1b bash -c "world 1 tools/bench_engine.py ${size/8b/1b} --baseline --profile"
     return

@@ -17,7 +17,7 @@ from tests.tiny import FAMILIES
 from verl_megatron.config import EngineConfig
 from verl_megatron.models.build import frozen
 from verl_megatron.models.heads import head_weight
-from verl_megatron.roles.engine import Engine, infer_together
+from verl_megatron.roles.engine import Engine, infer_models
 from verl_megatron.roles.schedule import run_schedule
 
 # (compact layout, ranks it occupies, stage_layers)
@@ -123,7 +123,7 @@ def check_together() -> None:
         common = {"arch": arch, "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm"}
         engines = [Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common), Engine(folder=None, seed=2, **common)]
         mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
-        alone, together = [engine.infer(mine, micro) for engine in engines], infer_together(engines, mine, micro)
+        alone, together = [engine.infer(mine, micro) for engine in engines], infer_models(engines, mine, micro)
         for one, other in zip(alone, together, strict=True):
             assert (one is None) == (other is None) and all(torch.equal(other[name], value) for name, value in (one or {}).items()), text
         assert alone[0] is None or not torch.allclose(alone[0]["logprobs"], alone[1]["logprobs"]), "the models are the same"

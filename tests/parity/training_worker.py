@@ -4,6 +4,7 @@ Letters: N tokens asked about in a row.
 """
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -18,14 +19,24 @@ from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.config import AlgorithmConfig, EngineConfig
+from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ReshardConfig, TrainerConfig
 from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
 from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.role import make_role
+from verl_megatron.run import Run
 
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
 CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification"}
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, entropy_coef=0.01, kl_in="loss", kl_estimator="k3", value_clip=0.2)
 KL_COEF, LR = 0.1, 3e-3
+
+
+def gather_late(engine: Engine) -> None:
+    """After a step it is this that brings the data-parallel ranks what the others have stepped on; with one optimizer for all there is nothing to bring."""
+    before = {key: tensor.clone() for key, tensor in engine.tensors.items()} if engine.groups.is_member else {}
+    engine.gather_weights()
+    changed = all_max(torch.tensor(float(any(not torch.equal(engine.tensors[key], tensor) for key, tensor in before.items())))).item()
+    assert bool(changed) == (engine.config.distributed_optimizer and engine.layout.dp * engine.layout.cp > 1), str(engine.layout)
 
 
 def full_weights(engine: Engine) -> dict[str, Tensor]:
@@ -74,6 +85,7 @@ def train(folder: Path, head: str, layout: Layout, batch: RolloutBatch, config: 
     for _ in range(steps):
         sums = engine.train_step(mine, micro, policy if head == "lm" else value, fields=FIELDS[head], num_tokens=int(batch.response_mask.sum()))
         history.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names))
+    gather_late(engine)
     return history, full_weights(engine)
 
 
@@ -236,5 +248,31 @@ def check_offload() -> None:
         say(f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit")
 
 
+def check_turns() -> None:
+    """Actor and critic learn in turns with only one's gradients and optimizer state there, as if both were."""
+    folder, layout = shared_folder(), Layout.parse("tp1", tuple(range(dist.get_world_size())))
+    batch = experience(write_once(folder / "actor", "qwen3").config.vocab_size)
+    write_once(folder / "critic", "qwen3", CLASSES["token"])
+    mine, micro = share_of(batch, layout, 64)
+    learnt = {}
+    for what in ("none", "all"):
+        common = dict(engine=EngineConfig(tokens_per_micro_batch=64), seed=1, temperature=1.0, train_steps=6)
+        models = {name: ModelConfig(path=str(folder / name), lr=LR) for name in ("actor", "critic")}
+        roles = {name: make_role(model, layout, arch=read_architecture(model.path), head=head, **common) for (name, model), head in zip(models.items(), ("lm", "token"))}
+        run = Run(**{field.name: None for field in fields(Run)} | roles | {"config": TrainerConfig(reshard=ReshardConfig(offload=what))})
+        for name, other in (("critic", "actor"), ("actor", "critic")) * 2:
+            run.turn_to(roles[name])
+            idle, engine = roles[other].engine, roles[name].engine
+            assert ({idle.offload.place, idle.idle_gradients.place} == {Place.AWAY}) == (what == "all"), (what, other)
+            loss = policy if name == "actor" else value
+            engine.train_step(mine, micro, loss, fields=FIELDS[engine.head], num_tokens=int(batch.response_mask.sum()))
+        learnt[what] = []
+        for role in roles.values():
+            run.turn_to(role)
+            learnt[what].append(role.engine.state_dict())
+    assert same(learnt["all"], learnt["none"])
+    say("turns: equal bit by bit")
+
+
 if __name__ == "__main__":
-    run_checks({"layouts": check_layouts, "plain": check_plain, "offload": check_offload}, sys.argv[1:])
+    run_checks({"layouts": check_layouts, "plain": check_plain, "offload": check_offload, "turns": check_turns}, sys.argv[1:])

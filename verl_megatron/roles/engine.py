@@ -321,7 +321,7 @@ class Engine:
         A language head gives "logprobs" and "entropy", a value head "values". With context parallelism each rank fills in its
         own tokens and the results are summed.
         """
-        return infer_together([self], batch, micro_batches, last_token=last_token)[0]
+        return infer_models([self], batch, micro_batches, last_token=last_token)[0]
 
     def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
         """The head's answers [N] for the tokens asked about, from the last chunk's output [1, P, H or 1]."""
@@ -332,7 +332,7 @@ class Engine:
         return {"logprobs": logprobs, "entropy": entropy}
 
 
-def infer_together(engines: Sequence[Engine], batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False) -> list[dict[str, Tensor] | None]:
+def infer_models(engines: Sequence[Engine], batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False) -> list[dict[str, Tensor] | None]:
     """`Engine.infer` of several models under the same layout, in one pass over the rows."""
     groups = engines[0].groups
     if not groups.is_member:

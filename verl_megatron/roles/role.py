@@ -15,8 +15,7 @@ from verl_megatron.collector import DataCollector
 from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.metrics import Sums
 from verl_megatron.models.build import Head
-from verl_megatron.roles import engine as passes
-from verl_megatron.roles.engine import Engine, Loss
+from verl_megatron.roles.engine import Engine, Loss, infer_models
 from verl_megatron.roles.rows import RowTable
 
 
@@ -68,7 +67,7 @@ def infer_together(roles: Sequence[Role], batch: RolloutBatch, rows: RowTable, *
     borrowed = lender.borrow(batch, rows)
     flat = [micro for mini_batch in borrowed.micro_batches for micro in mini_batch]
     found = []
-    for engine, results in zip(engines, passes.infer_together(engines, borrowed.batch, flat, last_token=last_token)):
+    for engine, results in zip(engines, infer_models(engines, borrowed.batch, flat, last_token=last_token)):
         names = ("logprobs", "entropy") if engine.head == "lm" else ("values",)
         found.append({name: lender.collector.to_home(results[name] if results else None, borrowed.batch.row_id, rows.home_R, batch) for name in names})
     return found
