@@ -180,9 +180,7 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         config.critic.path = config.actor.path
     prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
     seed, algorithm = config.run.seed, get_algorithm(config.algorithm.name)
-    for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
-        if model is not None and model.path:
-            check_weights(model.path, head)
+    _check_weights_of(config, algorithm)
     usual, world = layout_of(config.actor), dist.get_world_size()
     train, rollout = place(arch, usual, Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(world))), ranks_per_host=device.ranks_per_host())
 
@@ -231,6 +229,12 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         watchdog=watchdog,
         clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=partial(phase_around, watchdog)),
     )
+
+
+def _check_weights_of(config: TrainerConfig, algorithm: Algorithm) -> None:
+    for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
+        if model is not None and model.path:
+            check_weights(model.path, head)
 
 
 @contextmanager
