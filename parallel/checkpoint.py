@@ -8,7 +8,6 @@ torch's AdamW the latter share one step between parameters. Its asynchronous wri
 
 import json
 import pickle
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,9 +130,8 @@ class HostCopies:
         """
         mine = [one for one in learned(chunks, optimizer, groups) if one.holder == groups.dp_cp.rank()]
         shapes = {f"{one.name}/{kind}": one.weight.shape for one in mine for kind in (VALUE, *MOMENTS)}
-        memory = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
-        weakref.finalize(self, device.pin(memory)).atexit = False  # the process's end frees it anyway
-        parts = memory.split([shape.numel() for shape in shapes.values()])
+        memory = device.host_memory(sum(shape.numel() for shape in shapes.values()) * torch.float32.itemsize, owner=self)
+        parts = memory.view(torch.float32).split([shape.numel() for shape in shapes.values()])
         self._places = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:

@@ -5,10 +5,13 @@ Everything it changes is one entry of `CPU_PATCHES`, and a test shows that Megat
 """
 
 import logging
+import mmap
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -85,7 +88,7 @@ def host_of(rank: int) -> int:
 
 def ranks_per_host() -> int:
     """torchrun starts the same number on each host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
 
 
 def used_memory_bytes() -> int:
@@ -104,22 +107,30 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def pin(memory: torch.Tensor) -> Callable[[], None]:
-    """Let this host's GPUs copy to and from `memory` beside their work; nothing on a CPU. PyTorch's own pinned memory comes in powers of two.
+def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
+    """[N] uint8 on the host. Where there is a GPU it copies to and from this memory beside its work (pinned) until `owner` is gone.
 
-    Returns:
-        What ends it. It has to be called before the memory is freed: CUDA would go on to copy to the old pages, whoever has the address next.
+    PyTorch's own pinned memory comes in powers of two, and one thread alone takes it from the system, at a few GB/s.
 
     Raises:
         ValueError: the system does not allow it.
     """
-    if not is_gpu() or not memory.numel():
-        return lambda: None
-    address, cudart = memory.data_ptr(), torch.cuda.cudart()
-    failure = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    if not is_gpu() or not num_bytes:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # CUDA pins whole pages: they are shared with nothing else
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    threads = max(1, (os.cpu_count() or 1) // ranks_per_host())
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(torch.Tensor.zero_, memory.tensor_split(threads)))  # the system gives a page when it is first written to
+    cudart = torch.cuda.cudart()
+    failure = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if failure:
-        raise ValueError(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); set run.async_save=false, or give the host more memory")
-    return lambda: cudart.cudaHostUnregister(address)
+        remedy = "set reshard.offload=none and run.async_save=false, or give the host more memory"
+        raise ValueError(f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); {remedy}")
+    # Before the memory is freed: CUDA would go on to copy to the old pages, whoever has the address next. The process's end frees it anyway.
+    weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 # ---- Megatron-Core on a CPU -------------------------------------------------------------------------------------------

@@ -10,9 +10,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, UntypedStorage
 
-from parallel.device import release_cached_memory
-
-PAGE_BYTES = 2**28  # PyTorch takes pinned memory in powers of two: pages of one waste less than a buffer a tensor
+from parallel.device import host_memory, release_cached_memory
 
 
 class Place(Enum):
@@ -36,14 +34,14 @@ class Offload:
         self.device_bytes = 0  # of what the latest release moved
         self._kept: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
         self._dropped: list[tuple[UntypedStorage, int]] = []
-        self._pages: list[Tensor] = []
+        self._blocks: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held (pinned on a GPU's host), from the first release to the end of the process; PyTorch may round the last page up."""
-        return sum(page.numel() for page in self._pages)
+        """Host memory held from the first release on, pinned on a GPU's host."""
+        return sum(block.numel() for block in self._blocks)
 
     def start_release(self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]) -> None:
         """Begin to copy `keep` to the host. Until `finish_release` all tensors may be read; what is written to `keep` may be lost.
@@ -111,17 +109,16 @@ class Offload:
         self._kept, self._dropped, self._copied, self.place = [], [], None, Place.HOME  # their owners may let go of the tensors
 
     def _copy(self, *, to_host: bool) -> None:
-        """Copy the kept storages to the pages or back, after what the current stream was given, beside what it is given next."""
+        """Copy the kept storages to the host or back, after what the current stream was given, beside what it is given next."""
         missing = sum(size for _, size in self._kept) - self.host_bytes
-        while missing > 0:
-            self._pages.append(torch.empty(min(missing, PAGE_BYTES), dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
-            missing -= PAGE_BYTES
+        if missing > 0:
+            self._blocks.append(host_memory(missing, owner=self))
         if self.device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(self.device)
             # On the way back too: kernels of this stream may still work on what the new memory held before.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            for there, here in _pieces([_bytes_of(storage) for storage, _ in self._kept], self._pages):
+            for there, here in _pieces([_bytes_of(storage) for storage, _ in self._kept], self._blocks):
                 (here if to_host else there).copy_(there if to_host else here, non_blocking=True)
         if self._stream is not None:
             self._copied = self._stream.record_event()
@@ -132,16 +129,16 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _pieces(parts: Iterable[Tensor], pages: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equally long pieces of both, as if each were one row; the pages may be longer together."""
-    following = iter(pages)
-    page = torch.empty(0)
+def _pieces(parts: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of equally long pieces of both, as if each were one row; the blocks may be longer together."""
+    following = iter(blocks)
+    block = torch.empty(0)
     for part in parts:
         while part.numel():
-            page = page if page.numel() else next(following)
-            size = min(part.numel(), page.numel())
-            yield part[:size], page[:size]
-            part, page = part[size:], page[size:]
+            block = block if block.numel() else next(following)
+            size = min(part.numel(), block.numel())
+            yield part[:size], block[:size]
+            part, block = part[size:], block[size:]
 
 
 # ---- what a Megatron-Core model that learns can do without while vLLM generates ---------------------------------------

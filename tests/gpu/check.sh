@@ -15,7 +15,7 @@ table=()
 
 step() { # name, command: run within the limit, log to LOGS/name.log
   local begin=$SECONDS status=0
-  timeout "$LIMIT_S" "${@:2}" >"$LOGS/$1.log" 2>&1 || status=$?
+  timeout "$LIMIT_S" "${@:2}" 2>&1 | while IFS= read -r line; do printf '%4d s  %s\n' $((SECONDS - begin)) "$line"; done >"$LOGS/$1.log" || status=$?
   table+=("$(printf '%-28s %-8s %4d s' "$1" "$([[ $status == 0 ]] && echo passed || echo "code $status")" $((SECONDS - begin)))")
   echo "== ${table[-1]}"
   grep -v -i -E 'warn|deprecat|\*\*\*\*|^$|Capturing|Loading|registered' "$LOGS/$1.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-260
@@ -38,7 +38,11 @@ toy() { # folder of the run, settings
 export -f toy
 export LOGS RANKS SCRATCH layout
 
-stage_tests() { LIMIT_S=$((2 * LIMIT_S)) step tests python -m pytest -q -p no:cacheprovider tests/gpu; }
+stage_tests() { # side by side where pytest-xdist is there
+  local beside=()
+  if python -c 'import xdist' 2>/dev/null; then beside=(-n 6); fi
+  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=60 step tests python -m pytest -q -p no:cacheprovider "${beside[@]}" tests/gpu
+}
 
 stage_toy() {
   for mode in keep share swap; do

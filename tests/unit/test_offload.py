@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import offload
 from parallel.offload import Offload, Place
 from verl_megatron.checks import check_config
 from verl_megatron.config import TrainerConfig
@@ -15,8 +14,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on thi
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
-def device(request, monkeypatch) -> torch.device:
-    monkeypatch.setattr(offload, "PAGE_BYTES", 1 << 10)  # many storages a page and many pages a storage
+def device(request) -> torch.device:
     return torch.device(request.param)
 
 
@@ -78,6 +76,9 @@ def test_tensors_that_come_and_go_between_releases(device):
     go_round(mover, keep=first, drop=[], stay=[])
     largest = sum(nbytes(first))
     assert before < mover.host_bytes == largest
+    want = [tensor.clone() for tensor in first]
+    go_round(mover, keep=first[::-1], drop=[], stay=[])  # now a storage lies in both blocks of host memory
+    assert all(torch.equal(a, b) for a, b in zip(first, want))
     held = weakref.ref(first[1].untyped_storage())
     del first
     assert held() is None, "a tensor that its owner let go of is kept alive"
@@ -166,7 +167,7 @@ def test_on_a_gpu_the_memory_is_free_and_copies_run_beside_and_in_order():
         mover.wait()
         assert [(tensor == 10 * round_ + number).all().item() for number, tensor in enumerate(keep)] == [True] * 4
         assert not drop[0].any()
-    assert all(page.is_pinned() for page in mover._pages) and mover.host_bytes == 2048 * mebibyte
+    assert all(block.is_pinned() for block in mover._blocks) and mover.host_bytes == 2048 * mebibyte
 
 
 @pytest.mark.parametrize(("what", "sleep", "problem"), [("all", True, False), ("none", False, False), ("grads", False, True)])

@@ -7,9 +7,7 @@ weights are 4n and their own masters. Frozen models hold weights alone.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 
-from parallel.offload import PAGE_BYTES
 from verl_megatron.planner.activations import inference_bytes, training_bytes
 from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine
@@ -191,10 +189,10 @@ def communicators(case: Case) -> int:
 
 
 def _offloaded_to_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
-    """Pinned pages of a rank."""
+    """Pinned bytes of a rank."""
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
-    return sum(ceil(model.optimizer / PAGE_BYTES) * PAGE_BYTES for *_, model in models)
+    return sum(model.optimizer for *_, model in models)
 
 
 @dataclass(frozen=True, slots=True)
