@@ -166,10 +166,6 @@ def _current_device():
     torch.cuda.current_device = lambda: "cpu"
 
 
-def _synchronize():
-    torch.cuda.synchronize = lambda device=None: None
-
-
 def _tensor_cuda():
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
@@ -187,7 +183,6 @@ def _rng():
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "literals": ('Megatron-Core writes device="cuda" and compares tensor types with torch.cuda.FloatTensor', _rename_literals),
     "current_device": ("parameters and buffers are created on torch.cuda.current_device()", _current_device),
-    "synchronize": ("pipeline sends and receives end with torch.cuda.synchronize()", _synchronize),
     "tensor_cuda": ("models and shared embeddings are moved with .cuda()", _tensor_cuda),
     "rng": ("the tensor-parallel random state is kept in CUDA generators; here it is the CPU's", _rng),
 }

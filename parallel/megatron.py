@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
 
 device.prepare()
 
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import ModelParallelConfig, parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402, F401
 
@@ -64,6 +67,27 @@ def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
         yield
     finally:
         state.update(before)
+
+
+class Pipeline(P2PCommunicator):
+    """Megatron's messages between stages, with their shapes told between hosts: told between GPUs, as Megatron does with sequences of
+    varying length, the process waits for all the work it has queued, and then the GPU for the process."""
+
+    FORTH, BACK = 1, 2  # tags: with two stages both neighbours are one rank
+
+    def __init__(self, groups: ProcessGroups, config: ModelParallelConfig):
+        super().__init__(pp_group=groups.pp, config=config)
+
+    def _communicate_shapes(self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
+        """Shapes [3] of what comes from the previous and from the next stage."""
+        sends = ((tensor_send_next, self.next_rank, self.FORTH), (tensor_send_prev, self.prev_rank, self.BACK))
+        work = [dist.isend(torch.tensor(sent.shape), rank, tag=tag) for sent, rank, tag in sends if sent is not None]
+        shapes = torch.zeros(2, 3, dtype=torch.int64)
+        receives = ((recv_prev, self.prev_rank, self.FORTH), (recv_next, self.next_rank, self.BACK))
+        work += [dist.irecv(shape, rank, tag=tag) for shape, (wanted, rank, tag) in zip(shapes, receives) if wanted]
+        for each in work:
+            each.wait()
+        return tuple(shapes.tolist())
 
 
 def seed(groups: ProcessGroups, value: int) -> None:

@@ -54,6 +54,7 @@ class Run:
     kl: KLController
     watchdog: Watchdog
     clock: PhaseTimer
+    built: dict[str, float]  # seconds that each part took
     stale: bool = True  # vLLM's weights are not the actor's
     shown_failures: set[str] = field(default_factory=set)
 
@@ -184,33 +185,45 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
     usual, world = layout_of(config.actor), dist.get_world_size()
     train, rollout = place(arch, usual, Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(world))), ranks_per_host=device.ranks_per_host())
 
-    def role(model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
+    built = PhaseTimer(device.synchronize)
+
+    def role(name: str, model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
         layout = layout_of(model)  # what is split like the actor shares its groups
         steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
         common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature, train_steps=steps, progress=watchdog.beat)
-        made = make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
-        made.engine.start_release(config.reshard.offload)  # the next model, or vLLM, may need the room
-        made.engine.finish_release()
+        with built.phase(name):
+            made = make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
+            made.engine.start_release(config.reshard.offload)  # the next model, or vLLM, may need the room
+            made.engine.finish_release()
         return made
 
+    def weight_sync() -> WeightSync:
+        with built.phase("reshard"):
+            return WeightSync(actor.engine, rollout, config.reshard, dtype=_rollout_dtype(config))
+
+    def engine(shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
+        with built.phase("vllm"):
+            return make_vllm(config, rollout, shared_weights)
+
     if config.reshard.mode == "keep":
-        vllm = make_vllm(config, rollout)
-        actor = role(config.actor, "lm", learns=True)
-        sync = WeightSync(actor.engine, rollout, config.reshard, dtype=_rollout_dtype(config))
+        vllm = engine()
+        actor = role("actor", config.actor, "lm", learns=True)
+        sync = weight_sync()
     else:
-        actor = role(config.actor, "lm", learns=True)
-        sync = WeightSync(actor.engine, rollout, config.reshard, dtype=_rollout_dtype(config))
-        vllm = make_vllm(config, rollout, sync.shared_weights)
-    critic = role(config.critic, "token", learns=True) if algorithm.needs_critic else None
-    reference = role(config.actor, "lm") if config.algorithm.kl_coef > 0 else None
+        actor = role("actor", config.actor, "lm", learns=True)
+        sync = weight_sync()
+        vllm = engine(sync.shared_weights)
+    critic = role("critic", config.critic, "token", learns=True) if algorithm.needs_critic else None
+    reference = role("reference", config.actor, "lm") if config.algorithm.kl_coef > 0 else None
     reward_model = None
     if config.reward.path:
-        reward_model = role(ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices), "sequence")
+        reward_model = role("reward", ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices), "sequence")
     pool = None
     if config.reward.function and vllm.is_home:
         reward = config.reward
         pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
-    sync.attach(vllm)
+    with built.phase("reshard"):
+        sync.attach(vllm)
     return Run(
         config=config,
         tokenizer=tokenizer,
@@ -228,6 +241,7 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         kl=make_controller(config.algorithm),
         watchdog=watchdog,
         clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=partial(phase_around, watchdog)),
+        built=built.seconds,
     )
 
 

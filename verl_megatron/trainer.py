@@ -73,6 +73,7 @@ class RLTrainer:
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
             record_timeline(self.run.clock, config.track_metrics)
+            self.say(f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}")
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.sync.plan}")
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
             gc.enable()

@@ -11,11 +11,12 @@ from tests.planned import H200, actor_alone, arch, case_of, run_config
 from verl_megatron.checks import structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import MACHINES, Machine, check_fits, find_machine, plan_memory, plan_seconds, report, search
+from verl_megatron.planner.activations import training_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import problems_of
 from verl_megatron.planner.search import configured
 from verl_megatron.planner.serving import own_rollout_bytes
-from verl_megatron.planner.training import layer_flops, passes
+from verl_megatron.planner.training import infer_seconds, layer_flops, passes, step_seconds
 
 # ---- what was measured ------------------------------------------------------------------------------------------------
 
@@ -117,6 +118,27 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         case = actor_alone(config, gpus)
         own = max(own_rollout_bytes(case, stage) for stage in range(case.actor.layout.pp))
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
+
+
+# tools/bench_engine.py on two H200, an 8B model: 32 rows of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
+ENGINES = [
+    ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
+    ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),
+    ("tp2sp", "bfloat16", 8192, 0.467, 1.479, 18.1),
+    ("pp2", "bfloat16", 4096, 0.493, 1.557, 17.3),
+    ("pp2vpp4", "bfloat16", 4096, 0.512, 1.574, 19.8),
+]
+
+
+@pytest.mark.parametrize(("layout", "dtype", "tokens", "log_probs", "step", "gib"), ENGINES)
+def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
+    config = run_config(layout, rows=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens)
+    config.algorithm.mini_batches = 1
+    case = actor_alone(config, 2)
+    actor = replace(case.actor, learns=True)
+    assert infer_seconds(case, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
+    assert step_seconds(case, H200, actor) == pytest.approx(step, rel=0.15)
+    assert max(training_bytes(case, actor, stage) for stage in range(actor.layout.pp)) / GIB == pytest.approx(gib, rel=0.12)
 
 
 def test_layers_of_transformer_engine_reach_the_measured_share():

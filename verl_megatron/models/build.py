@@ -97,6 +97,7 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, experts or not
         calculate_per_token_loss=True,  # gradients are summed over data parallel ranks; losses carry their global divisor
         batch_p2p_comm=layout.vpp == 1,
+        batch_p2p_sync=False,  # PyTorch keeps what is sent until it has left
         overlap_p2p_comm=layout.vpp > 1,
         bias_activation_fusion=on_gpu,
         apply_rope_fusion=on_gpu and compute.spec == "te",

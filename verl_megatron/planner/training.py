@@ -16,6 +16,8 @@ ACCUMULATED_BYTES = 8  # of a parameter and micro-batch: its float32 gradient is
 STEP_BYTES = 46
 HEAD_PASSES = (2, 3)  # over the logits in log_probs.py, forward and backward
 HEAD_WEIGHT_BYTES = 8  # of an element of the head's gradient, for each chunk of tokens
+# transformer-engine in fp8, beside bfloat16: products, steps over memory (inputs are scaled and cast), and what the process launches forward.
+FP8 = {"products": 0.42, "memory": 2.0, "launch": 2.0}
 FLOAT32_SLOWDOWN = 12.0  # PyTorch does not use TF32 by itself; the vendor's rates differ by 15
 PASSES = {"attention": 2.5, "memory": 2.0, "products": 2.0}  # of a backward pass, in forward passes
 
@@ -78,20 +80,21 @@ def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
 def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
     """A layer: the GPU's seconds, or the process's if launching takes longer."""
     arch, layout, recompute = role.arch, role.layout, case.config.engine.recompute
+    fp8 = FP8 if case.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
     (queries, keys), tp = attention_channels(arch), layout.tp
     product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(case, role))
     slower = FLOAT32_SLOWDOWN if case.element_bytes == 4 else 1.0
-    products = product_flops / machine.layer_flops * slower
+    products = product_flops / machine.layer_flops * slower * fp8["products"]
     attention = max(attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens))
     # Read and written: norms 8h and residuals 12h; rotation, attention's operands and the gate on this rank's heads and channels.
     outer = 20 * arch.hidden_size / (tp if layout.sequence_parallel else 1)
     touched = outer + (4 * (queries + keys) + 2 * (2 * queries + 2 * keys) + 6 * arch.intermediate_size) / tp
-    memory = tokens * touched * case.element_bytes / 2 / machine.copy_rate
+    memory = tokens * touched * case.element_bytes / 2 / machine.copy_rate * fp8["memory"]
     exchange = _tensor_exchange(case, machine, role, tokens)
     forward = products + attention + memory + exchange
     backward = PASSES["products"] * products + PASSES["attention"] * attention + PASSES["memory"] * memory
     backward += exchange * (1.5 if layout.sequence_parallel else 1.0)  # under sequence parallelism inputs are gathered again
-    forward, backward = max(forward, machine.forward_launch_s), max(backward, machine.backward_launch_s)
+    forward, backward = max(forward, machine.forward_launch_s * fp8["launch"]), max(backward, machine.backward_launch_s)
     return Pass(forward, backward + {"none": 0.0, "selective": attention, "full": forward}[recompute])
 
 

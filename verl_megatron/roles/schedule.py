@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from parallel import device, megatron
 from verl_megatron.batch import RolloutBatch
@@ -49,7 +48,7 @@ def run_schedule(
         return []
     work = [(engine, micro) for micro in packed for engine in engines]
     iterators = [iter(work) for _ in first.chunks]
-    pipeline = dict(p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=first.model_config)) if layout.pp > 1 else {}
+    pipeline = dict(p2p_communicator=megatron.Pipeline(groups, first.model_config)) if layout.pp > 1 else {}
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     with megatron.lent_to_globals(groups):
         answers = run(
