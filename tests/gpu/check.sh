@@ -3,7 +3,8 @@
 #   bash tests/gpu/check.sh [stage ...]
 # Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide fp8 save offload handover reshard engine rollout scaling kernels machine.
 # Those with too few GPUs are left out; with two, models and batches are smaller than with four.
-# Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights.
+# Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular
+# expression of the commands of these stages that are wanted, by the names of their logs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 HF_HUB_OFFLINE=1
@@ -14,10 +15,12 @@ mkdir -p "$LOGS"
 table=()
 
 step() { # name, command: run within the limit, log to LOGS/name.log
+  [[ $1 =~ ${ONLY:-.} ]] || return 0
   local begin=$SECONDS status=0
   timeout "$LIMIT_S" "${@:2}" 2>&1 | while IFS= read -r line; do printf '%4d s  %s\n' $((SECONDS - begin)) "$line"; done >"$LOGS/$1.log" || status=$?
   table+=("$(printf '%-28s %-8s %4d s' "$1" "$([[ $status == 0 ]] && echo passed || echo "code $status")" $((SECONDS - begin)))")
   echo "== ${table[-1]}"
+  echo "${table[-1]}" >>"$LOGS/table.txt"
   grep -v -i -E 'warn|deprecat|\*\*\*\*|^$|Capturing|Loading|registered' "$LOGS/$1.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-260
 }
 
@@ -41,7 +44,7 @@ export LOGS RANKS SCRATCH layout
 stage_tests() { # side by side where pytest-xdist is there
   local beside=()
   if python -c 'import xdist' 2>/dev/null; then beside=(-n 6); fi
-  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=60 step tests python -m pytest -q -p no:cacheprovider "${beside[@]}" tests/gpu
+  LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=60 step tests python -m pytest -v -p no:cacheprovider "${beside[@]}" tests/gpu
 }
 
 stage_toy() {
@@ -60,8 +63,7 @@ stage_resume() { # saved beside training, with everything away from the GPU; the
 }
 
 recipe() { # folder of the run, recipe, settings
-  local limits="rollout.enforce_eager=true run.track_metrics=[console,jsonl,timeline]"
-  GPUS=$RANKS bash recipes/"$2".sh $limits run.output_dir="$LOGS/$1" run.iterations=3 "${@:3}" || return
+  GPUS=$RANKS bash recipes/"$2".sh run.track_metrics=[console,jsonl,timeline] run.output_dir="$LOGS/$1" run.iterations=3 "${@:3}" || return
   echo "$1: medians of iterations 2 and 3" && python - "$LOGS/$1/metrics.jsonl" <<'END'
 import json, statistics, sys
 rows = [row for row in map(json.loads, open(sys.argv[1])) if "time/rollout_s" in row][1:]
