@@ -10,6 +10,7 @@ PYTHON=$(bash tools/install.sh)
 export PATH="$(dirname "$PYTHON"):$PATH" HF_HUB_OFFLINE=1
 
 FOUND=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [[ $FOUND != 0 && -v CUDA_VISIBLE_DEVICES ]]; then FOUND=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true); fi
 RANKS=4 LAYOUT=(actor.layout=tp2pp2 critic.layout=pp2 rollout.tp=2) # the CPU's four ranks share its cores
 case $FOUND in
   0) export TORCH_COMPILE_DISABLE=1 ;;
