@@ -7,7 +7,6 @@ torch's AdamW the latter share one step between parameters. Its asynchronous wri
 """
 
 import json
-import pickle
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint import save as save_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import device
+from parallel.convert.metadata import read_metadata
 from parallel.groups import ProcessGroups
 
 device.prepare()
@@ -33,17 +33,6 @@ from parallel.megatron import lent_to_globals  # noqa: E402
 
 VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
 _PIECE = 2**24  # elements widened at a time
-# What the index of a torch_dist folder consists of; unpickling anything else could run it.
-_SAFE = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",),  # where it was written
-    "torch": ("Size", *(str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype))),
-}
 
 
 @dataclass(kw_only=True)
@@ -240,9 +229,9 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
         step: the optimizer's, as `gather` gave it.
 
     Raises:
-        ValueError: the folder's index holds what no checkpoint needs, or the folder lacks a tensor of this model.
+        ValueError: the folder's table is broken or names what no checkpoint needs, or the folder lacks a tensor of this model.
     """
-    check_index(folder / ".metadata")
+    read_metadata(folder)  # torch's reader unpickles it without a check
     parameters = learned(chunks, optimizer, groups) if groups.is_member else []
     kinds = (VALUE, *MOMENTS) if step else (VALUE,)
     mine = [one for one in parameters if one.holder == groups.dp_cp.rank()]
@@ -299,23 +288,3 @@ def _set_step(one: Learned, step: int) -> None:
     else:
         for group in one.inner.param_groups:
             group["step"] = step
-
-
-class _Index(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
-        if name in _SAFE.get(module, ()):
-            return super().find_class(module, name)
-        raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
-
-
-def check_index(path: Path) -> None:
-    """Refuse an index whose unpickling (torch's reader does it without a check) could run something.
-
-    Raises:
-        ValueError: it names a class or function that is not part of the format.
-    """
-    try:
-        with path.open("rb") as file:
-            _Index(file).load()
-    except (ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is not loaded: {error}; take the checkpoint from where it was written") from None

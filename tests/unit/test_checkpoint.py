@@ -5,15 +5,18 @@ import math
 import os
 import pickle
 import random
+from enum import Enum
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata
 
-from parallel import checkpoint, checkpoints, device, random_state
+from parallel import checkpoints, device, random_state
 from parallel.checkpoints import MANIFEST, CheckpointError
+from parallel.convert.metadata import read_metadata
 
 MODELS = {"actor": {"hidden_size": 64, "rope_theta": 1e4}, "critic": {"hidden_size": 32}}
 
@@ -80,11 +83,37 @@ def test_what_could_run_code_is_not_loaded(tmp_path, world):
     torch.save({"rng": Harmful()}, path / "rank_0.pt")
     with pytest.raises(pickle.UnpicklingError):
         checkpoints.own_state(path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(ValueError, match=r"\.metadata is not loaded: it names posix\.mkdir.*take the checkpoint from where it was written"):
-        checkpoint.check_index(tmp_path / ".metadata")
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.distributed.checkpoint.metadata.MetadataIndex("weight")))
-    checkpoint.check_index(tmp_path / ".metadata")
+    assert not Path("harmed").exists()
+
+
+class OldPython(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+class Looked:
+    """Pickled as a look at an attribute."""
+
+    def __init__(self, *of: object):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_a_table_is_read_whichever_python_wrote_it_and_refused_if_it_could_run_code(tmp_path, world):
+    path = tmp_path / ".metadata"
+    entry = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size([1]), [])
+    for pickler in (pickle.Pickler, OldPython):
+        with path.open("wb") as file:
+            pickler(file).dump(metadata.Metadata({"weight": entry}, storage_data={}))
+        assert read_metadata(tmp_path).state_dict_metadata["weight"].properties.memory_format is torch.contiguous_format
+    for bad in (Harmful(), Looked(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__"), Looked(metadata.Metadata, "__init__"), "no table"):
+        path.write_bytes(pickle.dumps(bad))
+        with pytest.raises(ValueError, match=r"\.metadata is not the table of a distributed checkpoint"):
+            read_metadata(tmp_path)
     assert not Path("harmed").exists()
 
 
