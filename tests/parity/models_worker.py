@@ -5,12 +5,14 @@ Every check runs inside one world, because importing and starting it costs more 
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.megatron import Pipeline
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
 from tests.tiny import FAMILIES
@@ -130,5 +132,24 @@ def check_together() -> None:
         say(f"together under {layout}: equal bit by bit")
 
 
+def check_shapes() -> None:
+    """Megatron-Core asks this project's messenger for the shapes of what comes from another stage; those of micro-batches differ."""
+    folder = shared_folder() / "qwen3"
+    write_once(folder, "qwen3")
+    arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))
+    engine = Engine(arch=arch, groups=ProcessGroups(layout), config=CONFIG, head="lm", folder=None, seed=1)
+    usual, came = Pipeline._communicate_shapes, []
+
+    def communicate(self, *wanted):
+        came.append(usual(self, *wanted))
+        return came[-1]
+
+    with patch.object(Pipeline, "_communicate_shapes", communicate):
+        engine.infer(*share_of(make_batch(arch.vocab_size), layout, 64))
+    from_previous = {tuple(shape) for shape, _ in came if any(shape)}
+    assert engine.groups.is_first_stage != (len(from_previous) > 1), from_previous
+    say("shapes: told between hosts")
+
+
 if __name__ == "__main__":
-    run_checks({"families": check_families, "heads": check_heads, "together": check_together}, sys.argv[1:])
+    run_checks({"families": check_families, "heads": check_heads, "together": check_together, "shapes": check_shapes}, sys.argv[1:])
