@@ -87,8 +87,8 @@ def host_of(rank: int) -> int:
 
 
 def ranks_per_host() -> int:
-    """torchrun starts the same number on each host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    """torchrun starts the same number on each host; a process without a world is alone."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def used_memory_bytes() -> int:
@@ -110,7 +110,7 @@ def release_cached_memory() -> None:
 def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
     """[N] uint8 on the host. Where there is a GPU it copies to and from this memory beside its work (pinned) until `owner` is gone.
 
-    PyTorch's own pinned memory comes in powers of two, and one thread alone takes it from the system, at a few GB/s.
+    PyTorch's own pinned memory comes in powers of two, and one thread alone takes it from the system.
 
     Raises:
         ValueError: the system does not allow it.
@@ -120,7 +120,7 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # CUDA pins whole pages: they are shared with nothing else
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    threads = max(1, (os.cpu_count() or 1) // ranks_per_host())
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_host())
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(torch.Tensor.zero_, memory.tensor_split(threads)))  # the system gives a page when it is first written to
     cudart = torch.cuda.cudart()

@@ -175,61 +175,36 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
     Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
     the actor comes first.
     """
-    arch = read_architecture(config.actor.path)
-    tokenizer = load_tokenizer(config.actor.path)
+    arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
     if not config.critic.path:
         config.critic.path = config.actor.path
     prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
-    seed, algorithm = config.run.seed, get_algorithm(config.algorithm.name)
+    algorithm = get_algorithm(config.algorithm.name)
     _check_weights_of(config, algorithm)
-    usual, world = layout_of(config.actor), dist.get_world_size()
-    train, rollout = place(arch, usual, Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(world))), ranks_per_host=device.ranks_per_host())
-
-    built = PhaseTimer(device.synchronize)
-
-    def role(name: str, model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
-        layout = layout_of(model)  # what is split like the actor shares its groups
-        steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
-        common = dict(engine=config.engine, seed=seed, temperature=config.rollout.temperature, train_steps=steps, progress=watchdog.beat)
-        with built.phase(name):
-            made = make_role(model, train if layout == usual else layout, arch=read_architecture(model.path), head=head, **common)
-            made.engine.start_release(config.reshard.offload)  # the next model, or vLLM, may need the room
-            made.engine.finish_release()
-        return made
-
-    def weight_sync() -> WeightSync:
-        with built.phase("reshard"):
-            return WeightSync(actor.engine, rollout, config.reshard, dtype=_rollout_dtype(config))
-
-    def engine(shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
-        with built.phase("vllm"):
-            return make_vllm(config, rollout, shared_weights)
-
+    parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
-        vllm = engine()
-        actor = role("actor", config.actor, "lm", learns=True)
-        sync = weight_sync()
+        vllm = parts.vllm()
+        actor = parts.role("actor", config.actor, "lm", learns=True)
+        sync = parts.weight_sync(actor)
     else:
-        actor = role("actor", config.actor, "lm", learns=True)
-        sync = weight_sync()
-        vllm = engine(sync.shared_weights)
-    critic = role("critic", config.critic, "token", learns=True) if algorithm.needs_critic else None
-    reference = role("reference", config.actor, "lm") if config.algorithm.kl_coef > 0 else None
-    reward_model = None
-    if config.reward.path:
-        reward_model = role("reward", ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices), "sequence")
+        actor = parts.role("actor", config.actor, "lm", learns=True)
+        sync = parts.weight_sync(actor)
+        vllm = parts.vllm(sync.shared_weights)
+    critic = parts.role("critic", config.critic, "token", learns=True) if algorithm.needs_critic else None
+    reference = parts.role("reference", config.actor, "lm") if config.algorithm.kl_coef > 0 else None
+    reward = config.reward
+    reward_model = parts.role("reward", ModelConfig(path=reward.path, layout=reward.layout, devices=reward.devices), "sequence") if reward.path else None
     pool = None
-    if config.reward.function and vllm.is_home:
-        reward = config.reward
+    if reward.function and vllm.is_home:
         pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
-    with built.phase("reshard"):
+    with parts.clock.phase("reshard"):
         sync.attach(vllm)
     return Run(
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
         validation=validation,
-        cursor=PromptCursor(num_prompts=len(prompts), seed=seed, shuffle=config.data.shuffle),
+        cursor=PromptCursor(num_prompts=len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
         vllm=vllm,
         actor=actor,
         critic=critic,
@@ -241,8 +216,37 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         kl=make_controller(config.algorithm),
         watchdog=watchdog,
         clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=partial(phase_around, watchdog)),
-        built=built.seconds,
+        built=parts.clock.seconds,
     )
+
+
+class _Parts:
+    """Makes the parts of a run that take memory and time; `clock` has the seconds of each."""
+
+    def __init__(self, config: TrainerConfig, watchdog: Watchdog, arch: Architecture):
+        self.config, self.watchdog, self.clock = config, watchdog, PhaseTimer(device.synchronize)
+        self.usual = layout_of(config.actor)
+        serving = Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(dist.get_world_size())))
+        self.train, self.rollout = place(arch, self.usual, serving, ranks_per_host=device.ranks_per_host())
+
+    def role(self, name: str, model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
+        config, layout = self.config, layout_of(model)
+        steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
+        common = dict(engine=config.engine, seed=config.run.seed, temperature=config.rollout.temperature, train_steps=steps, progress=self.watchdog.beat)
+        layout = self.train if layout == self.usual else layout  # what is split like the actor shares its groups
+        with self.clock.phase(name):
+            made = make_role(model, layout, arch=read_architecture(model.path), head=head, **common)
+            made.engine.start_release(config.reshard.offload)  # the next model, or vLLM, may need the room
+            made.engine.finish_release()
+        return made
+
+    def weight_sync(self, actor: Role) -> WeightSync:
+        with self.clock.phase("reshard"):
+            return WeightSync(actor.engine, self.rollout, self.config.reshard, dtype=_rollout_dtype(self.config))
+
+    def vllm(self, shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
+        with self.clock.phase("vllm"):
+            return make_vllm(self.config, self.rollout, shared_weights)
 
 
 def _check_weights_of(config: TrainerConfig, algorithm: Algorithm) -> None:

@@ -20,7 +20,6 @@ step() { # name, command: run within the limit, log to LOGS/name.log
   timeout "$LIMIT_S" "${@:2}" 2>&1 | while IFS= read -r line; do printf '%4d s  %s\n' $((SECONDS - begin)) "$line"; done >"$LOGS/$1.log" || status=$?
   table+=("$(printf '%-28s %-8s %4d s' "$1" "$([[ $status == 0 ]] && echo passed || echo "code $status")" $((SECONDS - begin)))")
   echo "== ${table[-1]}"
-  echo "${table[-1]}" >>"$LOGS/table.txt"
   grep -v -i -E 'warn|deprecat|\*\*\*\*|^$|Capturing|Loading|registered' "$LOGS/$1.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-260
 }
 

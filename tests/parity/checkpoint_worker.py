@@ -150,6 +150,7 @@ def check_format() -> None:
     if dist.get_rank() == 0:
         (folder / "saved/.metadata").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     dist.barrier()
+    refused = False
     try:
         engine.load(folder / "saved", told)
     except ValueError as error:

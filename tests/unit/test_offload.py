@@ -1,11 +1,13 @@
 """Tensors and their views outlive a stay on the host; on GPUs the memory is really free meanwhile, for other allocators too."""
 
+import mmap
 import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
+from parallel import device as host
 from parallel.offload import Offload, Place
 from verl_megatron.checks import check_config
 from verl_megatron.config import TrainerConfig
@@ -132,6 +134,36 @@ def test_waiting_for_what_nobody_brings_back_is_an_error(device):
     mover.finish_release()
     with pytest.raises(AssertionError, match="AWAY; call start_restore first"):
         mover.wait()
+
+
+class Runtime:
+    """In place of the CUDA runtime: what was registered, and an answer."""
+
+    def __init__(self, failure: int = 0):
+        self.failure, self.registered = failure, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
+        self.registered[address] = size
+        return self.failure
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.registered[address]
+
+
+def test_host_memory_is_pinned_until_its_owner_is_gone(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(host, "is_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    owners = [Offload(torch.device("cpu")) for _ in range(2)]
+    memories = [host.host_memory(size, owner) for size, owner in zip((3, 9000), owners)]
+    assert {memory.data_ptr(): len(memory) for memory in memories} == runtime.registered and not any(address % mmap.PAGESIZE for address in runtime.registered)
+    memories[1].fill_(7)
+    view = memories[0][1:]
+    del memories[0], owners[0]
+    assert list(runtime.registered.values()) == [9000] and not view.any() and (memories[0] == 7).all()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(failure=2))
+    with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); set reshard.offload=none and run.async_save=false"):
+        host.host_memory(8, owners[0])
 
 
 @pytest.mark.gpu

@@ -97,6 +97,17 @@ def test_the_memory_of_a_hand_over(model, layout, gpus, rollout, mode, learns, a
     assert memory.resting_bytes / GIB == pytest.approx(asleep, rel=0.10)
 
 
+# recipes/llama3_8b_ppo.sh on two H200, actor and critic of 8B in turns: 64 rows of 512 + 512 tokens, GiB in the first iteration (moments come with its updates).
+IN_TURNS = {"share": dict(rollout=63.4, critic_update=102.8, actor_update=117.8), "swap": dict(rollout=63.6, critic_update=103.0, actor_update=118.0)}
+
+
+@pytest.mark.parametrize(("mode", "phase"), [(mode, phase) for mode, gib in IN_TURNS.items() for phase in gib])
+def test_the_memory_of_models_that_learn_in_turns(mode, phase):
+    config = run_config("tp2sp", rows=64, rollout=2, share=0.25)
+    config.algorithm.mini_batches, config.reshard.mode, config.reshard.offload = 2, mode, "all"
+    assert plan_memory(case_of(config, 2), H200).phase_bytes(phase) / GIB == pytest.approx(IN_TURNS[mode][phase], rel=0.10)
+
+
 # README, reshard: vLLM's own copy in GiB in the modes keep, share and swap.
 OWN_COPIES = [
     ("llama3-8b", "tp2pp2", 4, 4, (3.74, 3.49, 0.00)),
@@ -120,7 +131,8 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
-# tools/bench_engine.py on two H200, an 8B model: 32 rows of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
+# tools/bench_engine.py on two H200, an 8B model (pipelines: when stages still told shapes through GPUs): 32 rows of 512 + 512 tokens a data-parallel rank,
+# seconds of log-probs and of a step, GiB that a step takes on its way.
 ENGINES = [
     ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
     ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),

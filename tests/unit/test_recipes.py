@@ -107,6 +107,20 @@ def write_toy(folder) -> None:
         (folder / f"{name}.jsonl").touch()
 
 
+@pytest.mark.parametrize(("visible", "ranks"), [(None, 2), ("0", 1), ("1,0", 2), ("", 4)])
+def test_the_quickstart_starts_a_rank_on_each_visible_gpu(visible, ranks, tmp_path, monkeypatch):
+    """Of two; where none is visible, four on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: another'\n")
+    smi.chmod(0o755)
+    write_toy(tmp_path / "toy")
+    seen = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    said = say("bash", "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **seen)
+    assert said.code == 0 and f"quickstart: {ranks} ranks on" in said.stdout and said.calls[-1].world_size == str(ranks), said
+
+
 def test_own_model_and_settings_come_last(tmp_path):
     given = {"MODEL": "/models/mine", "DATA": "/data/mine.jsonl", "CRITIC_MODEL": "/models/critic"}
     said = say("bash", "recipes/llama3_70b_ppo.sh", "actor.lr=2e-6", "--dry-run", folder=tmp_path, **given)
