@@ -81,6 +81,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def synchronize_stream() -> None:
+    """Wait for what the current stream was given; copies on streams of their own go on."""
+    if is_gpu():
+        torch.cuda.current_stream().synchronize()
+
+
 def host_of(rank: int) -> int:
     """The host that world rank `rank` runs on."""
     return rank // ranks_per_host()

@@ -3,14 +3,18 @@
 A storage is emptied and filled again in place, so tensors, and all views of them, stay the objects that their owners hold.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from parallel.device import host_memory, release_cached_memory
+
+PIECE_BYTES = 64 * 2**20  # of one copy
+PIECES_QUEUED = 2  # a GPU's copies in one direction wait for each other, on whatever stream: those of the work beside come in between
 
 
 class Place(Enum):
@@ -26,7 +30,8 @@ class Offload:
     """Storages that leave a device and come back together: start_release, finish_release, start_restore, wait, and again.
 
     A call with nothing to do does nothing. All calls come from one thread and one current stream, the one on which the tensors
-    are used; copies run beside it on a stream of their own. On a CPU the same happens without streams.
+    are used; copies run beside it on a stream of their own, which a thread gives them piece by piece. On a CPU the same happens
+    without stream and thread.
     """
 
     def __init__(self, device: torch.device):
@@ -36,7 +41,8 @@ class Offload:
         self._dropped: list[tuple[UntypedStorage, int]] = []
         self._blocks: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._copied: Future[torch.cuda.Event] | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -79,7 +85,7 @@ class Offload:
         if self.place is not Place.LEAVING:
             return
         if self._copied is not None:
-            self._copied.synchronize()  # memory freed here belongs to the current stream again at once
+            self._copied.result().synchronize()  # memory freed here belongs to the current stream again at once
         for storage, _ in self._kept + self._dropped:
             storage.resize_(0)
         if for_others:
@@ -102,10 +108,10 @@ class Offload:
             self.place = Place.RETURNING
 
     def wait(self) -> None:
-        """What the current stream is given from here on finds everything in place; the host does not wait."""
+        """What the current stream is given from here on finds everything in place; the host waits until the last copies are queued."""
         assert self.place in (Place.HOME, Place.RETURNING), f"nothing is on its way back: {self.place.name}; call start_restore first"
         if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+            torch.cuda.current_stream(self.device).wait_event(self._copied.result())
         self._kept, self._dropped, self._copied, self.place = [], [], None, Place.HOME  # their owners may let go of the tensors
 
     def _copy(self, *, to_host: bool) -> None:
@@ -113,15 +119,28 @@ class Offload:
         missing = sum(size for _, size in self._kept) - self.host_bytes
         if missing > 0:
             self._blocks.append(host_memory(missing, owner=self))
+        pairs = list(_pieces([_bytes_of(storage) for storage, _ in self._kept], self._blocks))
+        copies = [(here, there) if to_host else (there, here) for there, here in pairs]
         if self.device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(self.device)
             # On the way back too: kernels of this stream may still work on what the new memory held before.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            for there, here in _pieces([_bytes_of(storage) for storage, _ in self._kept], self._blocks):
-                (here if to_host else there).copy_(there if to_host else here, non_blocking=True)
-        if self._stream is not None:
-            self._copied = self._stream.record_event()
+            self._copied = self._thread.submit(_copy_beside, copies, self._stream)
+        else:
+            for target, source in copies:
+                target.copy_(source)
+
+
+def _copy_beside(copies: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Give the stream the copies (target, source), never many at once; the event after the last."""
+    queued: deque[torch.cuda.Event] = deque()
+    with torch.cuda.stream(stream):
+        for target, source in copies:
+            if len(queued) == PIECES_QUEUED:
+                queued.popleft().synchronize()
+            target.copy_(source, non_blocking=True)
+            queued.append(stream.record_event())
+        return stream.record_event()
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -130,13 +149,13 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _pieces(parts: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equally long pieces of both, as if each were one row; the blocks may be longer together."""
+    """Pairs of equally long pieces of both, as if each were one row, of at most PIECE_BYTES; the blocks may be longer together."""
     following = iter(blocks)
     block = torch.empty(0)
     for part in parts:
         while part.numel():
             block = block if block.numel() else next(following)
-            size = min(part.numel(), block.numel())
+            size = min(part.numel(), block.numel(), PIECE_BYTES)
             yield part[:size], block[:size]
             part, block = part[size:], block[size:]
 

@@ -115,7 +115,7 @@ class RecordedIteration:
 
 
 class PhaseTimer:
-    """Wall-clock seconds per phase of an iteration, in the order in which they first began, and memory in use after each."""
+    """Wall-clock seconds per phase of an iteration, and between them, in the order in which they first began, and memory in use after each."""
 
     def __init__(
         self,
@@ -123,12 +123,13 @@ class PhaseTimer:
         used_memory: Callable[[], int] = lambda: 0,
         around: Callable[[str], AbstractContextManager] = nullcontext,
     ):
-        self._synchronize = synchronize  # waits for the device, so that a phase owns the kernels it queued
+        self._synchronize = synchronize  # waits for the device's work, so that a phase owns the kernels it queued
         self._used_memory = used_memory
         self._around = around  # entered with the phase's name
         self._wait_for_others: Callable[[], None] | None = None  # None: nothing is recorded
         self._events: list[PhaseEvent] = []
-        self._began_s = self._began_at = self._popped_s = 0.0
+        self._began_s = self._began_at = self._inside_s = 0.0
+        self._popped_s: float | None = None  # None: no phase yet
         self.seconds: dict[str, float] = {}  # since the last pop()
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
         self.recorded: RecordedIteration | None = None  # the last iteration that pop() ended
@@ -139,11 +140,13 @@ class PhaseTimer:
         Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting shows where it arises; without
         recording there are no barriers, and a rank that is early waits inside its next collective.
         """
-        self._wait_for_others, self._popped_s = wait_for_others, time.perf_counter()
+        self._wait_for_others = wait_for_others
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to phase `name`; phases do not nest, so their sum is the iteration's time."""
+        """Add the seconds of the block to phase `name`; phases do not nest."""
+        if self._popped_s is None:
+            self._popped_s = time.perf_counter()
         self._synchronize()
         if self._wait_for_others is not None and not self._events:
             self._meet()
@@ -156,7 +159,9 @@ class PhaseTimer:
                 if self._wait_for_others is not None:
                     self._finish(name, start)
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            self._inside_s += elapsed
             self.memory_bytes[name] = self._used_memory()
 
     def own_work_ends(self) -> None:
@@ -176,12 +181,15 @@ class PhaseTimer:
         self._events.append(PhaseEvent(name, *(moment - self._began_s for moment in (start, busy_end, time.perf_counter()))))
 
     def pop(self) -> dict[str, float]:
-        """The seconds per phase since the last call."""
-        seconds, self.seconds = self.seconds, {}
+        """The seconds per phase since the last call, "other" for what lay between them: the sum is the time that went by."""
+        if self._popped_s is None:
+            return {}
+        now = time.perf_counter()
+        wall_s = now - self._popped_s
+        seconds = self.seconds | {"other": wall_s - self._inside_s}
         if self._wait_for_others is not None:
-            now = time.perf_counter()
-            self.recorded = RecordedIteration(tuple(self._events), self._began_at, now - self._popped_s)
-            self._events, self._popped_s = [], now
+            self.recorded = RecordedIteration(tuple(self._events), self._began_at, wall_s)
+        self.seconds, self._events, self._popped_s, self._inside_s = {}, [], now, 0.0
         return seconds
 
 

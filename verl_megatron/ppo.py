@@ -65,9 +65,9 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
         with clock.phase("actor_update"):
             run.turn_to(run.actor)
             sums.merge(update_actor(run, batch, rows))
-    run.weights_changed()
     metrics = run.reduce(sums)
     run.adapt_kl(metrics)
+    run.weights_changed()
     costs = iteration_metrics(
         clock.pop(),
         response_tokens=int(rows.response_R.sum()),

@@ -215,7 +215,7 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         algorithm=algorithm,
         kl=make_controller(config.algorithm),
         watchdog=watchdog,
-        clock=PhaseTimer(device.synchronize, device.used_memory_bytes, around=partial(phase_around, watchdog)),
+        clock=PhaseTimer(device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)),
         built=parts.clock.seconds,
     )
 

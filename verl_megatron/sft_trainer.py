@@ -55,7 +55,7 @@ class SFTTrainer:
         gc.enable()
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
         tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None
-        clock, metrics = PhaseTimer(device.synchronize, around=watchdog.operation), {}
+        clock, metrics = PhaseTimer(device.synchronize_stream, around=watchdog.operation), {}
         record_timeline(clock, run.track_metrics)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):

@@ -146,13 +146,16 @@ class RLTrainer:
             self.state.save(cursor=cursor)
 
     def validate(self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Answer the validation prompts, score them, keep them as JSON lines and log the mean score beside `metrics`."""
+        """Answer the validation prompts, score them, keep them as JSON lines and log the mean score beside `metrics`.
+
+        Its time counts to the next iteration, as that of a checkpoint.
+        """
         found = {}
         if self.run.validation is not None:
             config, run, sums = self.config, self.run, Sums()
             prompts = list(run.validation)[: config.data.validation_rows or None]
             sampling = dataclasses.replace(Sampling.from_config(config.rollout), temperature=config.data.validation_temperature)
-            with self.watchdog.operation("validation"):
+            with run.clock.phase("validation"):
                 batch = run.generate(prompts, iteration=0, samples=1, sampling=sampling)
                 run.end_rollout()
                 rows = RowTable.gather(batch, num_rows=len(prompts), num_mini_batches=1)

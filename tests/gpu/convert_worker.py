@@ -3,13 +3,14 @@
 Strictly: a key that such a model asks for and that is not there, an `_extra_state` too, ends Megatron-Core's load with an error.
 """
 
-import os
+import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
+from parallel import device
 from parallel.convert import to_megatron
 from tests.distributed.convert_worker import BUDGET, FILE_BYTES, SINGLE_KEYS, check_keys, check_load, check_save
-from tests.parity.world import say, shared_folder
 from tests.tiny import write_hf
 from verl_megatron.config import EngineConfig
 
@@ -19,8 +20,7 @@ CONFIG = EngineConfig(spec="te", dtype="bfloat16")
 MODELS = (("qwen3", "lm", "ForCausalLM"), ("qwen2_tied_yarn", "lm", "ForCausalLM"), ("llama_tied_llama3", "token", "ForTokenClassification"))
 
 
-def check_model(family: str, head: str, kind: str) -> None:
-    root = shared_folder()
+def check_model(root: Path, family: str, head: str, kind: str) -> None:
     folder, converted, saved = root / family, root / "mcore", root / "saved"
     if dist.get_rank() == 0:
         write_hf(folder, family, kind, **SIZES).bfloat16().save_pretrained(folder)
@@ -34,11 +34,18 @@ def check_model(family: str, head: str, kind: str) -> None:
     if dist.get_rank() == 0:
         check_keys(saved, converted, older=".core_attention._extra_state/")
     dist.barrier()
-    say(f"{family} {head}: loaded under {', '.join(layouts)}, saved and converted back")
+    if dist.get_rank() == 0:
+        print(f"{family} {head}: loaded under {', '.join(layouts)}, saved and converted back", flush=True)
+
+
+def main() -> None:
+    device.initialize()  # not on import: Megatron-Core's writer starts a process that imports this file again
+    for family, head, kind in MODELS:
+        check_model(Path(sys.argv[1]) / family, family, head, kind)
+    if dist.get_rank() == 0:
+        print("all checks of conversion passed", flush=True)
+    dist.destroy_process_group()  # and the usual end: the processes of Megatron-Core's writer end with it
 
 
 if __name__ == "__main__":
-    for model in MODELS:
-        check_model(*model)
-    say("all checks of conversion passed")
-    os._exit(0)
+    main()

@@ -31,8 +31,8 @@ def test_models_and_training_under_every_layout():
 
 
 @needs(1)
-def test_transformer_engine_models_load_what_is_converted():
-    assert "all checks of conversion passed" in run_world("tests/gpu/convert_worker.py", RANKS, timeout=600)
+def test_transformer_engine_models_load_what_is_converted(tmp_path):
+    assert "all checks of conversion passed" in run_world("tests/gpu/convert_worker.py", RANKS, tmp_path, timeout=600)
 
 
 @needs(2)
