@@ -23,15 +23,40 @@ from verl_megatron.planner.training import infer_seconds, layer_flops, passes, s
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of recipes/llama3_8b_ppo.sh on H200s: 256 rows of 512 + 512 tokens, means of iterations 2-5."""
+    """A run on H200s, its first iteration left out."""
 
     gpus: int
     config: TrainerConfig
     gib: dict[str, float]  # in use at the end of a phase on the fullest GPU
     seconds: dict[str, float]
-    iteration: float
+    iteration: float | None = None
 
 
+def grpo_config(layout: str, prompts: int, *, mode: str = "keep", offload: str = "none", **settings) -> TrainerConfig:
+    """The 8B GRPO recipe: 8 answers to each prompt."""
+    config = run_config(layout, rows=prompts, **settings)
+    config.algorithm.name, config.algorithm.kl_coef, config.algorithm.kl_in = "grpo", 0.001, "loss"
+    config.data.samples_per_prompt = 8
+    config.reshard.mode, config.reshard.offload = mode, offload
+    return config
+
+
+def long_rows() -> TrainerConfig:
+    """recipes/llama3.1_8b_grpo_16k.sh on two GPUs, 15,360 tokens of prompt and 1,024 of response."""
+    config = grpo_config("tp2sp", 4, offload="optimizer", model="llama3.1-8b", rollout=2, share=0.59, tokens_per_micro_batch=16384)
+    config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.mini_batches = 15360, 1024, 2
+    return config
+
+
+def ppo_in_turns(rows: int, *, mode: str, mini_batches: int) -> TrainerConfig:
+    """Actor and critic of 8B on two GPUs."""
+    config = run_config("tp2sp", rows=rows, rollout=2, share=0.25)
+    config.algorithm.mini_batches, config.reshard.mode, config.reshard.offload = mini_batches, mode, "all"
+    return config
+
+
+# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 rows of 512 + 512 tokens, the others medians (tests/gpu/check.sh: ppo, grpo,
+# offload, long). Rows that share a prompt of 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for each.
 # weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's weights only.
 MEASURED = {
     "tp2pp2": Measured(
@@ -55,6 +80,46 @@ MEASURED = {
         seconds=dict(rollout=6.9, log_probs=8.2, values=0.9, critic_update=2.4, actor_update=13.4),
         iteration=32.0,
     ),
+    "in turns, swap": Measured(
+        gpus=2,
+        config=ppo_in_turns(64, mode="swap", mini_batches=2),
+        gib=dict(rollout=64.6, log_probs=71.8, critic_update=102.2, actor_update=117.2),
+        seconds=dict(rollout=2.97, log_probs=1.91, values=0.93, critic_update=2.88),
+    ),
+    "in turns, keep": Measured(
+        gpus=2,
+        config=ppo_in_turns(256, mode="keep", mini_batches=4),
+        gib=dict(rollout=64.0, log_probs=71.6, critic_update=102.0, actor_update=117.0),
+        seconds=dict(rollout=7.6, log_probs=7.6, values=3.7, critic_update=11.3),
+    ),
+    "grpo, dp2, share": Measured(
+        gpus=2,
+        config=grpo_config("tp1", 16, mode="share", offload="all", rollout=1, tokens_per_micro_batch=4096),
+        gib=dict(rollout=92.5, log_probs=82.2, actor_update=130.0),
+        seconds=dict(rollout=6.73, log_probs=3.31, actor_update=5.69),
+        iteration=17.3,
+    ),
+    "grpo, pp2vpp4, swap": Measured(
+        gpus=2,
+        config=grpo_config("pp2vpp4", 16, mode="swap", offload="grads", rollout=2, tokens_per_micro_batch=4096),
+        gib=dict(rollout=124.9, log_probs=69.3, actor_update=105.0),
+        seconds=dict(rollout=3.96, log_probs=3.67, actor_update=6.11),
+        iteration=14.2,
+    ),
+    "grpo, tp2": Measured(
+        gpus=2,
+        config=grpo_config("tp2sp", 8, rollout=2, share=0.2),
+        gib=dict(log_probs=83.4, actor_update=99.9),
+        seconds=dict(rollout=2.54, log_probs=1.91, actor_update=3.23),
+        iteration=7.84,
+    ),
+    "grpo, rows of 16,384": Measured(
+        gpus=2,
+        config=long_rows(),
+        gib=dict(rollout=119.5, log_probs=82.7, actor_update=116.6),
+        seconds=dict(log_probs=18.9, actor_update=29.5),
+        iteration=60.6,
+    ),
 }
 
 
@@ -71,7 +136,7 @@ def test_seconds_are_within_fifteen_percent_of_the_measured(name, phase):
     assert plan_seconds(case, H200, plan_memory(case, H200)).seconds[phase] == pytest.approx(run.seconds[phase], rel=0.15)
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", [name for name, run in MEASURED.items() if run.iteration])
 def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
     run = MEASURED[name]
     case = case_of(run.config, run.gpus)
@@ -81,7 +146,7 @@ def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
 # tools/bench_handover.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no optimizer: it does not learn.
 HANDOVERS = [
     ("llama3-8b", "tp2sp", 2, 2, "keep", True, 81.0, 73.3),
-    ("llama3-8b", "tp2sp", 2, 2, "share", True, 73.7, 72.8),
+    ("llama3-8b", "tp2sp", 2, 2, "share", True, 73.8, 73.0),
     ("llama3-70b", "tp2pp2sp", 4, 4, "swap", False, 39.6, 39.4),
 ]
 
@@ -95,17 +160,6 @@ def test_the_memory_of_a_hand_over(model, layout, gpus, rollout, mode, learns, a
     memory = plan_memory(case, H200)
     assert memory.phase_bytes("weights_awake") / GIB == pytest.approx(awake, rel=0.10)
     assert memory.resting_bytes / GIB == pytest.approx(asleep, rel=0.10)
-
-
-# recipes/llama3_8b_ppo.sh on two H200, actor and critic of 8B in turns: 64 rows of 512 + 512 tokens, GiB in the first iteration (moments come with its updates).
-IN_TURNS = {"share": dict(rollout=63.4, critic_update=102.8, actor_update=117.8), "swap": dict(rollout=63.6, critic_update=103.0, actor_update=118.0)}
-
-
-@pytest.mark.parametrize(("mode", "phase"), [(mode, phase) for mode, gib in IN_TURNS.items() for phase in gib])
-def test_the_memory_of_models_that_learn_in_turns(mode, phase):
-    config = run_config("tp2sp", rows=64, rollout=2, share=0.25)
-    config.algorithm.mini_batches, config.reshard.mode, config.reshard.offload = 2, mode, "all"
-    assert plan_memory(case_of(config, 2), H200).phase_bytes(phase) / GIB == pytest.approx(IN_TURNS[mode][phase], rel=0.10)
 
 
 # README, reshard: vLLM's own copy in GiB in the modes keep, share and swap.
@@ -131,14 +185,13 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
-# tools/bench_engine.py on two H200, an 8B model (pipelines: when stages still told shapes through GPUs): 32 rows of 512 + 512 tokens a data-parallel rank,
-# seconds of log-probs and of a step, GiB that a step takes on its way.
+# tools/bench_engine.py on two H200, an 8B model: 32 rows of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
 ENGINES = [
     ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
     ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),
     ("tp2sp", "bfloat16", 8192, 0.467, 1.479, 18.1),
-    ("pp2", "bfloat16", 4096, 0.493, 1.557, 17.3),
-    ("pp2vpp4", "bfloat16", 4096, 0.512, 1.574, 19.8),
+    ("pp2", "bfloat16", 4096, 0.477, 1.564, 17.3),
+    ("pp2vpp4", "bfloat16", 4096, 0.448, 1.491, 19.8),
 ]
 
 
