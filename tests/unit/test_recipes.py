@@ -27,14 +27,14 @@ RUNS = [
     ("llama3.1_8b_grpo_16k", 1, 4, {}, r"micro-batches of at most 16384 tokens"),
     ("llama3.1_8b_grpo_16k", 1, 2, {}, r"rollout 1 replica of tp2"),
     ("qwen2.5_7b_grpo", 1, 4, {}, r"actor     tp2dp2sp .* qwen2.5-7b"),
-    ("qwen2.5_32b_ppo", 2, 8, {}, r"critic    tp4pp4sp .* qwen2.5-32b"),
-    ("llama3_70b_ppo", 4, 8, {}, r"critic    tp8pp4sp .* llama3-70b"),
-    ("llama3_70b_ppo", 8, 8, {}, r"critic    tp8pp2dp4sp .* llama3-70b"),
+    ("qwen2.5_32b_ppo", 2, 8, {}, r"critic    tp4pp2vpp4dp2sp .* qwen2.5-32b"),
+    ("llama3_70b_ppo", 4, 8, {}, r"critic    tp8pp2vpp4dp2sp .* llama3-70b"),
+    ("llama3_70b_ppo", 8, 8, {}, r"critic    tp4pp4vpp4dp4sp .* llama3-70b"),
     ("llama3_70b_ppo", 4, 8, {"CRITIC": "8b"}, r"critic    tp8dp4sp .* llama3-8b"),
     ("llama3_70b_ppo", 8, 8, {"CRITIC": "8b"}, r"critic    tp8dp8sp .* llama3-8b"),
-    ("qwen2_72b_ppo", 4, 8, {}, r"critic    tp8pp4sp .* qwen2.5-72b"),
+    ("qwen2_72b_ppo", 4, 8, {}, r"critic    tp8pp2vpp4dp2sp .* qwen2.5-72b"),
     ("qwen2_72b_ppo", 8, 8, {"CRITIC": "8b"}, r"critic    tp4dp16sp .* qwen2.5-7b"),
-    ("llama3_70b_grpo", 8, 8, {}, r"actor     tp8pp2dp4sp "),
+    ("llama3_70b_grpo", 8, 8, {}, r"actor     tp4pp4vpp4dp4sp "),
 ]
 
 
