@@ -7,8 +7,11 @@ torch's AdamW the latter share one step between parameters. Its asynchronous wri
 """
 
 import json
+import math
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +20,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_state
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from parallel import device
+from parallel.checkpoints import writing_threads
 from parallel.convert.metadata import read_metadata
 from parallel.groups import ProcessGroups
 
@@ -211,15 +219,45 @@ class Snapshot:
         """
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        save_state(self._state, storage_writer=_Writer(folder), planner=MCoreSavePlanner(flatten_state_dict=False), process_group=group)
+        save_state(self._state, storage_writer=_Writer(folder, sync_files=False), planner=MCoreSavePlanner(flatten_state_dict=False), process_group=group)
 
 
 class _Writer(FileSystemWriter):
+    """Writes a rank's tensors, all of them on the host, from where they lie; torch's own copies each and holds all copies at once.
+
+    A file a thread. That they are on the disk `checkpoints.save` makes sure.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        count, largest_first = writing_threads(), sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes))
+        shares = {f"{plan.storage_data.prefix}{i}.distcp": share for i in range(count) if (share := largest_first[i::count])}
+        with ThreadPoolExecutor(count) as pool:
+            written = list(pool.map(partial(self._write_file, planner), shares, shares.values()))
+        future = Future()
+        future.set_result([result for results in written for result in results])
+        return future
+
+    def _write_file(self, planner: SavePlanner, name: str, items: list[WriteItem]) -> list[WriteResult]:
+        results = []
+        with (Path(self.path) / name).open("wb") as file:
+            for item in items:
+                begin = file.tell()
+                torch.save(_alone(planner.resolve_data(item)), file)
+                length = file.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
+        return results
+
     def finish(self, metadata, results) -> None:
         """On the first rank, after all have written; an error here reaches every rank, as theirs do."""
         super().finish(metadata, results)
         torch.save({}, Path(self.path) / "common.pt")  # these two are what Megatron-Core's own `load` looks for first
         (Path(self.path) / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own: torch.save writes all of a tensor's storage."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: int) -> None:

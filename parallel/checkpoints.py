@@ -1,7 +1,7 @@
 """A run's checkpoints: folders step_N that are complete or do not exist, with a manifest that tells what is in them.
 
 A checkpoint is written into a scratch folder, its manifest last, and gets its name in one step. Before it is used each file's size and
-SHA-256 are compared with the manifest (about 1.5 GB/s a rank; the ranks share the files). All functions are collective over the
+SHA-256 are compared with the manifest (about 1.5 GB/s a core; ranks, and their cores, share the files). All functions are collective over the
 world, or over a group of all its ranks where one is given.
 """
 
@@ -11,11 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+
+from parallel import device
 
 MANIFEST, PARTIAL, REPLACED, DAMAGED = "manifest.json", ".partial", ".replaced", ".damaged"
 
@@ -106,11 +109,11 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
 
 def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]:
     """Size and digest of every file, each read by one rank, which also makes sure that it is on the disk."""
-    names = sorted(str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(scratch)): path.stat().st_size for path in scratch.rglob("*") if path.is_file()} if dist.get_rank() == 0 else {}
     mine = {}
+    names = _share(_from_first(sizes, group))
     with _together(action, group):
-        for name in _share(_from_first(names, group)):
-            mine[name] = _describe_file(scratch / name)
+        mine = dict(zip(names, _each(lambda name: _describe_file(scratch / name), names)))
     return dict(sorted((name, file) for part in _gathered(mine, group) for name, file in part.items()))
 
 
@@ -119,8 +122,21 @@ def _describe_file(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
-def _share(names: list[str]) -> list[str]:
-    return names[dist.get_rank() :: dist.get_world_size()]
+def _share(sizes: dict[str, int]) -> list[str]:
+    """Of the files with these bytes, those that this rank reads: about as much as any other."""
+    largest_first = sorted(sizes, key=lambda name: (-sizes[name], name))
+    return largest_first[dist.get_rank() :: dist.get_world_size()]
+
+
+def _each(read: Callable[[str], dict | str | None], names: list[str]) -> list:
+    """`read` of every name, on as many cores as write a rank's files."""
+    with ThreadPoolExecutor(writing_threads()) as pool:
+        return list(pool.map(read, names))
+
+
+def writing_threads() -> int:
+    """A rank writes so many files at once."""
+    return min(4, device.cores_per_rank())
 
 
 def _name(scratch: Path, path: Path, manifest: str) -> None:
@@ -201,8 +217,7 @@ def added(path: Path, name: str, *, say: Callable[[str], None]) -> list[dict] | 
     described = told(path, name)
     if described is None:
         return None
-    mine = next((found for file in _share(sorted(described["files"])) if (found := _file_damage(path / file, described["files"][file]))), None)
-    if problem := next((found for found in _gathered(mine) if found), None):
+    if problem := _damage_among(path, described["files"]):
         say(f"warning: {name} of {path} are not used: {problem}")
         return None
     ranks = [dist.get_rank()] if described["world_size"] == dist.get_world_size() else range(described["world_size"])
@@ -278,8 +293,13 @@ def damage(path: Path) -> tuple[dict, str | None]:
     manifest, problem = _from_first(_read_manifest(path) if dist.get_rank() == 0 else None)
     if problem is not None:
         return {}, problem
-    mine = next((found for name in _share(sorted(manifest["files"])) if (found := _file_damage(path / name, manifest["files"][name]))), None)
-    return manifest, next((found for found in _gathered(mine) if found), None)
+    return manifest, _damage_among(path, manifest["files"])
+
+
+def _damage_among(path: Path, files: dict[str, dict]) -> str | None:
+    """What is wrong with one of these files, if anything is; the same on every rank."""
+    found = _each(lambda name: _file_damage(path / name, files[name]), _share({name: written["bytes"] for name, written in files.items()}))
+    return next((problem for problems in _gathered(found) for problem in problems if problem), None)
 
 
 def _read_manifest(path: Path) -> tuple[dict, str | None]:

@@ -97,6 +97,11 @@ def ranks_per_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
 
 
+def cores_per_rank() -> int:
+    """Of this host's, as far as the process may use them; at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_per_host())
+
+
 def used_memory_bytes() -> int:
     """Bytes taken on this rank's GPU, by whomever, freed blocks that PyTorch keeps included; on a CPU the process's peak."""
     if is_gpu():
@@ -126,9 +131,8 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # CUDA pins whole pages: they are shared with nothing else
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_host())
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(torch.Tensor.zero_, memory.tensor_split(threads)))  # the system gives a page when it is first written to
+    with ThreadPoolExecutor(cores_per_rank()) as pool:
+        list(pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank())))  # the system gives a page when it is first written to
     cudart = torch.cuda.cudart()
     failure = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if failure:

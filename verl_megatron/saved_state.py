@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -199,6 +200,7 @@ class SavedState:
         Raises:
             CheckpointError: all are damaged, or it is of other models.
         """
+        begin = time.perf_counter()
         found = checkpoints.newest_sound(self.folder, say=self.say) if self.config.run.resume != "never" else None
         if found is None:
             return
@@ -220,7 +222,7 @@ class SavedState:
             how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
         self._resume_rows(path)
         rows = ", with the rows collected for the next" if self._resumed else ""
-        self.say(f"resuming after iteration {self.step} from {path}, {how}{rows}")
+        self.say(f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)")
 
     def _resume_rows(self, path: Path) -> None:
         parts = checkpoints.added(path, ROWS, say=self.say)

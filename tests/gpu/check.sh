@@ -110,15 +110,17 @@ stage_fp8() { # the toy job learns as in bfloat16
   done
 }
 
-stage_save() { # what a checkpoint keeps training from (time/save_s), written at once and beside it: 8B on four GPUs, as much a rank on two
+stage_save() { # what a checkpoint keeps training from (time/save_s), written at once and beside it, and how long it takes to read: 8B on four GPUs, as much a rank on two
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/save" layers=$((8 * RANKS))
   [[ -f $folder/reward.py ]] || step save_weights python tools/make_random.py "$folder" --layers $layers --rows 64
   local common="data.max_prompt_tokens=512 rollout.max_tokens=64 rollout.min_tokens=64 rollout.ignore_eos=true data.prompts_per_iteration=8 reward.function=$folder/reward.py:score"
-  for way in false true; do
-    step "save_async_$way" env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe save_$way llama3_8b_grpo $common run.export=false run.save_interval=2 run.keep_last_k=1 run.async_save=$way"
-    rm -rf "$LOGS/save_$way/checkpoint"
-  done
+  local run="$common run.export=false run.save_interval=2 run.keep_last_k=1" where=(MODEL="$folder/model" DATA="$folder/train.jsonl")
+  step save_async_false env "${where[@]}" bash -c "recipe save_false llama3_8b_grpo $run run.async_save=false"
+  rm -rf "$LOGS/save_false/checkpoint"
+  step save_async_true env "${where[@]}" bash -c "recipe save_true llama3_8b_grpo $run run.async_save=true"
+  step save_resumed env "${where[@]}" bash -c "recipe save_true llama3_8b_grpo $run run.async_save=true run.save_interval=0 run.iterations=4 | grep -E 'resuming|step 4'"
+  rm -rf "$LOGS/save_true/checkpoint"
 }
 
 stage_offload() { # what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit

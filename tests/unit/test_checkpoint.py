@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata
 
-from parallel import checkpoints, device, random_state
+from parallel import checkpoint, checkpoints, device, random_state
 from parallel.checkpoints import MANIFEST, CheckpointError
 from parallel.convert.metadata import read_metadata
 
@@ -180,13 +180,48 @@ def test_other_models_are_refused_by_name(tmp_path, world):
         checkpoints.refuse_other_models(path, manifest, {"actor": MODELS["actor"]})
 
 
+# ---- what is written --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_rank_writes_a_file_a_thread_from_where_its_tensors_lie(tmp_path, world, monkeypatch, threads):
+    monkeypatch.setattr(checkpoint, "writing_threads", lambda: threads)
+    block, saved = torch.arange(10_000.0), {}
+    tensors = {"a": block[:10].view(2, 5), "b": block[10:4000], "c": block[4000:], "d": block[9999], "f": block[:8].bfloat16()[2:], "g": block[:6].view(2, 3).t()}
+
+    def noted(what, file, save=torch.save):
+        if isinstance(what, torch.Tensor):
+            saved[what.data_ptr()] = what.untyped_storage().nbytes()
+        save(what, file)
+
+    monkeypatch.setattr(torch, "save", noted)
+    torch.distributed.checkpoint.save(tensors, storage_writer=checkpoint._Writer(tmp_path / "actor", sync_files=False))
+    assert sorted(path.name for path in (tmp_path / "actor").glob("*.distcp")) == [f"__0_{i}.distcp" for i in range(threads)]
+    assert all(saved[tensor.data_ptr()] == tensor.nbytes for name, tensor in tensors.items() if name != "g"), "copied, or more than the tensor is written"
+    loaded = {name: torch.full_like(tensor, -1) for name, tensor in tensors.items()}
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "actor")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_ranks_read_about_as_many_bytes_each(monkeypatch):
+    sizes = {"actor/__0_0": 900, "actor/__1_0": 1000, "actor/.metadata": 5, "critic/__0_0": 800, "critic/__1_0": 700, "rank_0": 3, "rank_1": 3}
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        shares.append(checkpoints._share(sizes))
+    assert sorted(sum(shares, [])) == sorted(sizes)
+    assert [sum(sizes[name] for name in share) for share in shares] == pytest.approx([1700, 1700], abs=110)
+
+
 # ---- failing to save --------------------------------------------------------------------------------------------------
 
 
 def shared_file_full(scratch: Path) -> None:
     (scratch / "actor").mkdir()
-    (scratch / "actor/__0_0.distcp").symlink_to("/dev/full")  # Linux' full disk to try things on
-    torch.distributed.checkpoint.save({"weight": torch.zeros(1000)}, checkpoint_id=scratch / "actor")
+    (scratch / "actor/__0_1.distcp").symlink_to("/dev/full")  # Linux' full disk to try things on; of a thread that is not the first
+    state = {"weight": torch.zeros(1000), "bias": torch.zeros(900)}
+    torch.distributed.checkpoint.save(state, storage_writer=checkpoint._Writer(scratch / "actor", sync_files=False))
 
 
 def own_file_full(scratch: Path) -> None:
@@ -194,7 +229,8 @@ def own_file_full(scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [shared_file_full, own_file_full])
-def test_a_full_disk_leaves_what_is_there(tmp_path, world, write):
+def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
+    monkeypatch.setattr(checkpoint, "writing_threads", lambda: 2)
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No space left on device.* \(rank 0\)"):
         save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
