@@ -109,8 +109,10 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
 
 def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]:
     """Size and digest of every file, each read by one rank, which also makes sure that it is on the disk."""
-    sizes = {str(path.relative_to(scratch)): path.stat().st_size for path in scratch.rglob("*") if path.is_file()} if dist.get_rank() == 0 else {}
-    mine = {}
+    sizes, mine = {}, {}
+    with _together(action, group):
+        if dist.get_rank() == 0:
+            sizes = {str(path.relative_to(scratch)): path.stat().st_size for path in scratch.rglob("*") if path.is_file()}
     names = _share(_from_first(sizes, group))
     with _together(action, group):
         mine = dict(zip(names, _each(lambda name: _describe_file(scratch / name), names)))
