@@ -40,8 +40,9 @@ toy() { # folder of the run, settings
 export -f toy
 export LOGS RANKS SCRATCH layout
 
-stage_tests() { # side by side where pytest-xdist is there
+stage_tests() { # those that look at a GPU's free memory alone, the others side by side where pytest-xdist is there
   local beside=()
+  step unit_tests python -m pytest -v -p no:cacheprovider tests/unit/test_offload.py
   if python -c 'import xdist' 2>/dev/null; then beside=(-n 6); fi
   LIMIT_S=$((2 * LIMIT_S)) LINES_SHOWN=60 step tests python -m pytest -v -p no:cacheprovider "${beside[@]}" tests/gpu
 }
