@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from parallel.device import host_memory, release_cached_memory
 
 PIECE_BYTES = 64 * 2**20  # of one copy
-PIECES_QUEUED = 2  # a GPU's copies in one direction wait for each other, on whatever stream: those of the work beside come in between
+PIECES_QUEUED = 3  # a GPU's copies in one direction wait for each other, on whatever stream: those of the work beside come in between
 
 
 class Place(Enum):
