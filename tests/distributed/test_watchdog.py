@@ -105,6 +105,7 @@ def folder(tmp_path_factory) -> Path:
     """All scenarios at the same time: their ranks mostly wait."""
     folder = tmp_path_factory.mktemp("watchdog")
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # that a name server did not answer is torch's to say, and no output of ours
     process = subprocess.Popen([sys.executable, "-m", WORKER, str(folder), *SCENARIOS], cwd=ROOT, env=environment, start_new_session=True)
     try:
         assert process.wait(START_S + END_S) == 0
