@@ -16,7 +16,9 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on thi
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
-def device(request) -> torch.device:
+def device(request, monkeypatch) -> torch.device:
+    """Copies to and from it are of so few bytes that most tensors take several, and a thread waits for the first."""
+    monkeypatch.setattr("parallel.offload.PIECE_BYTES", 700)
     return torch.device(request.param)
 
 
