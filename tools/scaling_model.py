@@ -10,7 +10,6 @@ no small size can show. Terms, taken in this order, as many as there are measure
     work    rows of a GPU / (1 - bubble share); for the hand-over 1
     start   1 (rollout: the steps of a token, however many rows)
     tensor  rows of a tensor-parallel group, times (t-1)/t: what its ranks exchange; for the hand-over the bytes that a rank receives
-    queue   rollout: 1 where replicas share a queue of rows, of which each takes three quarters of its share at once (rollout/dispatch.py)
     sync    log2 of what grows: dp where a model works, replicas of vLLM in a rollout, else n; barriers and waiting for the slowest of more.
             Where no measured size has dp (or replicas) above 1 nothing is known of it, and nothing is added.
 
@@ -37,7 +36,7 @@ from verl_megatron.planner.case import PlannedRole
 from verl_megatron.planner.handover import moved_bytes
 from verl_megatron.planner.training import group_rate
 
-TERMS = ("work", "start", "tensor", "queue", "sync")
+TERMS = ("work", "start", "tensor", "sync")
 DEALING = "dealing_rows"
 TIMED_S = 0.5  # beyond it the next size is not timed but follows from the last two
 Deal = Callable[[int, int], float]  # seconds for rows of a mini-batch and data-parallel ranks
@@ -49,7 +48,7 @@ def terms_of(case: Case, phase: str) -> dict[str, float]:
     if phase in ("reshard", "return"):
         return {"work": 1.0, "tensor": moved_bytes(case), "sync": log2(case.world_size)}
     if phase == "rollout":
-        return {"work": own, "start": 1.0, "tensor": own * (case.config.rollout.tp - 1), "queue": float(case.replicas > 1), "sync": log2(case.replicas)}
+        return {"work": own, "start": 1.0, "tensor": own * (case.config.rollout.tp - 1), "sync": log2(case.replicas)}
     role = _role_of(case, phase)
     if role is None:
         return {"work": own, "sync": log2(case.world_size)}

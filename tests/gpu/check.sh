@@ -10,6 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 HF_HUB_OFFLINE=1
 LOGS=${LOGS:-outputs/gpu} LIMIT_S=${LIMIT_S:-240} SCRATCH=${SCRATCH:-outputs/random}
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') # without any, the ranks are the CPU's: to try this script
+if [[ $GPUS != 0 && -v CUDA_VISIBLE_DEVICES ]]; then GPUS=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
 RANKS=$((GPUS >= 4 ? 4 : GPUS >= 2 ? 2 : 1))
 mkdir -p "$LOGS"
 table=()
@@ -99,7 +100,7 @@ stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation 
 
 stage_wide() { # few layers of a 70B model's width
   ((RANKS >= 2)) || return 0
-  local folder="$SCRATCH/wide" layers=$((4 * RANKS))
+  local folder="$SCRATCH/wide" layers=$((3 * RANKS))
   [[ -f $folder/reward.py ]] || step wide_weights python tools/make_random.py "$folder" --shape llama3-70b --layers $layers --rows 64
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true run.save_interval=0 run.export=false"
   step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap reshard.offload=all"
@@ -133,8 +134,8 @@ stage_offload() { # what it costs to have gradients and optimizer state away whi
 stage_handover() {
   ((RANKS >= 2)) || return 0
   local small="--shape llama3-8b --train tp2 --rollout 2 --optimizer --utilization 0.3 --eager"
-  step handover_share env CUDA_VISIBLE_DEVICES=0,1 bash -c "world 2 tools/bench_handover.py $small --mode share"
-  step handover_swap_all env CUDA_VISIBLE_DEVICES=0,1 bash -c "world 2 tools/bench_handover.py $small --mode swap --offload all"
+  step handover_share bash -c "world 2 tools/bench_handover.py $small --mode share"
+  step handover_swap_all bash -c "world 2 tools/bench_handover.py $small --mode swap --offload all"
 }
 
 stage_reshard() {

@@ -1,5 +1,7 @@
 """Seeds, token budgets and the queue of rows, without an engine."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from verl_megatron.config import RolloutConfig
@@ -51,6 +53,41 @@ def test_local_queue_gives_each_number_once():
     queue = WorkQueue(10)
     assert [list(queue.take(4)) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and not queue.take(4)
     assert not WorkQueue(0).take(1)
+
+
+@dataclass
+class _Queue:
+    """What a dispatcher asks of a queue, without a store."""
+
+    total: int
+    num_replicas: int
+    given: int = 0
+
+    def take(self, count):
+        taken = range(self.given, min(self.given + count, self.total))
+        self.given = taken.stop
+        return taken
+
+
+@pytest.mark.parametrize(("total", "replicas", "limit"), [(10, 4, 8), (64, 2, 256), (3, 4, 8), (100, 4, 8)])
+def test_replicas_end_as_early_as_possible(total, replicas, limit):
+    """A step of a replica takes as long for every number of rows: rows wait only where all slots of all replicas are taken."""
+    lengths = [1 + 7 * row % 23 for row in range(total)]
+    queue = _Queue(total, replicas)
+    dispatchers = [Dispatcher(queue, limit=limit, group=None) for _ in range(replicas)]
+    left = [[] for _ in dispatchers]  # steps that the rows of each replica still need
+    steps, idle = 0, 0
+    while True:
+        for dispatcher, mine in zip(dispatchers, left):
+            mine += [lengths[row] for row in dispatcher.draw(len(mine))]
+        if not any(left):
+            break
+        idle += queue.given < total and any(len(mine) < limit for mine in left)
+        steps += 1
+        left = [[row - 1 for row in mine if row > 1] for mine in left]
+    assert queue.given == total and not idle
+    if total <= replicas * limit:
+        assert steps == max(lengths)
 
 
 def test_one_replica_keeps_its_slots_full():

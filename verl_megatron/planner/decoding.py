@@ -24,9 +24,8 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
 
 def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
     """Rows that a replica decodes together: as vLLM's settings, its cache and the queue (rollout/dispatch.py) allow."""
-    fair = case.rows if case.replicas == 1 else ceil(3 * case.rows / (4 * case.replicas))
     cached = kv_cache_bytes // (kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens))
-    return int(max(0, min(fair, case.config.rollout.max_num_seqs, cached)))
+    return int(max(0, min(ceil(case.rows / case.replicas), case.config.rollout.max_num_seqs, cached)))
 
 
 def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
