@@ -63,8 +63,7 @@ MEASURED = {
         gpus=4,
         config=run_config("tp2pp2sp", rollout=2, share=0.4),
         gib=dict(rollout=136.6, log_probs=81.1, critic_update=98.0, actor_update=98.0, weights_awake=88.1),
-        seconds=dict(rollout=6.1, log_probs=4.4, values=1.9, critic_update=6.3, actor_update=7.2),
-        iteration=26.3,
+        seconds=dict(log_probs=4.4, values=1.9, critic_update=6.3, actor_update=7.2),
     ),
     "tp2dp2": Measured(
         gpus=4,
@@ -95,9 +94,9 @@ MEASURED = {
     "grpo, dp2, share": Measured(
         gpus=2,
         config=grpo_config("tp1", 16, mode="share", offload="all", rollout=1, tokens_per_micro_batch=4096),
-        gib=dict(rollout=92.5, log_probs=82.2, actor_update=130.0),
-        seconds=dict(rollout=6.73, log_probs=3.31, actor_update=5.69),
-        iteration=17.3,
+        gib=dict(rollout=93.1, log_probs=82.8, actor_update=130.6),
+        seconds=dict(rollout=3.68, log_probs=3.31, actor_update=5.69),
+        iteration=15.2,
     ),
     "grpo, pp2vpp4, swap": Measured(
         gpus=2,
