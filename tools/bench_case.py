@@ -1,8 +1,15 @@
-"""What `bench_reshard.py` moves: a model under two layouts, with weights that each rank can compute for itself and so compare."""
+"""What `bench_reshard.py` and `bench_handover.py` move: a model under two layouts, with weights that each rank can compute for itself and so compare."""
 
+import json
+import os
+import shutil
+import tempfile
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +27,7 @@ from parallel.weights.shard import Block, ShardedParameter
 # Letters: R rows, C columns.
 
 MIB = 2**20
+LEVELS = 2**14  # quantiles that a small weight is one of
 _PIECE = 2**24  # elements computed at a time in int64
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -85,6 +93,23 @@ def _content(name: str, rows: range, cols: range, dtype: torch.dtype) -> Tensor:
     return mixed_RC.to(_BITS[dtype.itemsize]).view(dtype)
 
 
+def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float) -> Tensor:
+    """The parameter with normally distributed values: the bits of `weights_of` choose one of LEVELS quantiles and the sign. Norms are ones.
+
+    Args:
+        spread: standard deviation.
+    """
+    if parameter.blocks[0].tensor.endswith("norm.weight"):
+        return torch.ones(parameter.shape, dtype=dtype, device=device.device())
+    tensor = weights_of(parameter, dtype)
+    magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(dtype)  # the first is 0: padding stays 0
+    for values_N in tensor.view(-1).split(_PIECE):
+        bits_N = values_N.view(_BITS[dtype.itemsize])
+        chosen_N = magnitudes[(bits_N & LEVELS - 1).int()]
+        values_N.copy_(torch.where(bits_N < 0, -chosen_N, chosen_N))
+    return tensor
+
+
 def trained_weights(case: Case) -> Parameters:
     """This rank's source: parameters one after the other in one allocation, as Megatron's distributed optimizer keeps them."""
     parameters, ends = case.trained(dist.get_rank()), [0]
@@ -102,6 +127,23 @@ def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) ->
     pairs = ((tensors[p.chunk, p.name], p) for p in described)
     wrong = sum(not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype)))) for held, p in pairs)
     return not all_max(torch.tensor(wrong)).item()
+
+
+@contextmanager
+def model_folder(arch: Architecture, config: Mapping[str, object]) -> Iterator[str]:
+    """A folder with a config.json and nothing else, of the same name on every host while the block runs. Collective over the world."""
+    path: list = [tempfile.mkdtemp(prefix="bench_") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    folder, is_first_here = Path(path[0]), int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if is_first_here:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(arch.to_hf(carry=config)))
+    dist.barrier()
+    try:
+        yield str(folder)
+    finally:
+        if is_first_here:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def say(text: str) -> None:

@@ -1,11 +1,13 @@
 """The whole way from training to rollout and back, with a Megatron-Core model and a vLLM engine in the same ranks: time and memory.
 
 torchrun --nproc_per_node 4 tools/bench_handover.py --shape llama3-8b --train tp2pp2 --rollout 2 --mode swap --offload all [--csv FILE]
+torchrun --nproc_per_node 4 tools/bench_handover.py --hf FOLDER --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer
 
-Weights are random, and a function of their place in the Hugging Face tensors: the same in every layout and mode, so runs with other
-modes print the same digest of the generated tokens. The calls are those of a training iteration, in its order. Half of the repetitions
-wait for the GPUs after every phase, the others only at both ends of each way, as training does: copies to and from the host then run
-beside the rest. A time is that of the slowest rank, memory that of the fullest. The program ends with 1 if a check fails.
+Weights are those of FOLDER, or random and a function of their place in the Hugging Face tensors: the same in every layout and mode, so runs
+with other modes print the same digest of the generated tokens. The calls are those of a training iteration, in its order, up to the log-probs
+of what vLLM generated. Half of the repetitions wait for the GPUs after every phase, the others only at both ends of each way, as training
+does: copies to and from the host then run beside the rest. A time is that of the slowest rank, memory that of the fullest. The program ends
+with 1 if a check fails.
 """
 
 import argparse
@@ -13,20 +15,17 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_case import bytes_of, say, weights_of
+from bench_case import bytes_of, model_folder, say, small_weights
 from handover_measures import GIB, Clock, Memory, Row, table, write_csv
 from torch import Tensor
 
@@ -39,21 +38,21 @@ from parallel.placement import described, place
 from parallel.reshard.execute import Resharder
 from parallel.reshard.kernels import Checksums
 from parallel.weights.architecture import Architecture, read_config
+from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
 from verl_megatron.losses import cross_entropy
-from verl_megatron.roles.engine import Engine
-from verl_megatron.rollout.sampling import Request, Sampling, row_seed
+from verl_megatron.packing import micro_batches
+from verl_megatron.roles.engine import Engine, check_weights
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 from verl_megatron.run import make_vllm
 
 SEED, PROMPT_TOKENS = 1, 64
-LEVELS = 2**14  # quantiles that a weight is one of
-_PIECE = 2**24  # elements computed at a time
-_BITS = {2: torch.int16, 4: torch.int32}
+LOG_PROBS_APART = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # a mean: rounding is a fourth of this and less, other weights are apart by several times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +65,7 @@ class Case:
     rollout: Layout
     learns: bool  # with gradient buffers and an optimizer
     config: TrainerConfig
+    folder: str | None  # with the weights; None: random ones
 
     @property
     def reshard(self) -> ReshardConfig:
@@ -83,23 +83,6 @@ class Case:
 
 
 # ---- the parts ---------------------------------------------------------------------------------------------------------
-
-
-def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float) -> Tensor:
-    """The parameter with normally distributed values: the bits of `weights_of` choose one of LEVELS quantiles and the sign. Norms are ones.
-
-    Args:
-        spread: standard deviation.
-    """
-    if parameter.blocks[0].tensor.endswith("norm.weight"):
-        return torch.ones(parameter.shape, dtype=dtype, device=device.device())
-    tensor = weights_of(parameter, dtype)
-    magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(dtype)  # the first is 0: padding stays 0
-    for values_N in tensor.view(-1).split(_PIECE):
-        bits_N = values_N.view(_BITS[dtype.itemsize])
-        chosen_N = magnitudes[(bits_N & LEVELS - 1).int()]
-        values_N.copy_(torch.where(bits_N < 0, -chosen_N, chosen_N))
-    return tensor
 
 
 class HandOver:
@@ -134,15 +117,30 @@ class HandOver:
         case, clock = self.case, self.build_clock
         with clock.part("Megatron-Core model"):
             engine = Engine(arch=case.arch, folder=None, groups=ProcessGroups(case.train), config=case.config.engine, head="lm", seed=SEED)
-        with clock.part("random weights"):
+        with clock.part("weights read" if case.folder else "random weights"), self._weights() as weights:
             for parameter in engine.parameters:
                 tensor = engine.tensors[parameter.chunk, parameter.name]
-                tensor.copy_(small_weights(parameter, tensor.dtype, case.arch.initializer_range))
+                tensor.copy_(weights(parameter, tensor.dtype))
             device.release_cached_memory()
         if case.learns:
             with clock.part("optimizer"):
                 engine.prepare_training(lr=0.0, total_steps=1)
         return engine
+
+    @contextmanager
+    def _weights(self) -> Iterator[Callable[[ShardedParameter, torch.dtype], Tensor]]:
+        """What a parameter of either side has to hold, on this rank's device."""
+        if not self.case.folder:
+            yield partial(small_weights, spread=self.case.arch.initializer_range)
+            return
+        with CheckpointFolder(self.case.folder) as files:
+
+            def read(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
+                tensor = torch.empty(parameter.shape, dtype=dtype, device=device.device())
+                load_parameters(files, [parameter], {(parameter.chunk, parameter.name): tensor})
+                return tensor
+
+            yield read
 
     def _plan(self) -> WeightSync:
         with self.build_clock.part("plan"):
@@ -150,10 +148,10 @@ class HandOver:
 
     def _step(self) -> None:
         """Gradients and Adam's moments from here on; at a learning rate of 0 the weights stay."""
-        rows, half = range(self.case.train.pp), PROMPT_TOKENS // 2
-        batch = RolloutBatch.from_rows([*rows], [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows))
-        micro_batches = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
-        self.engine.train_step(batch, micro_batches, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=half * len(rows))
+        rows, half = [*range(self.case.train.pp)], PROMPT_TOKENS // 2
+        batch = RolloutBatch.from_rows(rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows))
+        micro = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
+        self.engine.train_step(batch, micro, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=half * len(rows))
         self.engine.gather_weights()
 
     # ---- a repetition
@@ -182,14 +180,14 @@ class HandOver:
         with clock.part("to rollout: KV cache wakes"):
             self.vllm.wake_kv_cache()
 
-    def generate(self, clock: Clock, memory: Memory) -> list[list[int]]:
-        """The tokens of all rows, which every replica generates."""
+    def generate(self, clock: Clock, memory: Memory) -> list[Generation]:
+        """All rows in their order, which every replica generates."""
         tokens = self.case.config.rollout.max_tokens
         with clock.part("generate"):
             rows = self.vllm.generate(self.requests, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True), shared=False)
         if clock.splits:
             memory.note("generated")
-        return [row.token_ids for row in sorted(rows, key=lambda row: row.row_id)]
+        return sorted(rows, key=lambda row: row.row_id)
 
     def back(self, clock: Clock, memory: Memory) -> None:
         with clock.whole("back to training, in one go"):
@@ -203,12 +201,24 @@ class HandOver:
         if clock.splits:
             memory.note("back in training")
 
+    def log_probs_apart(self, rows: list[Generation], clock: Clock) -> float:
+        """How far the trained model's log-probs are from vLLM's, a mean over the tokens. Every data-parallel rank takes all rows. Collective over the world."""
+        ids, prompts, tokens, logprobs = zip(*((row.row_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows))
+        batch = RolloutBatch.from_rows(list(ids), list(prompts), list(tokens), list(logprobs))
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, tokens)]
+        budget = self.case.config.engine.tokens_per_micro_batch
+        with clock.part("log-probs in training"):
+            found = self.engine.infer(batch, micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=self.case.train.pp))
+        apart = (found["logprobs"] - batch.rollout_logprobs)[batch.response_mask].abs().mean() if found else torch.tensor(0.0)
+        return float(all_max(apart.double()[None]))
+
     # ---- what has to hold
 
     def vllm_has_the_weights(self) -> bool:
         """On this rank, each element; takes the memory of the largest parameter a few times."""
-        held, spread = self.vllm.parameters(), self.case.arch.initializer_range
-        equal = [torch.equal(held[p.name], small_weights(p, held[p.name].dtype, spread)) for p in self.sync.destination[self.sync.rank]]
+        held = self.vllm.parameters()
+        with self._weights() as weights:
+            equal = [torch.equal(held[p.name], weights(p, held[p.name].dtype)) for p in self.sync.destination[self.sync.rank]]
         device.release_cached_memory()
         return all(equal)
 
@@ -245,11 +255,13 @@ class Checks:
     def __init__(self, hand_over: HandOver):
         self.hand_over, self.before_N = hand_over, hand_over.parameters.run()
         self.tokens: list[list[list[int]]] = []  # of each repetition
+        self.apart = 0.0  # log-probs of training and rollout, at most
         self.ways_back = self.changed = 0
         self.served = False
 
-    def after(self, tokens: list[list[int]]) -> None:
+    def after(self, tokens: list[list[int]], apart: float) -> None:
         self.tokens.append(tokens)
+        self.apart = max(self.apart, apart)
         self.ways_back += 1
         self.changed += int((self.hand_over.parameters.run() != self.before_N).sum())
 
@@ -260,11 +272,13 @@ class Checks:
         alike = {one for of_rank in digests for one in of_rank}
         changed, unserved = all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
         flat = [token for row in self.tokens[0] for token in row]
+        limit = LOG_PROBS_APART[self.hand_over.engine.compute.dtype]
         found = {
             "vLLM's weights are, element by element, those that training should have": not unserved,
             f"Megatron's weights have the same bits after each of {self.ways_back} ways back": not changed,
             f"the tokens are the same in each of {self.ways_back} repetitions and on every replica": len(alike) == 1,
             f"{len(flat)} tokens were generated, {len(set(flat))} different ones": len(set(flat)) > 1,
+            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at most {limit:.0e}": self.apart <= limit,
         }
         return [*(Row("check", name, "yes" if holds else "NO", "") for name, holds in found.items()), Row("digest", "all tokens", digests[0][0], "")]
 
@@ -282,9 +296,9 @@ def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
         hand_over.to_rollout(clock, memory)
         if number < 0:
             checks.served = hand_over.vllm_has_the_weights()
-        tokens = hand_over.generate(clock, memory)
+        rows = hand_over.generate(clock, memory)
         hand_over.back(clock, memory)
-        checks.after(tokens)
+        checks.after([row.token_ids for row in rows], hand_over.log_probs_apart(rows, clock))
         if number < 0:  # libraries start and kernels are compiled at the first
             clock.milliseconds.clear()
             memory.stages = {"trained, vLLM asleep": memory.stages["trained, vLLM asleep"]}
@@ -294,29 +308,13 @@ def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
 # ---- command line ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def model_folder(arch: Architecture, config: Mapping[str, object]) -> Iterator[str]:
-    """A folder with a config.json and nothing else, of the same name on every host while the block runs. Collective over the world."""
-    path: list = [tempfile.mkdtemp(prefix="bench_handover_") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(path)
-    folder, is_first_here = Path(path[0]), int(os.environ.get("LOCAL_RANK", "0")) == 0
-    if is_first_here:
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(arch.to_hf(carry=config)))
-    dist.barrier()
-    try:
-        yield str(folder)
-    finally:
-        if is_first_here:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def read_options() -> tuple[argparse.Namespace, Case, dict]:
     """The command line, refused early where it contradicts itself; and the config.json it names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", choices=list(SHAPES))
-    model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are not read")
+    model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are read with --load only")
+    parser.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
     parser.add_argument("--train", default="tp2", help="Megatron's layout")
     parser.add_argument("--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas")
@@ -344,6 +342,8 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
         raise ValueError(f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; drop one of them")
     if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
         raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
+    if options.load and (options.shape or options.layers):
+        raise ValueError("--load reads all weights of a folder; give --hf, and no --shape or --layers")
     hf = shape(options.shape) if options.shape else read_config(options.hf)
     arch = Architecture.from_hf(hf, source=options.shape or str(options.hf / "config.json"))
     arch = replace(arch, num_layers=options.layers or arch.num_layers)
@@ -358,7 +358,10 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
         rollout=RolloutConfig(tp=options.rollout, max_tokens=options.tokens, gpu_memory_utilization=options.utilization, enforce_eager=options.eager),
         reshard=ReshardConfig(mode=options.mode, window_mib=options.window_mib, verify=options.verify, offload=options.offload),
     )
-    return Case(model=options.shape or options.hf.resolve().name, arch=arch, train=train, rollout=rollout, learns=options.optimizer, config=config), hf
+    model, folder = options.shape or options.hf.resolve().name, str(options.hf) if options.load else None
+    if folder:
+        check_weights(folder, "lm")
+    return Case(model=model, arch=arch, train=train, rollout=rollout, learns=options.optimizer, config=config, folder=folder), hf
 
 
 def main() -> int:

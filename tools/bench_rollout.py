@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_case import say
-from bench_handover import model_folder
+from bench_case import model_folder, say
 
 from parallel import device
 from parallel.collectives import all_max

@@ -10,6 +10,7 @@ OUT/reward.py     `score`: share of vowels in the response, so that rows differ
 import argparse
 import json
 import random
+from math import prod
 from pathlib import Path
 
 import torch
@@ -33,23 +34,24 @@ def write_weights(folder: Path, *, seed: int) -> None:
     arch = read_architecture(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
-    files: list[dict[str, torch.Tensor]] = [{}]
+    files: list[dict[str, tuple[int, ...]]] = [{}]
     room, total = FILE_BYTES, 0
     for name, size in hf_shapes(arch).items():
-        if name.endswith("norm.weight"):
-            tensor = torch.ones(size, dtype=torch.bfloat16)
-        else:
-            tensor = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, arch.initializer_range, generator=generator).cpu()
-        if tensor.nbytes > room and files[-1]:
+        nbytes = torch.bfloat16.itemsize * prod(size)
+        if nbytes > room and files[-1]:
             files.append({})
             room = FILE_BYTES
-        files[-1][name] = tensor
-        room -= tensor.nbytes
-        total += tensor.nbytes
+        files[-1][name] = size
+        room -= nbytes
+        total += nbytes
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for name, tensors in zip(names, files):
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-    write_index(folder, {tensor: name for name, tensors in zip(names, files) for tensor in tensors}, total)
+    for file, shapes in zip(names, files):
+        tensors = {}
+        for name, size in shapes.items():
+            tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
+            tensors[name] = (tensor.fill_(1) if name.endswith("norm.weight") else tensor.normal_(0, arch.initializer_range, generator=generator)).cpu()
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    write_index(folder, {name: file for file, shapes in zip(names, files) for name in shapes}, total)
 
 
 def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -> None:

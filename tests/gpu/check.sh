@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide fp8 save offload handover reshard engine rollout scaling kernels machine.
+# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide whole fp8 save offload handover reshard engine rollout scaling kernels machine.
 # Those with too few GPUs are left out; with two, models and batches are smaller than with four.
 # Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular
 # expression of the commands of these stages that are wanted, by the names of their logs.
@@ -106,6 +106,13 @@ stage_wide() { # few layers of a 70B model's width
   step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap reshard.offload=all"
 }
 
+stage_whole() { # all layers of a 70B model from their files (141 GB): load, reshard, generate, move back, log-probs
+  ((RANKS == 4)) || return 0
+  local folder="$SCRATCH/llama3-70b"
+  [[ -f $folder/reward.py ]] || step whole_weights python tools/make_random.py "$folder" --shape llama3-70b --rows 16
+  step whole bash -c "world 4 tools/bench_handover.py --hf $folder/model --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer --repetitions 2 --eager"
+}
+
 stage_fp8() { # the toy job learns as in bfloat16
   for dtype in bfloat16 fp8; do
     LINES_SHOWN=8 step "quickstart_$dtype" env OUT="$LOGS/toy" bash recipes/quickstart.sh engine.dtype=$dtype run.output_dir="$LOGS/quickstart_$dtype" rollout.enforce_eager=true
@@ -173,7 +180,7 @@ stage_scaling() { # a model that one GPU holds, with as many rows for each GPU
   if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi
   [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --shape llama3-1b
   local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512"
-  step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 3 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" rollout.enforce_eager=true
+  step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 3 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" engine.tokens_per_micro_batch=16384
 }
 
 stage_kernels() { # those of log-probs in other block sizes, beside the floor
@@ -182,7 +189,7 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume ppo grpo long wide fp8 save offload handover reshard engine rollout scaling kernels machine
+(($#)) || set -- tests toy resume ppo grpo long wide whole fp8 save offload handover reshard engine rollout scaling kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"
