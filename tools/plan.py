@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks import refuse, structured
+from verl_megatron.checks import check_planned, refuse, structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.limits import check_values
 from verl_megatron.planner import MACHINES, Case, Machine, compare, comparison_lines, find_machine, plan_memory, plan_seconds, search, search_text
@@ -66,7 +66,8 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     except OmegaConfBaseException as error:
         raise ValueError(f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE") from None
     config = structured(overrides, TrainerConfig)
-    refuse(check_values(config))
+    refuse(check_values(config))  # before the model is looked for
+    refuse(check_planned(config, architecture(config.actor.path), given.gpus))
     return config
 
 

@@ -88,15 +88,14 @@ def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str
 def known_seconds(case: Case, phase: str, links: Machine) -> float:
     """What is not fitted; `links` gives same_host_rate and other_host_rate."""
     if phase == "reshard":
-        crosses = case.world_size > case.ranks_per_host and case.actor.layout.pp > 1  # stages stand dp·cp·tp ranks apart
-        return moved_bytes(case) / (links.other_host_rate if crosses else links.same_host_rate)
+        return moved_bytes(case) / (links.other_host_rate if case.resharding_crosses_hosts else links.same_host_rate)
     return gradient_seconds(case, _role_of(case, phase), links) if phase in UPDATES else 0.0
 
 
 def dealing_seconds(case: Case, deal: Deal) -> float:
-    """Every model deals all mini-batches before a forward pass, and again before its update."""
+    """Every model deals all mini-batches before a forward pass, and again before its update; the reference model takes the actor's."""
     parts = case.config.algorithm.mini_batches
-    return sum((1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp) for role in case.roles)
+    return sum((1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp) for role in case.roles if role.name != "reference")
 
 
 def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:

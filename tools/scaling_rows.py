@@ -69,11 +69,11 @@ def bubble_share(layout: Layout, micro_batches: int) -> float:
 
 
 def bubbles_of(case: Case) -> dict[str, float]:
-    """Bubble share of each phase in which models compute; without gradients all mini-batches go through in one pass."""
+    """Bubble share of each phase in which models compute; without gradients all mini-batches go through in one pass, actor and reference together."""
     roles, shares = {role.name: role for role in case.roles}, {}
     for phase in flops_of(case):
         role = roles[MODEL_OF[phase]]
-        passes = 1 if phase in UPDATES else case.config.algorithm.mini_batches
+        passes = 1 if phase in UPDATES else case.config.algorithm.mini_batches * (1 + (phase == "log_probs" and "reference" in roles))
         shares[phase] = bubble_share(role.layout, passes * case.micro_batches(role)[0])
     return shares
 

@@ -213,7 +213,7 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
     if config.reshard.offload != "none" and not rollout.sleep:
         problems.append(f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise")
-    if config.reshard.mode != "keep" and rollout.dtype not in ("auto", config.engine.dtype.replace("fp8", "bfloat16")):
+    if config.reshard.mode != "keep" and not shares_dtype(config):
         problems.append(
             f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and rollout.dtype={rollout.dtype} is not"
             f" engine.dtype={config.engine.dtype}; make them alike or use keep"
@@ -231,6 +231,16 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
             f"more than the model's {arch.max_positions} positions; lower one of them"
         )
     return problems
+
+
+def shares_dtype(config: TrainerConfig) -> bool:
+    """Whether vLLM's weights are of the actor's dtype."""
+    return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))
+
+
+def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
+    """What is wrong with a run of which the layouts are still to be chosen; `arch` is the actor's."""
+    return check_values(config) or _check_rollout(config, arch, world_size) + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
 
 
 def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:

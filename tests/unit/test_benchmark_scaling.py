@@ -9,7 +9,7 @@ import pytest
 
 from parallel.layout import Layout
 from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
-from tools.scaling_model import DEALING, Dealing, Scaling, fit, gradient_seconds, terms_of
+from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
 from tools.scaling_report import Report, markdown, write_csv, write_png
 from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, bubble_share, bubbles_of, described, efficiency, ideal_seconds, measured_row
 from tools.scaling_runs import Recipe, architecture, layout_for
@@ -50,6 +50,14 @@ def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, alg
     config.algorithm.name, config.algorithm.mini_batches, config.rollout.tp = algorithm, 4, rollout
     config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = prompts, 512, 512
     return Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
+
+
+def test_actor_and_reference_go_through_one_pipeline_together():
+    alone = case_on(4, "pp4")
+    with_reference = replace(alone, roles=(*alone.roles, replace(alone.actor, name="reference", learns=False)))
+    count = 4 * with_reference.micro_batches(with_reference.actor)[0]
+    assert [bubbles_of(case)["log_probs"] for case in (with_reference, alone)] == pytest.approx([3 / (2 * count + 3), 3 / (count + 3)])
+    assert len({dealing_seconds(case, lambda rows, dp: 1.0) for case in (with_reference, alone)}) == 1  # they take the same rows
 
 
 def row_on(case: Case, seconds: dict[str, float], source: str = MEASURED) -> Row:

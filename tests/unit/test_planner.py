@@ -238,6 +238,36 @@ def test_every_layout_of_one_host_was_tried():
     assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {(tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4}
 
 
+def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
+    """Of every candidate that fits, after a change of the base."""
+    base = run_config(rows=512)
+    change(base)
+    return [candidate.settings for candidate in search(base, world_size=gpus, machine=H200, read=arch, **machine).fitting]
+
+
+def test_the_search_offers_what_a_run_accepts():
+    def awake(config):
+        config.rollout.sleep = False
+
+    def half(config):
+        config.rollout.dtype = "float16"
+
+    assert all("reshard.offload" not in settings for settings in settings_offered(awake))
+    assert all("reshard.mode" not in settings for settings in settings_offered(half))
+    assert {settings["rollout.tp"] for settings in settings_offered(lambda config: None, 12, ranks_per_host=6)} == {1, 2}  # not across a host's border
+
+
+def test_a_large_reward_model_is_split():
+    def scored(layout):
+        def change(config):
+            config.reward.path, config.reward.layout = "llama3-70b", layout
+
+        return change
+
+    assert {settings["reward.layout"] for settings in settings_offered(scored("tp1"))} == {"tp8sp"}
+    assert all("reward.layout" not in settings for settings in settings_offered(scored("tp4pp2")))  # chosen by the user
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape("llama3-8b")))

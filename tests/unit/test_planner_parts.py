@@ -15,13 +15,13 @@ from verl_megatron.packing import micro_batches
 from verl_megatron.planner import plan_memory, plan_seconds
 from verl_megatron.planner.activations import micro_batches_in_flight
 from verl_megatron.planner.case import PlannedRole
-from verl_megatron.planner.decoding import rows_at_once
+from verl_megatron.planner.decoding import rollout_seconds, rows_at_once
 from verl_megatron.planner.handover import moved_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import held
 from verl_megatron.planner.search import configured, uneven_stages
-from verl_megatron.planner.serving import own_rollout_bytes
-from verl_megatron.planner.training import pipeline_seconds
+from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, rows_cached
+from verl_megatron.planner.training import group_rate, pipeline_seconds
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 
 TIED = [("llama3-1b", "tp2pp4"), ("llama3-1b", "tp4"), ("qwen2.5-1.5b", "tp2pp2vpp2")]
@@ -124,6 +124,40 @@ class _Rows:
     num_replicas: int
 
 
+@pytest.mark.parametrize(("rows", "samples"), [(1, 1), (5, 1), (8, 8), (13, 8), (32, 8)])
+def test_samples_share_their_prompts_cache(rows, samples):
+    config = run_config("tp2sp", rows=4)
+    config.data.samples_per_prompt, config.data.max_prompt_tokens = samples, 15_360
+    case = case_of(config, 2)
+    tokens = cached_tokens(case, rows)
+    assert tokens == -(-rows // samples) * 15_360 + rows * 512
+    assert rows_cached(case, tokens) == rows and rows_cached(case, tokens - 1) == rows - 1
+
+
+def test_generation_without_cuda_graphs_or_in_float32_takes_longer():
+    def seconds(dtype="bfloat16", eager=False):
+        config = run_config("tp2sp", rows=256, dtype=dtype)
+        config.rollout.enforce_eager = eager
+        return rollout_seconds(case_of(config, 4), H200, 64 * GIB)
+
+    assert seconds(eager=True) > 3 * seconds() and seconds(dtype="float32") > 2 * seconds()
+
+
+def test_groups_that_do_not_divide_a_host_cross_its_border():
+    def rate(span, hosts, each):
+        return group_rate(case_of(run_config("tp1", rollout=1), hosts * each, ranks_per_host=each), H200, span=span)
+
+    assert rate(4, 1, 6) == rate(2, 8, 6) == rate(4, 2, 8) == H200.same_host_rate
+    assert rate(4, 8, 6) == H200.other_host_rate
+
+
+@pytest.mark.parametrize(("layout", "rollout", "gpus"), [("tp2pp2", 2, 16), ("tp4pp2", 8, 16), ("tp8", 8, 16), ("tp2pp2", 4, 8), ("tp8pp4", 8, 32)])
+def test_weights_come_from_other_hosts_where_the_best_placement_has_to_take_them_there(layout, rollout, gpus):
+    case = actor_alone(run_config(layout, model="llama3-70b", rollout=rollout), gpus)
+    placed = place(case.actor.arch, case.actor.layout, Layout.parse(f"tp{rollout}", tuple(range(gpus))), ranks_per_host=8)
+    assert case.resharding_crosses_hosts == (busiest_elements(case.actor.arch, *placed, ranks_per_host=8)[0] > 0)
+
+
 @pytest.mark.parametrize(("train", "rollout", "gpus"), [("tp2pp2", 4, 4), ("tp4", 2, 4), ("tp2", 4, 4), ("pp4", 4, 4), ("tp8pp4", 8, 32)])
 def test_moved_bytes_are_those_of_the_best_placement(train, rollout, gpus):
     """The formula counts classes of tensors, so norms and rounding differ."""
@@ -159,6 +193,15 @@ def test_offload_frees_the_rollout_and_takes_host_memory():
     assert after.host_bytes > before.host_bytes + 4 * 40 * GIB
 
 
+def test_a_checkpoint_is_written_from_host_memory():
+    config = run_config("tp2sp")
+    plain = plan_memory(case_of(config, 4), H200).host_bytes
+    config.run.save_interval = 50
+    case = case_of(config, 4)
+    models = sum(max(role.elements) * role.layout.tp for role in case.roles if role.learns)  # each once, whatever dp
+    assert plan_memory(case, H200).host_bytes - plain == pytest.approx(12 * models)
+
+
 def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
     config = run_config("tp2pp2sp")
     case = case_of(config, 4)
@@ -171,7 +214,7 @@ def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
 def test_fp8_keeps_copies_of_the_layers_weights_while_it_computes():
     plain, fp8 = (plan_memory(case_of(run_config("tp2pp2sp", **engine), 4), H200) for engine in ({}, {"dtype": "fp8"}))
     layers = 16 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336) / 2  # parameters of a rank
-    for phase, copies in (("log_probs", 1), ("actor_update", 2)):
+    for phase, copies in (("log_probs", 2), ("actor_update", 2)):  # of actor and reference; as they are and transposed
         assert fp8.phase_bytes(phase) - plain.phase_bytes(phase) == pytest.approx(copies * layers, rel=0.01)
 
 

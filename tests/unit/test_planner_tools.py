@@ -72,6 +72,8 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),
         (["--model", "llama3-8b", "--gpus", "0"], "'0' is not accepted"),
+        (["--model", "llama3-8b", "--gpus", "8", "--prompt", "1024", "--response", "15360"], "rows of 16384 tokens, more than the model's 8192 positions"),
+        (["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples", "1"], "compares a row with no other"),
         (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),
         (["--model", "llama3-8b", "--gpus", "8", "--rows", "10"], "--rows 10 must be a multiple of --mini-batches 4"),
         (["--model", "llama3-8b", "--gpus", "8", "--rows", "12", "--samples", "8"], "--rows 12 must be a multiple of --samples 8"),

@@ -119,6 +119,12 @@ class Case:
         return self.world_size // self.config.rollout.tp
 
     @property
+    def resharding_crosses_hosts(self) -> bool:
+        """Whether weights come from other hosts: stages stand as far apart as all of a stage's ranks, and ranks outside the actor have nothing."""
+        layout = self.actor.layout
+        return self.world_size > self.ranks_per_host and (layout.pp > 1 or self.world_size > len(layout.ranks))
+
+    @property
     def rows(self) -> int:
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
 

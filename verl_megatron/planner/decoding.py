@@ -4,11 +4,12 @@ A decoding step reads vLLM's weights and the keys and values of all running rows
 process a scheduler's round, a draw for every row and the small all-reduces of each layer.
 """
 
-from math import ceil
+from math import ceil, inf
 
 from verl_megatron.planner.case import Case, attention_channels, part_elements, served_elements
 from verl_megatron.planner.machine import Machine
-from verl_megatron.planner.serving import kv_bytes_per_token
+from verl_megatron.planner.serving import kv_bytes_per_token, rows_cached
+from verl_megatron.planner.training import group_rate, slowdown
 
 
 def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> float:
@@ -24,8 +25,8 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
 
 def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
     """Rows that a replica decodes together: as vLLM's settings, its cache and the queue (rollout/dispatch.py) allow."""
-    cached = kv_cache_bytes // (kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens))
-    return int(max(0, min(ceil(case.rows / case.replicas), case.config.rollout.max_num_seqs, cached)))
+    most = min(ceil(case.rows / case.replicas), case.config.rollout.max_num_seqs)
+    return most if kv_cache_bytes == inf else max(0, min(most, rows_cached(case, kv_cache_bytes / kv_bytes_per_token(case))))
 
 
 def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
@@ -34,9 +35,12 @@ def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
     parts = served_elements(arch, tp)
     read = arch.num_layers * parts.layer + (parts.embedding if arch.tied else parts.output)
     cached = rows * (case.prompt_tokens + case.response_tokens / 2) * kv_bytes_per_token(case)
-    weights = max(read * case.rollout_element_bytes / machine.copy_rate, 2 * rows * read / machine.layer_flops)
-    reduces = 2 * arch.num_layers * machine.decode_reduce_s * (tp > 1)
-    return case.response_tokens * (weights + cached / machine.copy_rate + machine.decode_step_s + rows * machine.decode_row_s + reduces)
+    products = 2 * rows * read / machine.layer_flops * slowdown(case.rollout_element_bytes)
+    weights = max(read * case.rollout_element_bytes / machine.copy_rate, products)
+    computed = weights + cached / machine.copy_rate + 2 * arch.num_layers * machine.decode_reduce_s * (tp > 1)
+    if case.config.rollout.enforce_eager:  # without CUDA graphs
+        computed = max(computed, arch.num_layers * machine.decode_launch_s)
+    return case.response_tokens * (computed + machine.decode_step_s + rows * machine.decode_row_s)
 
 
 def _prompt_token_seconds(case: Case, machine: Machine) -> float:
@@ -44,6 +48,5 @@ def _prompt_token_seconds(case: Case, machine: Machine) -> float:
     arch, tp = case.actor.arch, case.config.rollout.tp
     products = 2 * part_elements(arch, tp).layer / machine.layer_flops
     attention = 2 * attention_channels(arch)[0] * case.prompt_tokens / tp / machine.attention_flops
-    rate = machine.same_host_rate if tp <= case.ranks_per_host else machine.other_host_rate
-    reduces = 4 * (tp - 1) / tp * arch.hidden_size * case.rollout_element_bytes / rate
-    return arch.num_layers * (products + attention + reduces)
+    reduces = 4 * (tp - 1) / tp * arch.hidden_size * case.rollout_element_bytes / group_rate(case, machine, span=tp)
+    return arch.num_layers * ((products + attention) * slowdown(case.rollout_element_bytes) + reduces)

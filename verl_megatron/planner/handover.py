@@ -23,11 +23,9 @@ def moved_bytes(case: Case) -> float:
 
 def reshard_seconds(case: Case, machine: Machine) -> float:
     """Memory for vLLM's weights and KV cache, and the weights themselves; twice over where the memory is permuted in place."""
-    model = case.actor.layout.tp * case.actor.layout.pp
     moved = moved_bytes(case)
-    rate = machine.same_host_rate if model <= case.ranks_per_host else machine.other_host_rate
     copied = own_rollout_bytes(case, 0) if case.config.reshard.mode != "swap" else moved
-    moving = (moved / rate + 2 * copied / machine.copy_rate) * (2 if case.config.reshard.mode == "swap" else 1)
+    moving = (moved / _rate(case, machine) + 2 * copied / machine.copy_rate) * (2 if case.config.reshard.mode == "swap" else 1)
     share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
     return moving + share / machine.map_rate + leaving_seconds(case, machine, case.actor)
 
@@ -35,8 +33,12 @@ def reshard_seconds(case: Case, machine: Machine) -> float:
 def return_seconds(case: Case, machine: Machine) -> float:
     """vLLM's memory is given back; with `swap` Megatron's weights return first. What was offloaded returns beside the next phases."""
     share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
-    back = 2 * moved_bytes(case) / machine.same_host_rate if case.config.reshard.mode == "swap" else 0.0
+    back = 2 * moved_bytes(case) / _rate(case, machine) if case.config.reshard.mode == "swap" else 0.0
     return share / machine.map_rate + back
+
+
+def _rate(case: Case, machine: Machine) -> float:
+    return machine.other_host_rate if case.resharding_crosses_hosts else machine.same_host_rate
 
 
 def leaving_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:

@@ -8,7 +8,7 @@ weights are 4n and their own masters. Frozen models hold weights alone.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_megatron.planner.activations import inference_bytes, training_bytes
+from verl_megatron.planner.activations import fp8_weight_bytes, inference_bytes, training_bytes
 from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
@@ -122,7 +122,7 @@ def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: t
     request = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes
     settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(case)}
     settled |= {part: sum(getattr(model, part) for *_, model in models) for part in ("weights", "gradients", "optimizer")}
-    host = machine.process_host_bytes + _offloaded_to_host(case, models)
+    host = machine.process_host_bytes + _offloaded_to_host(case, models) + _saved_from_host(case, models)
     return RankKind(
         ranks=ranks,
         phases=_phases(case, models, settled, own=own, request=request),
@@ -160,7 +160,8 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
     for phase, names, measure in _WORK:
         working = [(role, stage) for role, stage, _ in models if role.name in names]
         if any(role.name in names for role in case.roles):
-            activations = max([activations] + [measure(case, role, stage) for role, stage in working])
+            waiting = sum(fp8_weight_bytes(case, role, stage, copies=1) for role, stage in working[1:])  # models take turns within a pass and keep their copies
+            activations = max([activations] + [measure(case, role, stage) + waiting for role, stage in working[:1]])
             there = {"gradients": names if phase in UPDATES else (), "optimizer": ("actor",) if phase == UPDATES[-1] else (first,)}
             kept = {part: sum(getattr(model, part) for role, _, model in models if role.name in there[part]) for part in freed}
             phases[phase] = resting | {"activations": activations} | kept
@@ -193,6 +194,13 @@ def _offloaded_to_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) 
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
     return sum(model.optimizer for *_, model in models)
+
+
+def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
+    """The copies of which a checkpoint is written, of all models together: float32 weights and moments, divided among data-parallel ranks."""
+    if not case.config.run.save_interval:
+        return 0.0
+    return sum(12 * role.elements[stage] / (role.layout.dp * role.layout.cp) for role, stage, _ in models if role.learns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,23 @@ gpu_memory_utilization follows: what the rows need that a replica decodes at onc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.config import TrainerConfig
-from verl_megatron.planner.case import Case, served_elements
+from verl_megatron.checks import shares_dtype
+from verl_megatron.config import RewardConfig, TrainerConfig
+from verl_megatron.planner.case import ELEMENT_BYTES, Case, part_elements, served_elements
 from verl_megatron.planner.decoding import rows_at_once
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
-from verl_megatron.planner.serving import kv_bytes_per_token, vllm_working_bytes
+from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
 MARGIN = 0.05  # of a GPU that stays free: what the prediction may be wrong by
 LONG_ROW = 8192  # tokens of a row from which on context parallelism is tried
 MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # plain choices first
+REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
 ALWAYS_SAID = ("actor.layout", "critic.layout", "rollout.tp", "rollout.gpu_memory_utilization")
@@ -79,8 +81,9 @@ def search(
     """
     make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
     arch, result = read(base.actor.path), Search()
-    sizes = [tp for tp in _powers(ranks_per_host) if world_size % tp == 0 and _serves(arch, tp)]
-    for layout in _layouts(base, world_size, ranks_per_host, read):
+    sizes = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0 and _serves(arch, tp)]
+    reward = _reward_layout(base, machine, ranks_per_host, read)
+    for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
         for saver in _savers(base):
             training = make.training(layout | saver)
@@ -118,13 +121,23 @@ class _Maker:
     read: Callable[[str], Architecture]
     margin: float
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Memory is shared between weights of one dtype only."""
+        return MODES if shares_dtype(self.base) else MODES[:1]
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What leaves makes room for a vLLM that wakes."""
+        return OFFLOADS if self.base.rollout.sleep else OFFLOADS[:1]
+
     def case(self, chosen: Settings) -> Case:
         return Case.of(configured(self.base, chosen), world_size=self.world_size, ranks_per_host=self.ranks_per_host, read=self.read)
 
     def training(self, chosen: Settings) -> Candidate | None:
         """What has to fit whatever vLLM does and with all offload; None where the models or the rows do not split this way."""
         try:
-            case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": OFFLOADS[-1]})
+            case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]})
         except ValueError:
             return None
         if any(role.layout.dp > case.rows // case.config.algorithm.mini_batches for role in case.roles if role.learns):
@@ -136,7 +149,7 @@ class _Maker:
     def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:
         """The quickest way to hold vLLM's weights at tensor-parallel size `tp`: the plainest under which all rows run at once, if there is one."""
         best = None
-        for mode, offload in product(MODES, OFFLOADS):
+        for mode, offload in product(self.modes, self.offloads):
             holding = chosen | {"rollout.tp": tp, "reshard.mode": mode, "reshard.offload": offload, "rollout.gpu_memory_utilization": 0.0}
             case = self.case(holding)
             empty = plan_memory(case, self.machine)
@@ -160,7 +173,7 @@ class _Maker:
         awake = ("start", "rollout") if case.config.rollout.sleep else empty.phases  # phases with all of vLLM
         room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
-        cached = rows_at_once(case, float("inf")) * kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
+        cached = cached_tokens(case, rows_at_once(case, inf)) * kv_bytes_per_token(case)
         wanted = ceil(100 * (own + vllm_working_bytes(case, self.machine) + CACHE_SHARE * cached + ENGINE_BYTES) / self.machine.gpu_bytes) / 100
         return max(0.01, min(wanted, floor(100 * room / self.machine.gpu_bytes) / 100)), wanted
 
@@ -196,7 +209,7 @@ def _layouts(base: TrainerConfig, world: int, ranks_per_host: int, read: Callabl
     layers = {name: read(path).num_layers for name, path in models.items()}
     is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_ROW
     stages = [pp for pp in range(1, min(world, *layers.values()) + 1) if world % pp == 0]
-    for tp, pp, cp in product(_powers(ranks_per_host), stages, CPS if is_long else (1,)):
+    for tp, pp, cp in product(_tensor_sizes(ranks_per_host), stages, CPS if is_long else (1,)):
         if world % (tp * pp * cp):
             continue
         split = {f"{name}.stage_layers": uneven_stages(count, pp) for name, count in layers.items()}
@@ -234,5 +247,27 @@ def _serves(arch: Architecture, tp: int) -> bool:
         return False
 
 
-def _powers(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+def _splits(arch: Architecture, tp: int) -> bool:
+    try:
+        return part_elements(arch, tp, "sequence") is not None
+    except ValueError:
+        return False
+
+
+def _tensor_sizes(ranks_per_host: int) -> list[int]:
+    """Powers of two of which groups lie within a host."""
+    return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
+
+
+def _reward_layout(base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]) -> Settings:
+    """A layout under which the reward model takes little of a GPU, where there is such a model and its user left it whole."""
+    if not base.reward.path or base.reward.layout != RewardConfig().layout:
+        return {}
+    arch, sizes = read(base.reward.path), _tensor_sizes(ranks_per_host)
+    element_bytes = ELEMENT_BYTES[base.engine.dtype]
+    for tp in (size for size in sizes if _splits(arch, size)):
+        parts = part_elements(arch, tp, "sequence")
+        layout = {"reward.layout": f"tp{tp}" + "sp" * (tp > 1)}
+        if element_bytes * (parts.embedding + arch.num_layers * parts.layer + parts.output) <= REWARD_SHARE * machine.gpu_bytes:
+            break
+    return layout

@@ -1,5 +1,7 @@
 """What vLLM holds on a rank: weights of its own, room to work in, keys and values."""
 
+from math import ceil
+
 from verl_megatron.planner.case import Case, served_elements
 from verl_megatron.planner.machine import Machine
 
@@ -32,6 +34,18 @@ def vllm_working_bytes(case: Case, machine: Machine) -> float:
     arch, config = case.actor.arch, case.config.rollout
     step = machine.prefill_tokens * (3 * arch.intermediate_size / config.tp + 4 * arch.hidden_size) * case.rollout_element_bytes
     return step + 3 * 4 * config.max_num_seqs * arch.vocab_size
+
+
+def cached_tokens(case: Case, rows: int) -> int:
+    """Tokens of `rows` whole rows of a replica in vLLM's cache: a prompt's samples, which follow each other, share its keys and values."""
+    return ceil(rows / case.config.data.samples_per_prompt) * case.prompt_tokens + rows * case.response_tokens
+
+
+def rows_cached(case: Case, tokens: float) -> int:
+    """The most rows of which the cache holds all tokens."""
+    samples = case.config.data.samples_per_prompt
+    prompts, left = divmod(tokens, case.prompt_tokens + samples * case.response_tokens)
+    return int(prompts * samples + max(0, left - case.prompt_tokens) // case.response_tokens)
 
 
 def kv_bytes_per_token(case: Case) -> float:

@@ -30,6 +30,11 @@ class Pass:
     backward: float
 
 
+def slowdown(element_bytes: int) -> float:
+    """Of matrix products beside bfloat16."""
+    return FLOAT32_SLOWDOWN if element_bytes == 4 else 1.0
+
+
 def forward_flops(case: Case, role: PlannedRole) -> float:
     """Of one pass over all rows of an iteration."""
     packed, asked = case.rows * case.packed_tokens, case.rows * case.response_tokens
@@ -83,7 +88,7 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
     fp8 = FP8 if case.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
     (queries, keys), tp = attention_channels(arch), layout.tp
     product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(case, role))
-    slower = FLOAT32_SLOWDOWN if case.element_bytes == 4 else 1.0
+    slower = slowdown(case.element_bytes)
     products = product_flops / machine.layer_flops * slower * fp8["products"]
     attention = max(attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens))
     # Read and written: norms 8h and residuals 12h; rotation, attention's operands and the gate on this rank's heads and channels.
@@ -101,7 +106,7 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
 def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes: int) -> Pass:
     """log_probs.py: logits once forward; backward again, with the gradients of hidden states and weight."""
     logits, hidden = asked * role.arch.vocab_size / role.layout.tp, role.arch.hidden_size
-    product = 2 * logits * hidden / machine.layer_flops
+    product = 2 * logits * hidden / machine.layer_flops * slowdown(element_bytes)
     forward_bytes, backward_bytes = (logits * element_bytes * count for count in HEAD_PASSES)
     chunks = max(1.0, element_bytes * logits / CHUNK_BYTES)
     backward_bytes += chunks * HEAD_WEIGHT_BYTES * role.arch.vocab_size / role.layout.tp * hidden
@@ -129,10 +134,13 @@ def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_b
 def group_rate(case: Case, machine: Machine, *, span: int, stride: int = 1) -> float:
     """B/s of a rank in a collective over a group whose members are `stride` ranks apart and cover `span` ranks.
 
-    Between hosts a ring passes a host's border once for all members there, on the adapters of each.
+    Between hosts a ring passes a host's border once for all members there, on the adapters of each. A group that would fit a host but
+    does not divide it lies across a border, with one member at the worst.
     """
-    if span <= case.ranks_per_host:
+    if case.world_size <= case.ranks_per_host or case.ranks_per_host % span == 0:
         return machine.same_host_rate
+    if span <= case.ranks_per_host:
+        return min(machine.same_host_rate, machine.other_host_rate)
     return min(machine.same_host_rate, machine.other_host_rate * max(1, case.ranks_per_host // stride))
 
 
