@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import device
 
-MANIFEST, PARTIAL, REPLACED, DAMAGED = "manifest.json", ".partial", ".replaced", ".damaged"
+MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = "manifest.json", ".partial", ".replaced", ".damaged", ".earlier"
 
 
 class CheckpointError(ValueError):
@@ -214,8 +214,8 @@ def told(path: Path, name: str) -> dict | None:
     return _from_first(read() if dist.get_rank() == 0 else None)
 
 
-def added(path: Path, name: str, *, say: Callable[[str], None]) -> list[dict] | None:
-    """What `add` wrote, by its rank, where it is whole: this rank's own if there are as many ranks as then, else all ranks', on each."""
+def added(path: Path, name: str, *, say: Callable[[str], None]) -> tuple[list[dict], int] | None:
+    """What `add` wrote, where it is whole, and on how many ranks: this rank's own part if there are as many as then, else those of all, on each."""
     described = told(path, name)
     if described is None:
         return None
@@ -223,7 +223,7 @@ def added(path: Path, name: str, *, say: Callable[[str], None]) -> list[dict] | 
         say(f"warning: {name} of {path} are not used: {problem}")
         return None
     ranks = [dist.get_rank()] if described["world_size"] == dist.get_world_size() else range(described["world_size"])
-    return [torch.load(path / f"{name}_{rank}.pt", map_location="cpu", weights_only=True) for rank in ranks]
+    return [torch.load(path / f"{name}_{rank}.pt", map_location="cpu", weights_only=True) for rank in ranks], described["world_size"]
 
 
 def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> None:
@@ -271,7 +271,9 @@ def newest_sound(folder: Path, *, say: Callable[[str], None]) -> tuple[Path, dic
     for path in _from_first(complete(folder)):
         manifest, problem = damage(path)
         if problem is None:
-            _put_aside(damaged)
+            with contextlib.suppress(OSError):  # it only saves the next start the reading
+                _put_aside(damaged, DAMAGED)
+            dist.barrier()
             return path, manifest
         damaged.append(path)
         first = first or f"{path.name}: {problem}"
@@ -281,13 +283,19 @@ def newest_sound(folder: Path, *, say: Callable[[str], None]) -> tuple[Path, dic
     return None
 
 
-def _put_aside(paths: list[Path]) -> None:
+def put_aside_all(folder: Path) -> list[Path]:
+    """For a run that begins anew in the folder of another: the checkpoints there become step_N.earlier, and no run takes them for its own. Collective."""
+    paths = _from_first(complete(folder) if dist.get_rank() == 0 else None)
+    with _together(f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"):
+        _put_aside(paths, EARLIER)
+    return paths
+
+
+def _put_aside(paths: list[Path], suffix: str) -> None:
     if dist.get_rank() == 0:
         for path in paths:
-            with contextlib.suppress(OSError):  # it only saves the next start the reading
-                shutil.rmtree(aside := path.with_name(path.name + DAMAGED), ignore_errors=True)
-                os.replace(path, aside)
-    dist.barrier()
+            shutil.rmtree(aside := path.with_name(path.name + suffix), ignore_errors=True)
+            os.replace(path, aside)
 
 
 def damage(path: Path) -> tuple[dict, str | None]:

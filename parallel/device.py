@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
 from types import CodeType
@@ -20,6 +21,7 @@ from types import CodeType
 import torch
 import torch.distributed as dist
 
+COLLECTIVE_TIMEOUT = timedelta(hours=2)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
 _CPU_NAMES = {"cuda": "cpu", **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}}
 
 
@@ -47,7 +49,8 @@ def initialize() -> None:
     if is_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", device_id=device() if is_gpu() else None, **_launchers_store())
+        joined = dict(device_id=device() if is_gpu() else None, timeout=COLLECTIVE_TIMEOUT, **_launchers_store())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", **joined)
 
 
 def _launchers_store() -> dict:

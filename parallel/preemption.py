@@ -26,8 +26,8 @@ COPY_S = 2.0  # a scheduler may signal torchrun and its ranks, and torchrun pass
 class Preemption:
     """Takes SIGTERM as a request to end at the next `requested` that all ranks agree on; entered on every rank, in the main thread.
 
-    The process ends with `EXIT_STATUS` by itself, without teardown, `grace_s` after the first SIGTERM, or at a second one that comes
-    more than `COPY_S` after the first. Both work while the main thread is inside a collective; a call that keeps Python's lock
+    The process ends with `EXIT_STATUS` by itself, without teardown, `grace_s` after the first SIGTERM (not after `hold`), or at a second
+    one that comes more than `COPY_S` after the first. Both work while the main thread is inside a collective; a call that keeps Python's lock
     delays them. The end of the `with` block brings the former handler back. Where it ends by an error after a SIGTERM, the error is
     said in a line and the signal is handed to the former handler: torchrun also sends it when another rank has failed.
 
@@ -42,7 +42,11 @@ class Preemption:
         if not grace_s > 0:
             raise ValueError(f"grace_s={grace_s} must be greater than 0: seconds from SIGTERM to the end by force")
         self.grace_s = grace_s
-        self._asked = threading.Event()
+        self._asked, self._ends_soon = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        """The run is on its way out and saves: from here on no deadline ends it, only a second SIGTERM (or whoever sends a SIGKILL)."""
+        self._ends_soon.set()
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a rank of `group` (default: the world) has received SIGTERM; the same on each. A collective of CPU tensors."""
@@ -90,7 +94,9 @@ class Preemption:
         deadline = copies_end = None
         while True:
             left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
+            if left_s is not None and left_s <= 0 and self._ends_soon.is_set():
+                left_s = None
+            elif left_s is not None and left_s <= 0:
                 _end(f"{self.grace_s:g} s of grace are over before the end of the iteration")
             if not select.select([self._ends[0]], [], [], left_s)[0]:
                 continue

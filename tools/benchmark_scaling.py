@@ -1,6 +1,6 @@
 """Runs a recipe on several numbers of ranks, says how it scales, and models what it would do on many more.
 
-python tools/benchmark_scaling.py --recipe llama3_8b_ppo.sh --gpus 1,2,4 [--steps 5] [--layouts 1:tp1,2:tp2,4:tp2pp2 --rollout 1:1,2:2,4:2]
+python tools/benchmark_scaling.py --recipe llama3_8b_ppo.sh --gpus 2,4 [--steps 5] [--layouts 2:tp2,4:tp2pp2 --rollout 2:2,4:2]
     [--response-tokens 512] [--prompts 256] [--strong] [--out outputs/scaling] [SECTION.SETTING=VALUE ...]
 
 A recipe is a .yaml file, for which settings name actor.path, or a script, with MODEL in the environment or random weights. All rollouts have the

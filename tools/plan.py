@@ -26,7 +26,7 @@ from verl_megatron.checks import check_planned, refuse, structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.limits import check_values
 from verl_megatron.planner import MACHINES, Case, Machine, compare, comparison_lines, find_machine, plan_memory, plan_seconds, search, search_text
-from verl_megatron.planner.search import Candidate, Search
+from verl_megatron.planner.search import CHOSEN, Candidate, Search
 from verl_megatron.tracking import METRICS_FILE, read_metrics
 
 HOST_RANKS = 8
@@ -65,6 +65,9 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
     except OmegaConfBaseException as error:
         raise ValueError(f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE") from None
+    names = [setting.split("=")[0] for setting in given.settings]
+    if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
+        raise ValueError(f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a recipe's --dry-run to plan one run")
     config = structured(overrides, TrainerConfig)
     refuse(check_values(config))  # before the model is looked for
     refuse(check_planned(config, architecture(config.actor.path), given.gpus))

@@ -33,7 +33,9 @@ def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., str] 
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--gpu", default="h200")
     known, rest = parser.parse_known_args()
-    sys.argv[1:] = [_override(argument) for argument in rest] + quiet
+    arguments = [_override(argument) for argument in rest]
+    settings = [argument for argument in arguments if "=" in argument and argument[0] != "-"]
+    sys.argv[1:] = [argument for argument in arguments if argument not in settings] + settings + quiet  # Hydra wants its options first
 
     def guarded(config: DictConfig) -> None:
         try:

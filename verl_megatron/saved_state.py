@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -201,7 +202,11 @@ class SavedState:
             CheckpointError: all are damaged, or it is of other models.
         """
         begin = time.perf_counter()
-        found = checkpoints.newest_sound(self.folder, say=self.say) if self.config.run.resume != "never" else None
+        if self.config.run.resume == "never" and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # what torchrun starts again goes on
+            if earlier := checkpoints.put_aside_all(self.folder):
+                self.say(f"run.resume=never: {', '.join(path.name for path in earlier)} in {self.folder} are now named .earlier; remove what is not wanted")
+            return
+        found = checkpoints.newest_sound(self.folder, say=self.say)
         if found is None:
             return
         path, saved = found
@@ -225,15 +230,16 @@ class SavedState:
         self.say(f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)")
 
     def _resume_rows(self, path: Path) -> None:
-        parts = checkpoints.added(path, ROWS, say=self.say)
-        if parts is None or self.step == self.config.run.iterations:
+        found = checkpoints.added(path, ROWS, say=self.say)
+        if found is None or self.step == self.config.run.iterations:
             return
+        parts, world_size = found
         if any(part["made_with"] != self._made_with() for part in parts):
             return self.say(f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew")
         self.run.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]
         batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
-        if len(parts) > 1:  # of another number of ranks: all rows are here, and dealt out anew
+        if world_size != dist.get_world_size():  # all rows are here, and dealt out anew
             batch, sums = _dealt([RolloutBatch(**part["batch"]) for part in parts]), _merged([Sums.from_state(part["sums"]) for part in parts])
         self._resumed = Collected(batch=batch, rows=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"])
 

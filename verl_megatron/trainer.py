@@ -68,7 +68,7 @@ class RLTrainer:
         After a SIGTERM to any rank it saves at the next opportunity and returns early; the same run resumes there.
         """
         config = self.config.run
-        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=usual_grace_s()) as self.preemption:
+        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=config.grace_s or usual_grace_s()) as self.preemption:
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
@@ -131,11 +131,13 @@ class RLTrainer:
         return metrics
 
     def _leave(self, collected: Collected | None = None, drawn_from: dict | None = None) -> None:
+        self.preemption.hold()
         if not self.state.has_checkpoint:
             self.save(cursor=drawn_from)
         if collected is not None:
             self.state.keep_rows(collected)
-        self.say(f"ending after iteration {self.state.step}, as SIGTERM asks for; the same command goes on from here")
+        how = "the same command goes on from here" if self.config.run.resume != "never" else "with run.resume=newest it goes on from here"
+        self.say(f"ending after iteration {self.state.step}, as SIGTERM asks for; {how}")
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.state.step % interval == 0

@@ -9,6 +9,7 @@
 set -euo pipefail
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 STOP_S=${STOP_S:-90} # from asking nodes to end to cutting their connections; they need TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 40 s
+export GRACE_S=${GRACE_S:-$((STOP_S > 20 ? STOP_S - 10 : STOP_S))} # of which a run may use so many to end its iteration
 
 fail() {
   echo "hostfile.sh: $*" >&2

@@ -7,6 +7,7 @@
 #   NNODES, GPUS           nodes, and ranks of each of them
 #   NODE_RANK              which node this is
 #   MASTER_ADDR, MASTER_PORT, NODE_ADDR    where torchrun meets (node 0), and under which name others reach this node
+#   GRACE_S                seconds that a run has from SIGTERM to the end of its iteration: as long as the scheduler waits, and a little less
 # Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a .jsonl file), SCRATCH (where random weights go), and
 # MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from the newest checkpoint.
 set -euo pipefail
@@ -28,7 +29,7 @@ NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GP
 SCRATCH=${SCRATCH:-outputs/random}
 DRY_RUN=
 for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; done
-settings=(run.output_dir="outputs/$(basename "$0" .sh)")
+settings=(run.output_dir="outputs/$(basename "$0" .sh)" ${GRACE_S:+run.grace_s="$GRACE_S"})
 
 stop() { # text: what is wrong with the call
   echo "error: $*" >&2

@@ -3,6 +3,7 @@
 Letters: N tokens asked about in a row.
 """
 
+import math
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.parity.world import check, make_batch, row_logits, run_checks, say, s
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ReshardConfig, TrainerConfig
 from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
+from verl_megatron.metrics import Sums
 from verl_megatron.roles.engine import Engine
 from verl_megatron.roles.role import make_role
 from verl_megatron.run import Run
@@ -230,6 +232,16 @@ def steps_apart(folder: Path, layout: Layout, batch: RolloutBatch, config: Engin
     return engine
 
 
+def refuses_no_number(engine: Engine, mine: RolloutBatch, micro: list[list[int]]) -> None:
+    """A loss that is no number is named on every rank."""
+    try:
+        engine.train_step(mine, micro, lambda outputs, fields: (math.nan * outputs["logprobs"].sum(), Sums()), fields=(), num_tokens=1)
+    except ValueError as error:
+        assert "policy/grad_norm is nan" in str(error) and "lower actor.lr" in str(error)
+    else:
+        raise AssertionError("a step was taken along a gradient that is no number")
+
+
 def check_offload() -> None:
     """Steps with gradients and optimizer state away in between are the same steps, bit by bit; so are checkpoints."""
     folder, bf16 = shared_folder(), {"dtype": "bfloat16"}
@@ -245,6 +257,7 @@ def check_offload() -> None:
         engine.finish_release()
         assert same(engine.state_dict(), want) and engine.offload.place is Place.HOME, f"{family} {text} {extra}"
         away = engine.offload.device_bytes + engine.idle_gradients.device_bytes
+        refuses_no_number(engine, *share_of(batch, layout, 64))
         say(f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit")
 
 

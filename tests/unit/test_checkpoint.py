@@ -247,16 +247,29 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
 # ---- what is added afterwards -----------------------------------------------------------------------------------------
 
 
-def test_what_is_added_comes_back_and_is_replaced(tmp_path, world):
+def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
     path = save(tmp_path, 1)
     assert checkpoints.added(path, "rows", say=pytest.fail) is None and checkpoints.told(path, "recorded") is None
     for value in (1, 2):
         checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)})
-        (part,) = checkpoints.added(path, "rows", say=pytest.fail)
-        assert part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
+        (part,), world_size = checkpoints.added(path, "rows", say=pytest.fail)
+        assert world_size == 1 and part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
     checkpoints.tell(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
     assert checkpoints.told(path, "recorded")["loss"] == 0.1 + 0.2 and math.isnan(checkpoints.told(path, "recorded")["norm"])
     assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[0] == path  # it is no less sound
+    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(checkpoints, "_damage_among", lambda *_: None)  # which asks the other rank, too
+    (part,), world_size = checkpoints.added(path, "rows", say=pytest.fail)
+    assert world_size == 1 and part["value"] == 2  # the rows of one rank, to be dealt out to two
+
+
+def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(tmp_path, world):
+    for step in (5, 90):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoints.put_aside_all(tmp_path)] == ["step_90", "step_5"]
+    assert checkpoints.newest_sound(tmp_path, say=pytest.fail) is None and sorted(path.name for path in tmp_path.iterdir()) == ["step_5.earlier", "step_90.earlier"]
+    save(tmp_path, 10)
+    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10 and checkpoints.put_aside_all(tmp_path / "nothing") == []
 
 
 def test_damaged_additions_are_not_used(tmp_path, world):

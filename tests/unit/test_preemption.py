@@ -92,6 +92,18 @@ def test_ends_by_itself_when_the_grace_is_over(capfd):
     assert said.index("rank 0: SIGTERM; the run ends after this iteration, or in 0.5 s") < said.index("0.5 s of grace are over")
 
 
+def test_a_run_that_is_saving_is_not_ended_by_its_grace():
+    def run(ready):
+        with Preemption(grace_s=0.3) as preemption:
+            preemption.hold()
+            ready()
+            time.sleep(1.0)
+
+    with forked(run) as pid:
+        os.kill(pid, signal.SIGTERM)
+        assert end_of(pid) == 0
+
+
 def test_a_second_sigterm_ends_at_once_and_a_copy_does_not(capfd, monkeypatch):
     monkeypatch.setattr(preemption, "COPY_S", 1.5)
 

@@ -48,7 +48,10 @@ def check_fits(config: TrainerConfig, *, world_size: int, machine: Machine | Non
 
 
 def _refusal(config: TrainerConfig, problems: list[Problem], world_size: int, machine: Machine, ranks_per_host: int) -> str:
-    lines = recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
+    try:
+        lines = recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
+    except ValueError:  # its devices fit no other layout
+        lines = []
     reasons = "; ".join(map(str, problems))
     remedy = "use the settings of one of these lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else "use more GPUs, shorter rows or smaller models"
     return f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {reasons}; {remedy}"

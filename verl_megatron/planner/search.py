@@ -27,6 +27,8 @@ MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all
 REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
+CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers", "rollout.tp", "rollout.gpu_memory_utilization", "reshard.mode",
+          "reshard.offload", "engine.recompute")  # fmt: skip
 ALWAYS_SAID = ("actor.layout", "critic.layout", "rollout.tp", "rollout.gpu_memory_utilization")
 ON_HOLDING = ("start", "weights_awake", "rollout", "KV cache", "host memory")  # causes that depend on how vLLM is held and what is offloaded
 Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
@@ -77,16 +79,19 @@ def search(
         margin: share of each GPU that has to stay free.
 
     Raises:
-        ValueError: a model that cannot be read.
+        ValueError: a model that cannot be read, or settings with which no layout is one.
     """
     make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
     arch, result = read(base.actor.path), Search()
     sizes = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0 and _serves(arch, tp)]
-    reward = _reward_layout(base, machine, ranks_per_host, read)
+    reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
     for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
         for saver in _savers(base):
-            training = make.training(layout | saver)
+            try:
+                training = make.training(layout | saver)
+            except ValueError as error:
+                impossible, training = error, None
             if training is None:
                 break
             if training.problems:
@@ -102,6 +107,8 @@ def search(
                 elif tp not in best or _seconds(found) < _seconds(best[tp]):
                     best[tp] = found
         result.fitting += best.values()
+    if impossible is not None and not result.tried:
+        raise impossible
     result.fitting.sort(key=_seconds)
     return result
 
@@ -135,11 +142,8 @@ class _Maker:
         return Case.of(configured(self.base, chosen), world_size=self.world_size, ranks_per_host=self.ranks_per_host, read=self.read)
 
     def training(self, chosen: Settings) -> Candidate | None:
-        """What has to fit whatever vLLM does and with all offload; None where the models or the rows do not split this way."""
-        try:
-            case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]})
-        except ValueError:
-            return None
+        """What has to fit whatever vLLM does and with all offload; None where the rows do not split this way, ValueError where a model does not."""
+        case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]})
         if any(role.layout.dp > case.rows // case.config.algorithm.mini_batches for role in case.roles if role.learns):
             return None
         memory = plan_memory(case, self.machine)

@@ -1,5 +1,6 @@
 """One Megatron-Core model on the ranks of its layout: weights in, forward passes, optimizer steps, weights out."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -181,6 +182,9 @@ class Engine:
 
         Returns:
             The loss function's metrics (on the last stage; elsewhere empty) and the gradient norm.
+
+        Raises:
+            ValueError: the gradient's norm is no finite number.
         """
         sums = Sums()
         if not self.groups.is_member:
@@ -201,7 +205,13 @@ class Engine:
         self.scheduler.step(1)  # before the step: the first of a warm-up has a rate above 0
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
-        sums.max(f"{'policy' if self.head == 'lm' else 'critic'}/grad_norm", float(grad_norm or 0.0))
+        role = "policy" if self.head == "lm" else "critic"
+        if not math.isfinite(grad_norm := float(grad_norm or 0.0)):  # alike on all members
+            raise ValueError(
+                f"{role}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, so the run ends, and checkpoints stay as they are;"
+                f" lower {'actor' if role == 'policy' else role}.lr or engine.clip_grad, or look at the rewards and ratios before it"
+            )
+        sums.max(f"{role}/grad_norm", grad_norm)
         self.scattered = self._gathers_late
         return sums
 
