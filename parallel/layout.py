@@ -103,7 +103,9 @@ class Layout:
         stages = self.stage_layers or (num_layers // self.pp,) * self.pp
         if sum(stages) != num_layers:
             raise ValueError(f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that divides them or set stage_layers (sum {num_layers})")
-        if any(count % self.vpp or not count for count in stages):
+        if not all(count > 0 for count in stages):
+            raise ValueError(f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one, or choose a smaller pp")
+        if any(count % self.vpp for count in stages):
             raise ValueError(f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that divides each stage")
         ranges, first = {}, 0
         for chunk in range(self.vpp):

@@ -175,6 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"\nbeside {' '.join(common_settings(config))}")
         if given.json:
             given.json.write_text(json.dumps(as_json(result, machine), indent=1) + "\n")
+        if not result.fitting:
+            sys.exit(1)
     except (ValueError, OSError) as error:
         options.error(str(error))
 

@@ -85,8 +85,10 @@ def _stand_ins(settings: Settings) -> Iterator[Settings]:
         for role in ("actor", "critic", "reward"):
             section = complete.get(role)
             name = section.get("path", "") if isinstance(section, dict) else ""
-            if name not in SHAPES or Path(name).is_dir():
+            if not name or Path(name).is_dir():
                 continue
+            if name not in SHAPES:
+                raise ValueError(f"{role}.path={name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(shape(name)))

@@ -14,7 +14,10 @@ set -euo pipefail
 shopt -s inherit_errexit
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=${LAUNCH%/recipes/launch}
-if [[ ${BASH_SOURCE[0]} == "$0" ]]; then exec bash "$@"; fi
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+  (($#)) || { echo "local.sh: name a recipe: bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]" >&2; exit 2; }
+  exec bash "$@"
+fi
 
 VENV=${VERL_MEGATRON_VENV:-${VIRTUAL_ENV:-$ROOT/.venv}} # where tools/install.sh puts what is needed
 if [[ -x $VENV/bin/python ]]; then export PATH="$VENV/bin:$PATH"; fi
@@ -57,6 +60,7 @@ train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts
     settings+=(actor.path="$MODEL" data.train="${DATA:?names a .jsonl file of prompts}")
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")
+    echo "MODEL is not set: rows are planned as long as the recipe allows; without --dry-run random weights are measured on prompts and responses of 512 tokens" >&2
   else
     local folder
     folder=$(random_weights "$1")

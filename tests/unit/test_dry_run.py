@@ -49,8 +49,8 @@ def test_a_shape_stands_in_for_folders_and_prompts(ranks):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (settings(actor={"path": "/models/none"}), "data.train has to be given"),
-        (settings(actor={"path": "/models/none"}, data={"train": __file__}), "model folder /models/none does not exist"),
+        (settings(actor={"path": "llama9"}), "actor.path='llama9' is neither a folder nor a built-in shape"),
+        (settings(critic={"path": "/models/none"}, data={"train": __file__}), "critic.path='/models/none' is neither a folder nor"),
         (settings(data={"train": "/data/none.jsonl"}), "data.train='/data/none.jsonl' does not exist"),
         (settings(actor={"path": "llama3-8b", "layout": "tp3"}), "actor.layout='tp3'"),
         (settings(rollout={"tp": 16}), "rollout.tp=16 must divide the 8 ranks"),

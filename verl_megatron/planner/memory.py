@@ -16,7 +16,7 @@ from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes,
 SERVING = ("vllm weights", "kv cache", "window")  # the cache with the room that vLLM computes in
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
 UPDATES = ("critic_update", "actor_update")
-AT_REST = "the models at rest"
+AT_REST, KV_CACHE = "the models at rest", "KV cache"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
 
@@ -212,7 +212,8 @@ class Problem:
     room_bytes: float
 
     def __str__(self) -> str:
-        return f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed, {self.room_bytes / GIB:,.1f} there"
+        remedy = " for a row; raise rollout.gpu_memory_utilization or rollout.tp" if self.cause == KV_CACHE else ""
+        return f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed, {self.room_bytes / GIB:,.1f} there{remedy}"
 
 
 def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: float = 0.0) -> list[Problem]:
@@ -226,7 +227,7 @@ def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: flo
     found = [Problem(cause, needed, min(room, machine.gpu_bytes)) for cause, needed in needs.items() if needed > room]
     row = kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
     if memory.kv_cache_bytes < row:
-        found.append(Problem("KV cache", row, max(0.0, memory.kv_cache_bytes)))
+        found.append(Problem(KV_CACHE, row, max(0.0, memory.kv_cache_bytes)))
     if memory.host_bytes > host_room:
         found.append(Problem("host memory", memory.host_bytes, min(host_room, machine.host_bytes)))
     return found

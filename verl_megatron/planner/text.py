@@ -64,7 +64,7 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
     if len(memory.kinds) > 1:
         lines += ["", f"{'GiB by rank':<26}" + "".join(f"{phase:>15}" for phase in peak.phases)]
         lines += [f"{named(kind):<26}" + "".join(f"{kind.total(phase) / GIB:>15.1f}" for phase in kind.phases) for kind in memory.kinds]
-    return lines + ["", f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB; KV cache {memory.kv_cache_bytes / GIB:.1f} GiB a rank"]
+    return lines + ["", f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB; KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank"]
 
 
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
