@@ -1,13 +1,15 @@
 """Ends a run well when its machine is taken away: SIGTERM asks for it, and all ranks agree at the end of an iteration.
 
 What has to be set around it, the longest last: `grace_s`; torchrun's --shutdown-timeout (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT), the
-whole seconds between the SIGTERM that it passes on and its SIGKILL, 30 where nothing is set; and what the scheduler waits after its
-own SIGTERM (Kubernetes: terminationGracePeriodSeconds, 30; Slurm: KillWait, 30, or sbatch --signal=TERM@SECONDS). torchrun sends
-SIGTERM to the process group of each rank, so that processes started by a rank end at once unless they have groups of their own,
-and having received SIGTERM it exits non-zero whatever its ranks return.
+whole seconds between the SIGTERM that it passes on and its SIGKILL, 30 where nothing is set (recipes send their ranks SIGTERM
+themselves: there only GRACE_S counts); and what the scheduler waits after its own SIGTERM (Kubernetes: terminationGracePeriodSeconds,
+30; Slurm: KillWait, 30, or sbatch --signal=TERM@SECONDS). torchrun sends SIGTERM to the process group of each rank, so that processes
+started by a rank end at once unless they have groups of their own, and having received SIGTERM it exits non-zero whatever its ranks
+return.
 """
 
 import os
+import re
 import select
 import signal
 import sys
@@ -115,7 +117,15 @@ class Preemption:
 
 
 def usual_grace_s() -> float:
-    """Five seconds less than torchrun waits between SIGTERM and SIGKILL, as far as a rank can know."""
+    """What GRACE_S says, which launchers set; else five seconds less than torchrun waits between SIGTERM and SIGKILL, as far as a rank can know.
+
+    Raises:
+        ValueError: GRACE_S is no positive number.
+    """
+    if given := os.environ.get("GRACE_S"):
+        if not re.fullmatch(r"\d+(\.\d+)?", given) or not float(given):
+            raise ValueError(f"GRACE_S={given!r} must be greater than 0: seconds from SIGTERM to the end by force")
+        return float(given)
     waits_s = 30
     if torch.__version__ >= (2, 12):  # earlier ones do not read it
         waits_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", waits_s))

@@ -13,15 +13,18 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
 
-def _no_plan(settings: dict, *, gpu: str) -> str:
+
+def _no_plan(settings: dict, *, gpu: str) -> tuple[str, bool]:
     raise ValueError("--dry-run: this command has no plan; leave it out")
 
 
-def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., str] = _no_plan) -> None:
+def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple[str, bool]] = _no_plan) -> None:
     """Compose the recipe named on the command line and hand it to `main`.
 
-    With `--dry-run` its settings, by section, go to `plan` instead, together with the GPU of `--gpu`, and the text that comes back is printed.
+    With `--dry-run` its settings, by section, go to `plan` instead, together with the GPU of `--gpu`. It answers with a text, which is printed, and whether
+    the run fits, without which the exit status is `NO_ROOM`.
     `--track_metrics` stands for run.track_metrics with every file sink, `--verify` for run.resume=verify. Relative paths count from where the command was typed.
     A ValueError is the user's: one rank prints it and all exit with 2. Of other errors those are shown that began it, not those
     of ranks which lost a peer by it.
@@ -40,7 +43,9 @@ def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., str] 
     def guarded(config: DictConfig) -> None:
         try:
             if known.dry_run:
-                print(plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu))
+                text, fits = plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu)
+                print(text)
+                _leave(0 if fits else NO_ROOM)
             else:
                 main(config)
         except ValueError as error:

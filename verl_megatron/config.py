@@ -21,7 +21,6 @@ class RunConfig:
     keep_best_k: int = 0  # checkpoints kept besides, those with the best validation accuracy
     async_save: bool = False  # train on while a checkpoint is written; costs a copy of weights and optimizer state in host memory
     resume: str = "newest"  # checkpoint in output_dir to go on from: newest, never; verify: newest, whose next iteration is compared with what was recorded of it
-    grace_s: float = 0.0  # from SIGTERM to the end by force, if the iteration is not over: as long as the scheduler waits; 0: 5 s less than torchrun does
     stall_timeout_s: float = 300.0  # end the run, and name the culprit, when a rank makes no progress for so long; 0: never
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
     track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow, timeline (where each rank waits: timeline.py)

@@ -14,7 +14,6 @@ INTERVALS = {
         "save_interval": "[0, inf)",
         "keep_last_k": "[0, inf)",
         "keep_best_k": "[0, inf)",
-        "grace_s": "[0, inf)",
         "stall_timeout_s": "[0, inf)",
     },
     "DataConfig": {

@@ -18,10 +18,10 @@ def main(overrides: DictConfig) -> None:
         print(f"last loss {metrics['sft/loss']:.4f}", flush=True)
 
 
-def plan(settings: dict[str, Any], *, gpu: str) -> str:
+def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
     from verl_megatron.dry_run import supervised_plan
 
-    return supervised_plan(settings, gpu=gpu)
+    return supervised_plan(settings, gpu=gpu), True  # memory is not planned
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ def main(overrides: DictConfig) -> None:
         trainer.say(f"validation accuracy {metrics['validation/before']:.2f} -> {metrics['validation/after']:.2f}")
 
 
-def plan(settings: dict[str, Any], *, gpu: str) -> str:
+def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
     from verl_megatron.dry_run import training_plan
+    from verl_megatron.planner.text import NO_ROOM
 
-    return training_plan(settings, gpu=gpu)
+    text = training_plan(settings, gpu=gpu)
+    return text, NO_ROOM not in text
 
 
 if __name__ == "__main__":

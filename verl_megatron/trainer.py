@@ -68,7 +68,7 @@ class RLTrainer:
         After a SIGTERM to any rank it saves at the next opportunity and returns early; the same run resumes there.
         """
         config = self.config.run
-        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=config.grace_s or usual_grace_s()) as self.preemption:
+        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=usual_grace_s()) as self.preemption:
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)

@@ -32,7 +32,7 @@ NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GP
 SCRATCH=${SCRATCH:-outputs/random}
 DRY_RUN=
 for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; done
-settings=(run.output_dir="outputs/$(basename "$0" .sh)" ${GRACE_S:+run.grace_s="$GRACE_S"})
+settings=(run.output_dir="outputs/$(basename "$0" .sh)")
 
 stop() { # text: what is wrong with the call
   echo "error: $*" >&2

@@ -10,6 +10,7 @@ from parallel.placement import busiest_elements
 from tests.launchers import LAUNCH, environment, hostfile
 from tests.worlds import ROOT
 from tools.reshard_plan import read_case
+from verl_megatron.command_line import NO_ROOM
 from verl_megatron.dry_run import supervised_plan, training_plan, world
 
 
@@ -99,6 +100,6 @@ def test_the_whole_way_from_a_launcher(tmp_path):
     hosts = hostfile(tmp_path / "hosts", nodes=4, slots=8)
     command = ["bash", LAUNCH / "hostfile.sh", hosts, "recipes/llama3_70b_ppo.sh", "reward.path=llama3-8b", "reward.function=", "--dry-run", "--gpu", "h100"]
     run = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == NO_ROOM and "It does not fit" in run.stdout, run.stderr
     assert run.stdout.count("NODE_RANK=") == 4 and "worker-3: ssh" in run.stdout
     assert "dry run: 32 ranks, 8 a host" in run.stdout and "reward" in run.stdout and "32 x h100" in run.stdout

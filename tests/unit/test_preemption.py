@@ -159,7 +159,13 @@ def test_refuses_no_grace(grace_s):
 @pytest.mark.parametrize(("version", "variable", "expected"), [("2.13.0+cpu", "40", 35), ("2.13.0", None, 25), ("2.11.0", "40", 25), ("2.12.1", "3", 1)])
 def test_the_usual_grace_is_below_what_torchrun_waits(monkeypatch, version, variable, expected):
     monkeypatch.setattr("torch.__version__", TorchVersion(version))
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "GRACE_S"):
+        monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
     assert usual_grace_s() == expected
+    monkeypatch.setenv("GRACE_S", "85")  # of a launcher
+    assert usual_grace_s() == 85.0
+    monkeypatch.setenv("GRACE_S", "-1")
+    with pytest.raises(ValueError, match="GRACE_S='-1' must be greater than 0"):
+        usual_grace_s()

@@ -10,8 +10,7 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.planner.case import Case
 from verl_megatron.planner.machine import GIB, MACHINES, Machine
 from verl_megatron.planner.memory import Problem, plan_memory, problems_of
-from verl_megatron.planner.search import search
-from verl_megatron.planner.text import recipe_lines
+from verl_megatron.planner.text import alternatives
 
 TOLERANCE = 0.02  # of a GPU: what a plan exceeds it by without being refused
 # What no process can do without. Plans take more (Machine.process_bytes and the like), of which some depends on versions and on luck.
@@ -48,10 +47,7 @@ def check_fits(config: TrainerConfig, *, world_size: int, machine: Machine | Non
 
 
 def _refusal(config: TrainerConfig, problems: list[Problem], world_size: int, machine: Machine, ranks_per_host: int) -> str:
-    try:
-        lines = recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
-    except ValueError:  # its devices fit no other layout
-        lines = []
+    lines = alternatives(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
     reasons = "; ".join(map(str, problems))
     remedy = "use the settings of one of these lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else "use more GPUs, shorter rows or smaller models"
     return f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {reasons}; {remedy}"

@@ -17,6 +17,9 @@ MFU_MEANING = (
 )
 
 
+NO_ROOM = "It does not fit:"  # begins what a report says of it
+
+
 def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8) -> str:
     """Memory of each phase and rank, predicted seconds and whether the run fits; if not, settings that do.
 
@@ -33,8 +36,8 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
     problems = problems_of(case, machine, memory)
     lines = [headline(case, machine), "", *memory_lines(memory, machine), ""]
     if problems:
-        others = recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
-        lines += ["It does not fit:", *(f"  {problem}" for problem in problems)]
+        others = alternatives(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
+        lines += [NO_ROOM, *(f"  {problem}" for problem in problems)]
         lines += ["These settings do, best first:", *(f"  {line}" for line in others)] if others else ["No layout does: use more GPUs, shorter rows or smaller models."]
     else:
         spare = machine.gpu_bytes - memory.peak_bytes
@@ -94,6 +97,14 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
             lines.append(f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB of {problem.room_bytes / GIB:,.1f}: {where}")
     lines += ["", "recipe lines:", *recipe_lines(result)] if shown else ["", "nothing fits: use more GPUs, shorter rows or smaller models"]
     return "\n".join(lines)
+
+
+def alternatives(config: TrainerConfig, *, world_size: int, machine: Machine, ranks_per_host: int) -> list[str]:
+    """Recipe lines of the best runs with these models that fit; empty where none does, or where devices and stages leave no other layout."""
+    try:
+        return recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
+    except ValueError:
+        return []
 
 
 def recipe_lines(result: Search, count: int = 3) -> list[str]:
