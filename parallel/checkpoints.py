@@ -284,11 +284,21 @@ def newest_sound(folder: Path, *, say: Callable[[str], None]) -> tuple[Path, dic
 
 
 def put_aside_all(folder: Path) -> list[Path]:
-    """For a run that begins anew in the folder of another: the checkpoints there become step_N.earlier, and no run takes them for its own. Collective."""
-    paths = _from_first(complete(folder) if dist.get_rank() == 0 else None)
+    """For a run that begins anew in the folder of another: the checkpoints there get names under which no run takes them for its own.
+
+    Returns:
+        Their new paths: step_N.earlier, or with a number where that is taken; on every rank.
+
+    Raises:
+        CheckpointError: they cannot be renamed.
+    """
+    paths, suffix, number = complete(folder) if dist.get_rank() == 0 else [], EARLIER, 1
+    while any(path.with_name(path.name + suffix).exists() for path in paths):
+        number += 1
+        suffix = f"{EARLIER}{number}"
     with _together(f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"):
-        _put_aside(paths, EARLIER)
-    return paths
+        _put_aside(paths, suffix)
+    return _from_first([path.with_name(path.name + suffix) for path in paths])
 
 
 def _put_aside(paths: list[Path], suffix: str) -> None:

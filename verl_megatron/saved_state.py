@@ -204,7 +204,7 @@ class SavedState:
         begin = time.perf_counter()
         if self.config.run.resume == "never" and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # what torchrun starts again goes on
             if earlier := checkpoints.put_aside_all(self.folder):
-                self.say(f"run.resume=never: {', '.join(path.name for path in earlier)} in {self.folder} are now named .earlier; remove what is not wanted")
+                self.say(f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; remove what is not wanted")
             return
         found = checkpoints.newest_sound(self.folder, say=self.say)
         if found is None:

@@ -266,10 +266,12 @@ def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
 def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(tmp_path, world):
     for step in (5, 90):
         save(tmp_path, step)
-    assert [path.name for path in checkpoints.put_aside_all(tmp_path)] == ["step_90", "step_5"]
+    assert [path.name for path in checkpoints.put_aside_all(tmp_path)] == ["step_90.earlier", "step_5.earlier"]
     assert checkpoints.newest_sound(tmp_path, say=pytest.fail) is None and sorted(path.name for path in tmp_path.iterdir()) == ["step_5.earlier", "step_90.earlier"]
     save(tmp_path, 10)
     assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10 and checkpoints.put_aside_all(tmp_path / "nothing") == []
+    save(tmp_path, 5)
+    assert [path.name for path in checkpoints.put_aside_all(tmp_path)] == ["step_10.earlier2", "step_5.earlier2"] and (tmp_path / "step_5.earlier/manifest.json").exists()
 
 
 def test_damaged_additions_are_not_used(tmp_path, world):
