@@ -16,7 +16,7 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks import batch_arithmetic, check_config, check_sft_config, refuse, structured
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.planner import Case, report
+from verl_megatron.planner import Case, report, supervised_report
 
 HOST_RANKS = 8  # of a host, where LOCAL_WORLD_SIZE does not say it
 PLANNED_SPEC = "te"  # parameter names and shapes of GPU runs
@@ -48,15 +48,16 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     return "\n".join(lines)
 
 
-def supervised_plan(settings: Settings, *, gpu: str = "") -> str:
-    """Layout and rows of a supervised run on the ranks of `world()`; stand-ins and errors as in `training_plan`, `gpu` is not used."""
+def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
+    """Layout, rows, predicted memory and time of a supervised run on the ranks of `world()`; stand-ins and errors as in `training_plan`."""
     world_size, ranks_per_host = world()
     with _stand_ins(settings) as complete:
         config = structured(complete, SFTConfig)
         refuse(check_sft_config(config, world_size=world_size))
         layout = Layout.parse(config.actor.layout, parse_devices(config.actor.devices, world_size), tuple(config.actor.stage_layers))
+        planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
     rows = config.data.rows_per_step
-    return "\n".join([_title(world_size, ranks_per_host), f"actor {layout}: {rows} rows a step, about {rows / layout.dp:.1f} a data-parallel rank"])
+    return "\n".join([_title(world_size, ranks_per_host), f"actor {layout}: {rows} rows a step, about {rows / layout.dp:.1f} a data-parallel rank", planned])
 
 
 def world() -> tuple[int, int]:

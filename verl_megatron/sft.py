@@ -20,8 +20,10 @@ def main(overrides: DictConfig) -> None:
 
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
     from verl_megatron.dry_run import supervised_plan
+    from verl_megatron.planner.text import NO_ROOM
 
-    return supervised_plan(settings, gpu=gpu), True  # memory is not planned
+    text = supervised_plan(settings, gpu=gpu)
+    return text, NO_ROOM not in text
 
 
 if __name__ == "__main__":

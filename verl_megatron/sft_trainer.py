@@ -16,6 +16,7 @@ from verl_megatron.config import SFTConfig
 from verl_megatron.data import Demonstration, DemonstrationDataset, PromptCursor
 from verl_megatron.losses import cross_entropy
 from verl_megatron.metrics import PhaseTimer, reduce_over_world
+from verl_megatron.planner import check_supervised_fits, machine_here
 from verl_megatron.roles.engine import check_weights
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
@@ -37,6 +38,7 @@ class SFTTrainer:
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
         refuse(check_sft_config(config, world_size=dist.get_world_size()))
+        refuse(check_supervised_fits(config, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
 
     def train(self) -> dict[str, float]:
         """All optimizer steps, then the export; returns the last metrics."""

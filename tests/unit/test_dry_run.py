@@ -8,10 +8,14 @@ import pytest
 
 from parallel.placement import busiest_elements
 from tests.launchers import LAUNCH, environment, hostfile
+from tests.planned import arch
 from tests.worlds import ROOT
 from tools.reshard_plan import read_case
 from verl_megatron.command_line import NO_ROOM
+from verl_megatron.config import SFTConfig
 from verl_megatron.dry_run import supervised_plan, training_plan, world
+from verl_megatron.planner import MACHINES, check_supervised_fits
+from verl_megatron.planner.supervised import supervised_case
 
 
 @pytest.fixture
@@ -76,6 +80,24 @@ def test_supervised_runs_are_checked_too(ranks):
     assert "actor tp2dp2: 256 rows a step, about 128.0 a data-parallel rank" in supervised_plan({"actor": {"path": "llama3-8b", "layout": "tp2"}})
     with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):
         supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}})
+    with pytest.raises(ValueError, match="abacus"):
+        supervised_plan({"actor": {"path": "llama3-8b"}}, gpu="abacus")
+
+
+def test_supervised_runs_are_planned_and_refused_too(ranks):
+    ranks(4, 4)
+    fits, narrow = (supervised_plan({"actor": {"path": "llama3-8b", "layout": layout}}, gpu=gpu) for layout, gpu in (("tp2", "h200"), ("tp1", "h100")))
+    assert "It fits: " in fits and "seconds predicted" in fits and "optimizer 22.4" in fits  # 12 bytes of 8 billion parameters on two of the four GPUs, halved by dp
+    assert "It does not fit:\n  a step: " in narrow and "engine.recompute=full" in narrow
+    large = SFTConfig()
+    large.actor.path, large.actor.layout = "llama3-70b", "tp4"
+
+    def problems(machine):
+        case = supervised_case(large, world_size=4, read=arch)
+        assert case.actor.learns and case.packed_tokens == large.data.max_tokens - 1
+        return check_supervised_fits(large, world_size=4, machine=machine, read=arch)
+
+    assert problems(None) == [] and "this run cannot fit 4 GPUs of 140 GiB: a step: " in problems(MACHINES["h200"])[0]
 
 
 def test_the_world_comes_from_the_environment(ranks, monkeypatch):

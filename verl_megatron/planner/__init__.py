@@ -10,6 +10,7 @@ from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.preflight import check_fits, machine_here
 from verl_megatron.planner.search import search
 from verl_megatron.planner.seconds import plan_seconds
+from verl_megatron.planner.supervised import check_supervised_fits, supervised_report
 from verl_megatron.planner.text import comparison_lines, report, search_text
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Case",
     "Machine",
     "check_fits",
+    "check_supervised_fits",
     "compare",
     "comparison_lines",
     "find_machine",
@@ -26,4 +28,5 @@ __all__ = [
     "report",
     "search",
     "search_text",
+    "supervised_report",
 ]

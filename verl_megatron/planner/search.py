@@ -21,7 +21,7 @@ from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memo
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
 from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
-MARGIN = 0.05  # of a GPU that stays free: what the prediction may be wrong by
+MARGIN = 0.05  # of a GPU that stays free: more than most predictions of measured runs were wrong by
 LONG_ROW = 8192  # tokens of a row from which on context parallelism is tried
 MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # plain choices first
 REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time

@@ -17,6 +17,7 @@ MFU_MEANING = (
 )
 
 
+WRONG_BY = 0.12  # of its memory, the largest error of a plan of a measured run (tests/unit/test_planner.py)
 NO_ROOM = "It does not fit:"  # begins what a report says of it
 
 
@@ -41,7 +42,7 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
         lines += ["These settings do, best first:", *(f"  {line}" for line in others)] if others else ["No layout does: use more GPUs, shorter rows or smaller models."]
     else:
         spare = machine.gpu_bytes - memory.peak_bytes
-        narrowly = "" if spare >= MARGIN * machine.gpu_bytes else f" narrowly (a plan may be wrong by {MARGIN:.0%} of a GPU)"
+        narrowly = "" if spare >= WRONG_BY * memory.peak_bytes else f" narrowly (plans of measured runs were wrong by up to {WRONG_BY:.0%})"
         lines += [*seconds_lines(case, plan_seconds(case, machine, memory), memory), "", f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU."]
     if config.engine.spec == "local":
         lines.append("engine.spec=local is planned like te; it is slower and needs more memory.")
