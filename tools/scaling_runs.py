@@ -21,6 +21,7 @@ from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks import check_config, refuse, structured
+from verl_megatron.command_line import NO_ROOM
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data import read_rows
 from verl_megatron.planner import Case
@@ -127,7 +128,7 @@ def environment(ranks: int) -> dict[str, str]:
 def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
     """The .yaml and the settings with which a script would start its run; it has checked them then."""
     done = subprocess.run([*command, "--dry-run"], env=environment(ranks), capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode not in (0, NO_ROOM):  # what has no room on the usual GPU may have it here; the run itself says so
         raise ValueError(f"{Path(command[1]).name} --dry-run says: {(done.stderr or done.stdout).strip()[-2000:]}")
     starts = [line.partition(f"-m {PROGRAM} ")[2].split() for line in done.stdout.splitlines() if line.startswith("node 0 of ")]
     if len(starts) != 1 or "--config-name" not in starts[0]:
