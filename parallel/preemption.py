@@ -44,11 +44,11 @@ class Preemption:
         if not grace_s > 0:
             raise ValueError(f"grace_s={grace_s} must be greater than 0: seconds from SIGTERM to the end by force")
         self.grace_s = grace_s
-        self._asked, self._ends_soon = threading.Event(), threading.Event()
+        self._asked, self._held = threading.Event(), threading.Event()
 
     def hold(self) -> None:
         """The run is on its way out and saves: from here on no deadline ends it, only a second SIGTERM (or whoever sends a SIGKILL)."""
-        self._ends_soon.set()
+        self._held.set()
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a rank of `group` (default: the world) has received SIGTERM; the same on each. A collective of CPU tensors."""
@@ -96,7 +96,7 @@ class Preemption:
         deadline = copies_end = None
         while True:
             left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0 and self._ends_soon.is_set():
+            if left_s is not None and left_s <= 0 and self._held.is_set():
                 left_s = None
             elif left_s is not None and left_s <= 0:
                 _end(f"{self.grace_s:g} s of grace are over before the end of the iteration")

@@ -239,8 +239,8 @@ def shares_dtype(config: TrainerConfig) -> bool:
 
 
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
-    """What is wrong with a run of which the layouts are still to be chosen; `arch` is the actor's."""
-    return check_values(config) or _check_rollout(config, arch, world_size) + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+    """What contradicts itself in a run of which the layouts are still to be chosen and each value is allowed; `arch` is the actor's."""
+    return _check_rollout(config, arch, world_size) + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
 
 
 def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:

@@ -20,10 +20,10 @@ def main(overrides: DictConfig) -> None:
 
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
     from verl_megatron.dry_run import supervised_plan
-    from verl_megatron.planner.text import NO_ROOM
+    from verl_megatron.planner.text import DOES_NOT_FIT
 
     text = supervised_plan(settings, gpu=gpu)
-    return text, NO_ROOM not in text
+    return text, DOES_NOT_FIT not in text
 
 
 if __name__ == "__main__":

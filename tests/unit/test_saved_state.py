@@ -1,12 +1,15 @@
-"""What a repeated iteration is compared by. Whole runs are in tests/end_to_end/test_restart.py."""
+"""What a repeated iteration is compared by, and what a run begins with. Whole runs are in tests/end_to_end/test_restart.py."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.metrics import Sums
-from verl_megatron.saved_state import _merged, differences
+from verl_megatron.saved_state import SavedState, _merged, differences
 
 
 def test_the_same_bits_or_near_enough():
@@ -40,3 +43,38 @@ def test_sums_survive_the_disk(monkeypatch):
     twice = _merged([Sums.from_state(sums.state_dict()), Sums.from_state(sums.state_dict())])
     alone = dict(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
     assert twice.reduce(**alone) == sums.reduce(**alone) and twice.state_dict()["totals"]["reward/failed"] == (2.0, 8)
+
+
+@pytest.fixture
+def state(monkeypatch, tmp_path) -> SavedState:
+    """That of the second of two ranks, without models."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    state = object.__new__(SavedState)
+    state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
+    state.run = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None), clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
+    state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
+    state._made_with = dict
+    return state
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, [1, 3]), (2, [0, 1, 2, 3])])
+def test_rows_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expected):
+    """What two ranks had written is this rank's own, and stays whole."""
+    batch = RolloutBatch.from_rows([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
+    part = {"made_with": {}, "cursor": {}, "seconds": {}, "reshard_bytes": 0, "batch": batch.tensors(), "sums": Sums().state_dict()}
+    monkeypatch.setattr("parallel.checkpoints.added", lambda path, name, say: ([part], world_size))
+    state._resume_rows(Path())
+    assert state._resumed.batch.row_id.tolist() == expected and state._resumed.rows == len(expected)
+
+
+def test_only_the_first_attempt_begins_anew(state, monkeypatch):
+    """With run.resume=never; what torchrun starts again looks for the checkpoints of this run."""
+    calls = []
+    state.config.run.resume = "never"
+    monkeypatch.setattr("parallel.checkpoints.put_aside_all", lambda folder: calls.append("anew") or [])
+    monkeypatch.setattr("parallel.checkpoints.newest_sound", lambda folder, say: calls.append("newest"))
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        state.resume()
+    assert calls == ["anew", "newest"]

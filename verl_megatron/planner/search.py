@@ -11,10 +11,11 @@ from itertools import product
 from math import ceil, floor, inf
 
 from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.checks import shares_dtype
 from verl_megatron.config import RewardConfig, TrainerConfig
-from verl_megatron.planner.case import ELEMENT_BYTES, Case, part_elements, served_elements
+from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
 from verl_megatron.planner.decoding import rows_at_once
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memory, problems_of
@@ -83,7 +84,7 @@ def search(
     """
     make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
     arch, result = read(base.actor.path), Search()
-    sizes = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0 and _serves(arch, tp)]
+    sizes = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0 and _splits(served_elements, arch, tp)]
     reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
     for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
@@ -244,16 +245,9 @@ def _savers(base: TrainerConfig) -> Iterator[Settings]:
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 
 
-def _serves(arch: Architecture, tp: int) -> bool:
+def _splits(count_elements: Callable[..., PartElements], arch: Architecture, tp: int, *head: Head) -> bool:
     try:
-        return served_elements(arch, tp) is not None
-    except ValueError:
-        return False
-
-
-def _splits(arch: Architecture, tp: int) -> bool:
-    try:
-        return part_elements(arch, tp, "sequence") is not None
+        return count_elements(arch, tp, *head) is not None
     except ValueError:
         return False
 
@@ -269,7 +263,7 @@ def _reward_layout(base: TrainerConfig, machine: Machine, ranks_per_host: int, r
         return {}
     arch, sizes = read(base.reward.path), _tensor_sizes(ranks_per_host)
     element_bytes = ELEMENT_BYTES[base.engine.dtype]
-    for tp in (size for size in sizes if _splits(arch, size)):
+    for tp in (size for size in sizes if _splits(part_elements, arch, size, "sequence")):
         parts = part_elements(arch, tp, "sequence")
         layout = {"reward.layout": f"tp{tp}" + "sp" * (tp > 1)}
         if element_bytes * (parts.embedding + arch.num_layers * parts.layer + parts.output) <= REWARD_SHARE * machine.gpu_bytes:

@@ -9,7 +9,7 @@ from verl_megatron.planner.case import Case
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import MemoryPlan, Problem, plan_memory
 from verl_megatron.planner.preflight import LEAST, TOLERANCE
-from verl_megatron.planner.text import NO_ROOM
+from verl_megatron.planner.text import DOES_NOT_FIT
 from verl_megatron.planner.training import step_seconds
 
 STEP = "actor_update"  # the only phase
@@ -49,7 +49,7 @@ def supervised_report(config: SFTConfig, *, world_size: int, gpu: str = "h200", 
         [
             f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
             f"seconds predicted: {step_seconds(case, machine, case.actor):.1f} a step of rows of {config.data.max_tokens} tokens",
-            f"{NO_ROOM}\n  {problem}; {REMEDY}" if problem else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
+            f"{DOES_NOT_FIT}\n  {problem}; {REMEDY}" if problem else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
         ]
     )
 

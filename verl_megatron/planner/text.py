@@ -18,7 +18,7 @@ MFU_MEANING = (
 
 
 WRONG_BY = 0.12  # of its memory, the largest error of a plan of a measured run (tests/unit/test_planner.py)
-NO_ROOM = "It does not fit:"  # begins what a report says of it
+DOES_NOT_FIT = "It does not fit:"  # begins what a report says of it
 
 
 def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8) -> str:
@@ -38,7 +38,7 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
     lines = [headline(case, machine), "", *memory_lines(memory, machine), ""]
     if problems:
         others = alternatives(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
-        lines += [NO_ROOM, *(f"  {problem}" for problem in problems)]
+        lines += [DOES_NOT_FIT, *(f"  {problem}" for problem in problems)]
         lines += ["These settings do, best first:", *(f"  {line}" for line in others)] if others else ["No layout does: use more GPUs, shorter rows or smaller models."]
     else:
         spare = machine.gpu_bytes - memory.peak_bytes
