@@ -2,9 +2,9 @@
 
 torchrun --nproc_per_node 8 tools/calibrate.py machine.json [--seconds 1]
 
-Matrix products and attention in bfloat16, copies on the device and to pinned host memory, and, with several ranks, messages and
-collectives at several sizes. One process leaves the links as those of the built-in machine that is most alike; so does a CPU with what
-only GPUs have. Every rank measures, the slowest counts.
+Matrix products and attention in bfloat16, copies on the device and to pinned host memory, how fast a process launches a layer's work,
+and, with several ranks, messages and collectives at several sizes. One process leaves the links as those of the built-in machine that is
+most alike; so does a CPU with what only GPUs have. Every rank measures, the slowest counts.
 """
 
 import argparse
@@ -23,9 +23,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallel import device
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from parallel.weights.architecture import Architecture
+from parallel.weights.shapes import shape
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.config import EngineConfig
+from verl_megatron.metrics import Sums
 from verl_megatron.planner import MACHINES, Machine
 from verl_megatron.planner.machine import LAYER_SHARE
 from verl_megatron.planner.preflight import machine_here
+from verl_megatron.roles.engine import Engine
 
 MIB = 2**20
 MOST_REPEATS = 10_000
@@ -33,6 +41,9 @@ MOST_REPEATS = 10_000
 PRODUCTS = {True: [(8192, 4096, 4096), (8192, 4096, 14_336), (8192, 14_336, 4096), (8192, 8192, 8192)], False: [(256, 256, 256), (512, 512, 512)]}
 ATTENTION = {True: [(8, 32, 1024, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)], False: [(1, 4, 256, 64)]}  # rows, heads, tokens, head size
 COPY_BYTES = {True: 1024 * MIB, False: 16 * MIB}
+# A model whose layers cost next to nothing to compute, and its micro-batches: with more of them only launching takes longer.
+LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_layers=4, num_heads=2, num_kv_heads=1, vocab_size=256)
+LAUNCHED_TOKENS, LAUNCHED_ROWS = 64, (4, 20)  # of a row; micro-batches of a row each, few and many
 MESSAGE_BYTES = {True: [MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB], False: [MIB // 4, 4 * MIB]}
 
 
@@ -113,6 +124,30 @@ def measure_copies(budget_s: float) -> dict[str, float]:
     return found
 
 
+def measure_launch(budget_s: float) -> dict[str, float]:
+    """Seconds in which a process launches a layer's forward and its backward pass for one micro-batch, through the engine that trains."""
+    arch = replace(Architecture.from_hf(shape("llama3-8b")), **LAUNCHED)
+    groups = ProcessGroups(Layout.parse("tp1", tuple(range(dist.get_world_size()))))
+    engine = Engine(arch=arch, folder=None, groups=groups, config=EngineConfig(), head="token", seed=1)
+    engine.prepare_training(lr=0.0, total_steps=1)
+    few, many = LAUNCHED_ROWS
+    ids = [[0] * (LAUNCHED_TOKENS // 2)] * many
+    batch = RolloutBatch.from_rows(list(range(many)), ids, ids)
+
+    def infer(count: int) -> None:
+        engine.infer(batch, [[row] for row in range(count)])
+
+    def step(count: int) -> None:
+        engine.train_step(batch, [[row] for row in range(count)], lambda outputs, _: (outputs["values"].square().mean(), Sums()), fields=(), num_tokens=1)
+
+    def of_layer(work: Callable[[int], None]) -> float:
+        return (seconds_of(lambda: work(many), budget_s) - seconds_of(lambda: work(few), budget_s)) / (many - few) / arch.num_layers
+
+    forward, both = of_layer(infer), of_layer(step)
+    engine.gather_weights()
+    return {"forward": forward, "backward": both - forward}
+
+
 def measure_links(budget_s: float) -> dict[str, dict[str, float]]:
     """B/s that a rank receives by kind and message size (the algorithm's bytes: (n-1)/n of a gathered tensor, twice that when reducing)."""
     world, rank, on_host = dist.get_world_size(), dist.get_rank(), device.ranks_per_host()
@@ -155,9 +190,10 @@ def measure(budget_s: float) -> dict:
     measured["products"] = measure_products(budget_s)
     measured["attention"] = measure_attention(budget_s)
     measured["copies"] = measure_copies(budget_s)
+    measured["launch"] = launch = measure_launch(budget_s)
     best = max(measured["products"].values())
     values = {"layer_flops": LAYER_SHARE * best, "attention_flops": max(measured["attention"].values()), "copy_rate": measured["copies"]["device"]}
-    values |= {"gpu_bytes": here.gpu_bytes, "host_bytes": here.host_bytes}
+    values |= {"forward_launch_s": launch["forward"], "backward_launch_s": launch["backward"], "gpu_bytes": here.gpu_bytes, "host_bytes": here.host_bytes}
     if device.is_gpu():
         values["pinned_rate"] = min(measured["copies"]["to host"], measured["copies"]["from host"])
     else:
