@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -159,6 +159,7 @@ class Watchdog:
         _check_timeout(timeout_s)
         self.timeout_s, self.stacks = timeout_s, Path(folder) / "stacks"
         self.iteration = 0  # for messages; the caller sets it
+        self.on_beat: Callable[[], None] = lambda: None  # called by `beat`; the caller sets it
         self._file: IO[str] | None = None
         self._position = Position(timeout_s=timeout_s)
         self._progress_at = self._armed_at = time.monotonic()
@@ -218,6 +219,7 @@ class Watchdog:
         """Tell of progress inside an operation, as often as you like and a different number of times on each rank."""
         self._progress_at = time.monotonic()
         self._arm(unless_newer_than_s=INTERVAL_S)
+        self.on_beat()
 
     def _move(self, position: Position) -> None:
         self._position, self._progress_at = position, time.monotonic()

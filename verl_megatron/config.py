@@ -23,7 +23,7 @@ class RunConfig:
     resume: str = "newest"  # checkpoint in output_dir to go on from: newest, never; verify: newest, whose next iteration is compared with what was recorded of it
     stall_timeout_s: float = 300.0  # end the run, and name the culprit, when a rank makes no progress for so long; 0: never
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
-    track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow, timeline (where each rank waits: timeline.py)
+    track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow, timeline (where ranks wait), profile (what they do)
 
 
 @dataclass(kw_only=True)

@@ -142,6 +142,17 @@ class PhaseTimer:
         """
         self._wait_for_others = wait_for_others
 
+    def enter(self, around: Callable[[str], AbstractContextManager]) -> None:
+        """From now on every phase is inside `around(name)`, too."""
+        before = self._around
+
+        @contextmanager
+        def both(name: str) -> Iterator[None]:
+            with before(name), around(name):
+                yield
+
+        self._around = both
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of the block to phase `name`; phases do not nest."""

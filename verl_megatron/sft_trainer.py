@@ -17,6 +17,7 @@ from verl_megatron.data import Demonstration, DemonstrationDataset, PromptCursor
 from verl_megatron.losses import cross_entropy
 from verl_megatron.metrics import PhaseTimer, reduce_over_world
 from verl_megatron.planner import check_supervised_fits, machine_here
+from verl_megatron.profiling import record_profile
 from verl_megatron.roles.engine import check_weights
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
@@ -52,13 +53,15 @@ class SFTTrainer:
         held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
         arch = read_architecture(config.actor.path)
         check_weights(config.actor.path, "lm")
-        actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", seed=run.seed, temperature=1.0, train_steps=run.iterations)
+        learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
+        actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning)
         gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
         gc.enable()
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
         tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None
         clock, metrics = PhaseTimer(device.synchronize_stream, around=watchdog.operation), {}
         record_timeline(clock, run.track_metrics)
+        record_profile(clock, watchdog, run.track_metrics, run.output_dir)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
                 metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.rows_per_step)])

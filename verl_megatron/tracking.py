@@ -205,8 +205,8 @@ SINKS: dict[str, tuple[Callable[[Destination], Sink], str]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (MLflow, "mlflow"),
 }
-# What track_metrics may name besides, and the package it needs: all ranks record it, so a trainer writes it (timeline.py), not a sink.
-RECORDINGS = {"timeline": "matplotlib"}
+# What track_metrics may name besides, and the package it needs: recorded on several ranks (timeline.py, profiling.py), not written by a sink.
+RECORDINGS = {"timeline": "matplotlib", "profile": "torch"}
 
 
 def check_sinks(names: list[str]) -> None:

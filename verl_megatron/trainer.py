@@ -17,6 +17,7 @@ from verl_megatron.data import Prompt
 from verl_megatron.metrics import Sums
 from verl_megatron.planner import check_fits, machine_here
 from verl_megatron.ppo import Collected, collect, learn
+from verl_megatron.profiling import record_profile
 from verl_megatron.report import draw_report
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.sampling import Sampling
@@ -73,6 +74,7 @@ class RLTrainer:
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
             record_timeline(self.run.clock, config.track_metrics)
+            record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
             self.say(f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}")
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.sync.plan}")
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
@@ -113,7 +115,8 @@ class RLTrainer:
         write_timeline(self.run.clock, self.output_dir)
         if tracker is not None:
             tracker.close()
-            draw_report(self.output_dir)
+            if "jsonl" in config.track_metrics:
+                draw_report(self.output_dir)
         return metrics | before_and_after(state.before, after)
 
     def _iterate(self) -> dict[str, float] | None:

@@ -100,6 +100,19 @@ def test_grpo_with_a_reward_that_fails(toy, tmp_path):
     assert ended.stdout.count("prompt: ") <= 2 * 3  # each kind once a replica
 
 
+def test_profiles_without_other_metrics(toy, tmp_path):
+    """Phases of the second iteration, and nothing that needs a file of metrics."""
+    job = ["actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1", "data.validation=", "run.iterations=2", "run.export=false", "run.track_metrics=[profile]"]
+    ended = run(1, TRAIN, *settings_of(toy, tmp_path / "run", *job), folder=tmp_path)
+    assert "USDT" not in ended.stderr
+    profiles = {path.stem.removesuffix("_rank0"): path.read_text() for path in (tmp_path / "run/profile").glob("*.txt")}
+    assert profiles.keys() >= {"rollout", "log_probs", "values", "critic_update", "actor_update"}
+    for name in ("rollout", "log_probs", "actor_update"):
+        assert profiles[name].startswith(f"{name} on rank 0") and "aten::" in profiles[name], profiles[name]
+    traces = {name: (tmp_path / f"run/profile/{name}_rank0.json").read_text() for name in ("log_probs", "actor_update")}
+    assert "Backward" in traces["actor_update"] and "Backward" not in traces["log_probs"]
+
+
 def test_critic_warmup_and_early_stop(toy, tmp_path):
     """The actor waits for the critic, then leaves its remaining updates out as soon as it has moved: the first step's KL is 0, the second's is not."""
     algorithm = ["algorithm.critic_warmup=1", "algorithm.epochs=2", "algorithm.mini_batches=2", "algorithm.stop_kl=1e-7", "algorithm.importance_cap=2"]
