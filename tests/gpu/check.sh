@@ -100,10 +100,11 @@ stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation 
 
 stage_wide() { # few layers of a 70B model's width
   ((RANKS >= 2)) || return 0
-  local folder="$SCRATCH/wide" layers=$((3 * RANKS))
+  local folder="$SCRATCH/wide" layers=$((3 * RANKS)) places="reshard.offload=all"
+  ((RANKS == 2)) || places="actor.layout=tp4sp critic.layout=tp4sp rollout.gpu_memory_utilization=0.1"
   [[ -f $folder/reward.py ]] || step wide_weights python tools/make_random.py "$folder" --shape llama3-70b --layers $layers --rows 64
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true run.save_interval=0 run.export=false"
-  step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap reshard.offload=all"
+  step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap $places"
 }
 
 stage_whole() { # all layers of a 70B model from their files (141 GB): load, reshard, generate, move back, log-probs
@@ -174,13 +175,13 @@ stage_rollout() { # as a run does it beside a bare vLLM
   step rollout_mixed bash -c "world $RANKS tools/bench_rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
 }
 
-stage_scaling() { # a model that one GPU holds, with as many rows for each GPU
+stage_scaling() { # a model that one GPU holds with its optimizer, 12 layers of the 8B's width, with as many rows for each GPU
   ((RANKS >= 2)) || return 0
-  local folder="$SCRATCH/llama3-1b" sizes=1,2 same="--layouts 1:tp1,2:tp1 --rollout 1:1,2:1"
+  local folder="$SCRATCH/scaling" sizes=1,2 same="--layouts 1:tp1,2:tp1 --rollout 1:1,2:1"
   if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi
-  [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --shape llama3-1b
+  [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --layers 12
   local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512"
-  step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 3 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" engine.tokens_per_micro_batch=16384
+  step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 3 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" rollout.gpu_memory_utilization=0.25
 }
 
 stage_kernels() { # those of log-probs in other block sizes, beside the floor
