@@ -55,6 +55,13 @@ def ppo_in_turns(rows: int, *, mode: str, mini_batches: int) -> TrainerConfig:
     return config
 
 
+def long_responses() -> TrainerConfig:
+    """The 8B PPO recipe with 1,024 rows of 512 + 1,024 tokens."""
+    config = run_config("pp2vpp4", rows=1024, rollout=2, share=0.2, tokens_per_micro_batch=4096)
+    config.rollout.max_tokens, config.reshard.offload = 1024, "all"
+    return config
+
+
 # The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 rows of 512 + 512 tokens, the others medians (tests/gpu/check.sh: ppo, grpo,
 # offload, long). Rows that share a prompt of 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for each.
 # weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's weights only.
@@ -71,6 +78,12 @@ MEASURED = {
         gib=dict(log_probs=105.8, critic_update=121.2, actor_update=123.1, weights_awake=108.6),
         seconds=dict(rollout=4.8, log_probs=3.9, values=1.8, critic_update=5.9, actor_update=6.3),
         iteration=22.9,
+    ),
+    "1,024 rows, pp2vpp4dp2": Measured(
+        gpus=4,
+        config=long_responses(),
+        gib=dict(rollout=60.7, log_probs=55.7, critic_update=85.7, actor_update=86.4),
+        seconds={},  # of a host with slower GPUs and CPUs
     ),
     "tp2": Measured(
         gpus=2,
