@@ -12,7 +12,7 @@ LAUNCH = Path("recipes/launch")
 RECORDER = """#!/usr/bin/env bash
 printf '%s\\x1f' "WORLD_SIZE=$WORLD_SIZE" "LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE" "$@" >>"$RECORD"
 echo >>"$RECORD"
-[[ -z ${FAIL:-} || $* != *$FAIL* ]]
+[[ -z ${FAIL:-} || $* != *$FAIL* ]] || { echo "error: asked to fail" >&2; exit ${FAIL_STATUS:-1}; }
 """
 # What belongs to a world around the tests.
 AROUND = {"LOCAL_RANK", "NNODES", "GPUS", "NODE_RANK", "MASTER_ADDR", "MODEL", "DATA", "CRITIC", "CRITIC_MODEL", "SSH", "LOGS"}

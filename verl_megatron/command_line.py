@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
@@ -49,11 +50,7 @@ def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple
             else:
                 main(config)
         except ValueError as error:
-            rank = int(os.environ.get("RANK", "0"))
-            if rank:
-                _let_others_speak(2, seconds=5)
-            print(f"error: {error}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)
-            _leave(2)
+            _complain(str(error))
         except Exception as error:
             if "peer" in str(error) or "NCCL" in str(error):
                 _let_others_speak(1, seconds=15)
@@ -61,7 +58,24 @@ def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple
             _leave(1)
         _leave(0)
 
-    hydra.main(version_base=None, config_path=_recipes(known.config_path), config_name=None)(guarded)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raises what it would print from every rank
+    folder = _recipes(known.config_path)
+    try:
+        hydra.main(version_base=None, config_path=folder, config_name=None)(guarded)()
+    except OverrideParseException as error:
+        reason = (error.message or "").removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0].split(" expecting ")[0]
+        _complain(f"{error.override.removeprefix('++')!r} cannot be read ({reason}); settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes")
+    except MissingConfigException as error:
+        _complain(f"--config-name: {folder} has no recipe {error.missing_cfg_file!r}; it has {', '.join(sorted(path.stem for path in Path(folder).glob('*.yaml')))}")
+
+
+def _complain(text: str) -> None:
+    """Say what the user did wrong, from one rank, and end."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        _let_others_speak(2, seconds=5)
+    print(f"error: {text}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)
+    _leave(2)
 
 
 def _recipes(path: str) -> str:

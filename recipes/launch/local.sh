@@ -32,6 +32,7 @@ NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GP
 SCRATCH=${SCRATCH:-outputs/random}
 DRY_RUN=
 for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; done
+ARGUMENTS=("$@")
 settings=(run.output_dir="outputs/$(basename "$0" .sh)")
 
 stop() { # text: what is wrong with the call
@@ -45,12 +46,18 @@ world() { # nodes, GPUS: the usual size of the run, unless the launcher or the u
   ranks=$((NNODES * GPUS))
 }
 
+refuse_bad_settings() { # before weights are made for them: what a dry run refuses, except for want of room on the GPU that it supposes (3)
+  local text status=0
+  text=$(bash "$0" "${ARGUMENTS[@]}" --dry-run 2>&1 >/dev/null) || status=$?
+  ((status == 0 || status == 3)) || { (sed -n '/^error:/,$p' <<<"$text" | grep . || echo "$text") >&2; exit "$status"; }
+}
+
 random_weights() { # shape, options of make_random.py: its folder with model, train.jsonl and reward.py, made if need be
   local folder="$SCRATCH/$1"
   mkdir -p "$SCRATCH"
   ( # nodes and ranks that share the folder wait for the one that makes it
     flock 9
-    [[ -f $folder/reward.py ]] || python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2
+    [[ -f $folder/reward.py ]] || { refuse_bad_settings && python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2; }
   ) 9>"$folder.lock"
   echo "$folder"
 }

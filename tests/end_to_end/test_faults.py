@@ -79,6 +79,9 @@ BAD_SETTINGS = {
     "mini-batches": (1, ["algorithm.mini_batches=3"], ["algorithm.mini_batches=3", "16", "choose"]),
     "unknown setting": (1, ["rollout.tpp=2"], ["rollout.tpp", '"tp"']),
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),
+    "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),
+    "no end of a list": (1, ["rollout.stop=[a"], ["'rollout.stop=[a' cannot be read", "lists are [A,B]"]),
+    "no recipe": (2, ["--config-name=absent"], ["has no recipe 'absent'", "it has grpo_70b, grpo_8b"]),
     "two at once": (1, ["run.seed=-1", "algorithm.kl_in=los"], ["run.seed=-1", "algorithm.kl_in='los'", "choose one of"]),
 }
 ALONE = ["actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1", "data.overlong=error"]

@@ -132,7 +132,9 @@ def test_own_model_and_settings_come_last(tmp_path):
 def test_random_weights_are_made_once(tmp_path):
     scratch = tmp_path / "scratch"
     said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
-    made = [call.arguments[1:] for call in said.calls[:-1]]
+    checked, *made = [call.arguments for call in said.calls if call.arguments[0] != "-m" or "--dry-run" in call.arguments]
+    assert "--dry-run" in checked, "weights are made before the settings are looked at"
+    made = [arguments[1:] for arguments in made if "--dry-run" not in arguments]
     assert made == [(f"{scratch}/llama3-70b", "--shape", "llama3-70b"), (f"{scratch}/llama3-8b", "--shape", "llama3-8b", "--rows", "1")]
     assert {f"actor.path={scratch}/llama3-70b/model", f"critic.path={scratch}/llama3-8b/model"} <= set(said.calls[-1].arguments)
     for name in ("llama3-70b", "llama3-8b"):
@@ -140,6 +142,15 @@ def test_random_weights_are_made_once(tmp_path):
         (scratch / name / "reward.py").touch()
     again = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
     assert again.calls == said.calls[-1:]
+
+
+@pytest.mark.parametrize(("status", "made"), [("2", False), ("3", True)])
+def test_no_weights_are_made_for_settings_that_are_refused(status, made, tmp_path):
+    """Want of room (3) is that of the GPU which a dry run supposes: what is here may have more."""
+    said = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), FAIL="--dry-run", FAIL_STATUS=status)
+    assert (said.code == 0) == made and any("make_random.py" in call.arguments[0] for call in said.calls) == made, said
+    if not made:
+        assert said.code == 2 and "asked to fail" in said.stderr
 
 
 @pytest.mark.parametrize("shape_name", ["llama3-70b", "llama3-8b"])
