@@ -64,7 +64,8 @@ def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple
         hydra.main(version_base=None, config_path=folder, config_name=None)(guarded)()
     except OverrideParseException as error:
         reason = (error.message or "").removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0].split(" expecting ")[0]
-        _complain(f"{error.override.removeprefix('++')!r} cannot be read ({reason}); settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes")
+        given = error.override.removeprefix("++")
+        _complain(f"{given!r} cannot be read ({reason}); settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes")
     except MissingConfigException as error:
         _complain(f"--config-name: {folder} has no recipe {error.missing_cfg_file!r}; it has {', '.join(sorted(path.stem for path in Path(folder).glob('*.yaml')))}")
 

@@ -98,8 +98,10 @@ def described(profiler: profile) -> str:
     """How busy the GPU was, what the process did where it was not, and the tables of kernels and operators."""
     kernels, operators = [], []
     for event in profiler.events():
-        spans = operators if event.device_type == DeviceType.CPU else kernels
-        spans.append(Span(event.time_range.start, event.time_range.end, event.name))
+        on_gpu = event.device_type != DeviceType.CPU
+        if on_gpu and event.is_user_annotation:  # a named range, drawn there over its kernels and the gaps between them
+            continue
+        (kernels if on_gpu else operators).append(Span(event.time_range.start, event.time_range.end, event.name))
     text, averages = "", profiler.key_averages()
     if kernels:
         text += "\n".join(idle_lines(kernels, operators)) + "\n\n" + averages.table(sort_by="self_device_time_total", row_limit=ROWS)

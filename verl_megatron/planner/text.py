@@ -1,5 +1,7 @@
 """Plans as text for a reader."""
 
+from math import ceil
+
 from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner.case import Case
@@ -78,7 +80,7 @@ def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
-        f"rollout: {generated:,.0f} tokens/s, {rows_at_once(case, memory.kv_cache_bytes)} rows at once a replica; MFU {time.mfu():.1%} ({mfu})",
+        f"rollout: {generated:,.0f} tokens/s, {rows_at_once(case, memory.kv_cache_bytes)} of a replica's {ceil(case.rows / case.replicas)} rows at once; MFU {time.mfu():.1%} ({mfu})",
     ]
 
 
