@@ -77,10 +77,11 @@ def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
     """An iteration's phases, its tokens and how well the GPUs are used."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
     generated = case.rows * case.response_tokens / time.seconds["rollout"]
+    together = f"{rows_at_once(case, memory.kv_cache_bytes)} of a replica's {ceil(case.rows / case.replicas)} rows at once"
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
-        f"rollout: {generated:,.0f} tokens/s, {rows_at_once(case, memory.kv_cache_bytes)} of a replica's {ceil(case.rows / case.replicas)} rows at once; MFU {time.mfu():.1%} ({mfu})",
+        f"rollout: {generated:,.0f} tokens/s, {together}; MFU {time.mfu():.1%} ({mfu})",
     ]
 
 
