@@ -118,11 +118,11 @@ def idle_lines(kernels: list[Span], operators: list[Span]) -> list[str]:
 
 def idle_between(kernels: list[Span]) -> list[Span]:
     """The gaps in which no kernel ran, each named after the kernel that ended it."""
-    gaps, end = [], float("inf")
+    gaps, end = [], min((kernel.start for kernel in kernels), default=0.0)
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if kernel.start > end:
             gaps.append(Span(end, kernel.start, kernel.name))
-        end = kernel.end if end == float("inf") else max(end, kernel.end)
+        end = max(end, kernel.end)
     return gaps
 
 
