@@ -1,9 +1,8 @@
 """Where explicit groups meet Megatron-Core: its collection of groups, and the globals that some of it still reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,11 +11,13 @@ from parallel.groups import ProcessGroups
 
 device.prepare()
 
-from megatron.core import ModelParallelConfig, parallel_state  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_schedule_table  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402, F401
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 def collection(groups: ProcessGroups) -> ProcessGroupCollection:
@@ -70,24 +71,28 @@ def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
 
 
 class Pipeline(P2PCommunicator):
-    """Megatron's messages between stages, with their shapes told between hosts: told between GPUs, as Megatron does with sequences of
-    varying length, the process waits for all the work it has queued, and then the GPU for the process."""
+    """Megatron's messages between stages in one pass, with activations whose length differs from micro-batch to micro-batch.
 
-    FORTH, BACK = 1, 2  # tags: with two stages both neighbours are one rank
+    Megatron lets a sender tell the shape before each message. A process then waits until its neighbour has come that far, and so do they
+    all in turn: none gets ahead of its GPU, which stands idle while the next kernels are queued. Here every stage knows what will come:
+    it has all micro-batches, and messages come in the order of the schedule.
+    """
 
-    def __init__(self, groups: ProcessGroups, config: ModelParallelConfig):
+    def __init__(self, groups: ProcessGroups, config: TransformerConfig, lengths: Sequence[int]):
+        """
+        Args:
+            lengths: tokens of each micro-batch that this rank holds between stages.
+        """
         super().__init__(pp_group=groups.pp, config=config)
+        passes = get_schedule_table(len(lengths), config.virtual_pipeline_model_parallel_size or 1, config.microbatch_group_size_per_vp_stage)
+        shapes = [[length, 1, config.hidden_size] for length in lengths]
+        # The first stage begins with its first chunk, the last stage's backward pass with its last: the table counts both as 0.
+        self._from_previous = iter([shapes[micro] for micro, chunk in passes if chunk or not groups.is_first_stage])
+        self._from_next = iter([shapes[micro] for micro, chunk in passes if chunk or not groups.is_last_stage])
 
-    def _communicate_shapes(self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
-        """Shapes [3] of what comes from the previous and from the next stage."""
-        sends = ((tensor_send_next, self.next_rank, self.FORTH), (tensor_send_prev, self.prev_rank, self.BACK))
-        work = [dist.isend(torch.tensor(sent.shape), rank, tag=tag) for sent, rank, tag in sends if sent is not None]
-        shapes = torch.zeros(2, 3, dtype=torch.int64)
-        receives = ((recv_prev, self.prev_rank, self.FORTH), (recv_next, self.next_rank, self.BACK))
-        work += [dist.irecv(shape, rank, tag=tag) for shape, (wanted, rank, tag) in zip(shapes, receives) if wanted]
-        for each in work:
-            each.wait()
-        return tuple(shapes.tolist())
+    def _communicate_shapes(self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool) -> tuple[list[int] | None, list[int] | None]:
+        """Shapes [3] of what comes from the previous and from the next stage with this message."""
+        return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
 def seed(groups: ProcessGroups, value: int) -> None:

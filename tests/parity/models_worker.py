@@ -133,7 +133,7 @@ def check_together() -> None:
 
 
 def check_shapes() -> None:
-    """Megatron-Core asks this project's messenger for the shapes of what comes from another stage; those of micro-batches differ."""
+    """Megatron-Core asks this project's messenger for the shapes of what comes from another stage, each once; those of micro-batches differ."""
     folder = shared_folder() / "qwen3"
     write_once(folder, "qwen3")
     arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))
@@ -145,10 +145,12 @@ def check_shapes() -> None:
         return came[-1]
 
     with patch.object(Pipeline, "_communicate_shapes", communicate):
-        engine.infer(*share_of(make_batch(arch.vocab_size), layout, 64))
-    from_previous = {tuple(shape) for shape, _ in came if any(shape)}
-    assert engine.groups.is_first_stage != (len(from_previous) > 1), from_previous
-    say("shapes: told between hosts")
+        mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
+        engine.infer(mine, micro)
+    from_previous = [tuple(shape) for shape, _ in came if shape]
+    assert engine.groups.is_first_stage != (len(set(from_previous)) > 1), from_previous
+    assert len(from_previous) == (0 if engine.groups.is_first_stage else len(micro)), from_previous
+    say("shapes: known to every stage")
 
 
 if __name__ == "__main__":

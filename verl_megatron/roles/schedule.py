@@ -41,14 +41,17 @@ def run_schedule(
     first = engines[0]
     layout, groups = first.layout, first.groups
     assert forward_only or len(engines) == 1, "one model learns at a time"
-    multiple_of = first.compute.token_multiple * (layout.tp if layout.sequence_parallel else 1)
+    split = layout.tp if layout.sequence_parallel else 1  # of the tokens between stages
+    multiple_of = first.compute.token_multiple * split
     shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
     packed = [pack(batch, rows, fields=fields, last_token=last_token, **shape).to(device.device()) for rows in micro_batches]
     if not packed:
         return []
     work = [(engine, micro) for micro in packed for engine in engines]
     iterators = [iter(work) for _ in first.chunks]
-    pipeline = dict(p2p_communicator=megatron.Pipeline(groups, first.model_config)) if layout.pp > 1 else {}
+    pipeline = {}
+    if layout.pp > 1:
+        pipeline["p2p_communicator"] = megatron.Pipeline(groups, first.model_config, [micro.tokens.size(1) // split for _, micro in work])
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     with megatron.lent_to_globals(groups):
         answers = run(
