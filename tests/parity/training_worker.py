@@ -91,19 +91,24 @@ def train(folder: Path, head: str, layout: Layout, batch: RolloutBatch, config: 
     return history, full_weights(engine)
 
 
+# Layout, ranks, layers of each stage, tokens of a micro-batch, settings.
+LAYOUTS = [
+    ("tp1", 1, (), 40, {}), ("tp1", 4, (), 64, {}), ("tp2pp2", 4, (), 64, {}), ("tp2pp2sp", 4, (), 64, {"recompute": "full"}), ("tp4sp", 4, (), 64, {}),
+    ("pp2vpp2", 4, (), 64, {}), ("pp2", 4, (1, 3), 64, {"distributed_optimizer": False}), ("cp2tp2sp", 4, (), 64, {}), ("cp2", 4, (), 64, {"recompute": "selective"}),
+]  # fmt: skip
+DEEP = [("pp4vpp2", 4, (), 64, {}), ("pp2vpp4", 2, (), 40, {}), ("tp2pp2vpp4sp", 4, (), 40, {})]  # micro-batches of many lengths go round
+
+
 def check_layouts() -> None:
     """Losses, gradient norms and weights after three steps do not depend on the layout, the packing or the optimizer's sharding."""
     folder = shared_folder()
-    for head, family in (("lm", "qwen2_tied_yarn"), ("lm", "qwen3"), ("token", "llama_tied_llama3")):
-        path = folder / f"{head}_{family}"
-        batch = experience(write_once(path, family, CLASSES[head]).config.vocab_size)
+    for head, family, layers, layouts in (("lm", "qwen2_tied_yarn", 4, LAYOUTS), ("lm", "qwen3", 4, LAYOUTS), ("token", "llama_tied_llama3", 4, LAYOUTS), ("lm", "qwen3", 8, DEEP)):
+        path = folder / f"{head}_{family}_{layers}"
+        batch = experience(write_once(path, family, CLASSES[head], num_hidden_layers=layers).config.vocab_size)
         common = {"clip_grad": 0.5, "adam_eps": 1e-4, "schedule": "cosine", "warmup_steps": 1}
         alone = EngineConfig(tokens_per_micro_batch=1000, distributed_optimizer=False, **common)
         want, weights = train(path, head, Layout(), batch, alone)
-        for text, count, stage_layers, budget, extra in (
-            ("tp1", 1, (), 40, {}), ("tp1", 4, (), 64, {}), ("tp2pp2", 4, (), 64, {}), ("tp2pp2sp", 4, (), 64, {"recompute": "full"}), ("tp4sp", 4, (), 64, {}),
-            ("pp2vpp2", 4, (), 64, {}), ("pp2", 4, (1, 3), 64, {"distributed_optimizer": False}), ("cp2tp2sp", 4, (), 64, {}), ("cp2", 4, (), 64, {"recompute": "selective"}),
-        ):  # fmt: skip
+        for text, count, stage_layers, budget, extra in layouts:
             config = EngineConfig(tokens_per_micro_batch=budget, **common, **extra)
             got, trained = train(path, head, Layout.parse(text, tuple(range(count)), stage_layers), batch, config)
             metric = max(abs(a[key] - b[key]) for a, b in zip(got, want) for key in b)
