@@ -39,6 +39,7 @@ from verl_megatron.models.heads import head_weight
 from verl_megatron.packing import micro_batches
 from verl_megatron.planner import Case, machine_here
 from verl_megatron.planner.training import forward_flops
+from verl_megatron.profiling import described, make_profiler
 from verl_megatron.roles.engine import Engine, Loss
 
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip (after parallel.device has prepared it)
@@ -177,16 +178,12 @@ def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, floa
 
 
 def profile(bench: Bench) -> None:
-    """Where the GPU's time goes in one step and one pass, on the first rank."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * device.is_gpu()
+    """What the first rank's GPU and process do in one step and one pass."""
     for name, do in (("step", bench.step), ("log-probs", bench.infer)):
-        with profiler(activities=kinds) as found:
+        with make_profiler() as found:
             do()
             device.synchronize()
-        say(f"{name}, by time on the device:\n" + found.key_averages().table(sort_by="self_device_time_total" if device.is_gpu() else "self_cpu_time_total", row_limit=25))
+        say(f"{name}:\n{described(found)}")
 
 
 def main() -> None:

@@ -41,9 +41,9 @@ MOST_REPEATS = 10_000
 PRODUCTS = {True: [(8192, 4096, 4096), (8192, 4096, 14_336), (8192, 14_336, 4096), (8192, 8192, 8192)], False: [(256, 256, 256), (512, 512, 512)]}
 ATTENTION = {True: [(8, 32, 1024, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)], False: [(1, 4, 256, 64)]}  # rows, heads, tokens, head size
 COPY_BYTES = {True: 1024 * MIB, False: 16 * MIB}
-# A model whose layers cost next to nothing to compute, and its micro-batches: with more of them only launching takes longer.
-LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_layers=4, num_heads=2, num_kv_heads=1, vocab_size=256)
-LAUNCHED_TOKENS, LAUNCHED_ROWS = 64, (4, 20)  # of a row; micro-batches of a row each, few and many
+# Models whose layers cost next to nothing to compute: with more of them only launching takes longer. Micro-batches are a row each.
+LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=256)
+LAUNCHED_LAYERS, LAUNCHED_ROWS, LAUNCHED_TOKENS = (2, 6), 16, 64
 MESSAGE_BYTES = {True: [MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB], False: [MIB // 4, 4 * MIB]}
 
 
@@ -126,26 +126,27 @@ def measure_copies(budget_s: float) -> dict[str, float]:
 
 def measure_launch(budget_s: float) -> dict[str, float]:
     """Seconds in which a process launches a layer's forward and its backward pass for one micro-batch, through the engine that trains."""
-    arch = replace(Architecture.from_hf(shape("llama3-8b")), **LAUNCHED)
+    few, many = LAUNCHED_LAYERS
+    shallow, deep = (_passes_of(layers, budget_s) for layers in LAUNCHED_LAYERS)
+    forward, both = ((slow - quick) / (many - few) / LAUNCHED_ROWS for quick, slow in zip(shallow, deep))
+    return {"forward": forward, "backward": both - forward}
+
+
+def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
+    """Seconds of a forward pass and of an optimizer step of a small model."""
+    arch = replace(Architecture.from_hf(shape("llama3-8b")), num_layers=layers, **LAUNCHED)
     groups = ProcessGroups(Layout.parse("tp1", tuple(range(dist.get_world_size()))))
     engine = Engine(arch=arch, folder=None, groups=groups, config=EngineConfig(), head="token", seed=1)
     engine.prepare_training(lr=0.0, total_steps=1)
-    few, many = LAUNCHED_ROWS
-    ids = [[0] * (LAUNCHED_TOKENS // 2)] * many
-    batch = RolloutBatch.from_rows(list(range(many)), ids, ids)
+    rows, ids = list(range(LAUNCHED_ROWS)), [[0] * (LAUNCHED_TOKENS // 2)] * LAUNCHED_ROWS
+    batch, micro = RolloutBatch.from_rows(rows, ids, ids), [[row] for row in rows]
 
-    def infer(count: int) -> None:
-        engine.infer(batch, [[row] for row in range(count)])
+    def step() -> None:
+        engine.train_step(batch, micro, lambda outputs, _: (outputs["values"].square().mean(), Sums()), fields=(), num_tokens=1)
 
-    def step(count: int) -> None:
-        engine.train_step(batch, [[row] for row in range(count)], lambda outputs, _: (outputs["values"].square().mean(), Sums()), fields=(), num_tokens=1)
-
-    def of_layer(work: Callable[[int], None]) -> float:
-        return (seconds_of(lambda: work(many), budget_s) - seconds_of(lambda: work(few), budget_s)) / (many - few) / arch.num_layers
-
-    forward, both = of_layer(infer), of_layer(step)
+    found = seconds_of(lambda: engine.infer(batch, micro), budget_s), seconds_of(step, budget_s)
     engine.gather_weights()
-    return {"forward": forward, "backward": both - forward}
+    return found
 
 
 def measure_links(budget_s: float) -> dict[str, dict[str, float]]:

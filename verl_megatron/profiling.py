@@ -49,7 +49,6 @@ class PhaseProfiler:
 
     def __init__(self, folder: Path, rank: int, *, seconds: float = SECONDS):
         self.folder, self.rank, self.seconds = folder, rank, seconds
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it tells of each start and stop
         self._came: Counter[str] = Counter()
         self._stop: Callable[[], None] | None = None  # ends the profile under way
         self._ends_at = 0.0
@@ -72,7 +71,7 @@ class PhaseProfiler:
 
     def _start(self, name: str) -> None:
         device.synchronize()
-        profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * device.is_gpu())
+        profiler = make_profiler()
         profiler.start()
         began = time.perf_counter()
         self._ends_at = began + self.seconds
@@ -92,6 +91,12 @@ class PhaseProfiler:
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+
+
+def make_profiler() -> profile:
+    """torch's, of the process and, where there is one, its GPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it tells of each start and stop
+    return profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * device.is_gpu())
 
 
 def described(profiler: profile) -> str:
