@@ -1,0 +1,85 @@
+"""What `reshard.offload` costs: a run in which it changes from one iteration to the next, so that both ways meet the same machine, model and lengths.
+
+torchrun --nproc_per_node 2 tools/bench_offload.py --config-name grpo_8b actor.path=DIR data.train=FILE reward.function=FILE.py:NAME reshard.offload=all run.iterations=8
+    data.prompts_per_iteration=32 rollout.min_tokens=512 rollout.max_tokens=512 rollout.ignore_eos=true [SECTION.SETTING=VALUE ...]
+
+Recipe and settings are those of `verl_megatron.train`; nothing is saved, validated or exported. Odd iterations have the given
+`reshard.offload`, even ones none, and both have to fit. The first of each does not count: there host memory is taken, kernels are compiled.
+"""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from parallel import device
+from verl_megatron.checks import refuse, structured
+from verl_megatron.command_line import run_command
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner import check_fits, machine_here
+from verl_megatron.trainer import RLTrainer
+
+NOTHING = "none"
+
+
+class InTurns(RLTrainer):
+    """Trains with the given `reshard.offload` and without, in turns, and keeps the seconds of each iteration.
+
+    Raises:
+        ValueError: what a run's settings may not be, one of the two ways has no room, or they leave nothing to compare.
+    """
+
+    def __init__(self, config: TrainerConfig):
+        if config.reshard.offload == NOTHING:
+            raise ValueError("reshard.offload=none is what the others are compared with; choose grads, optimizer or all")
+        if config.run.iterations < 4:
+            raise ValueError(f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way does not count; use at least 4")
+        config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 0
+        config.run.export, config.run.resume, config.data.validation = False, "never", ""
+        super().__init__(config)
+        without = replace(config, reshard=replace(config.reshard, offload=NOTHING))
+        refuse(check_fits(without, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
+        self.ways = (config.reshard.offload, NOTHING)
+        self.seconds: dict[str, list[dict[str, float]]] = {way: [] for way in self.ways}  # of each counted iteration, by phase
+
+    def _iterate(self) -> dict[str, float] | None:
+        step, changed = self.state.step, self.run.__class__.weights_changed
+
+        def switch() -> None:  # what leaves the GPU after the updates belongs to the next iteration
+            self.config.reshard.offload = self.ways[(step + 1) % 2]
+            changed(self.run)
+
+        self.run.weights_changed = switch
+        began = time.perf_counter()
+        metrics = super()._iterate()
+        if metrics is not None and step >= 2:
+            phases = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
+            self.seconds[self.ways[step % 2]].append(phases | {"iteration": time.perf_counter() - began})
+        return metrics
+
+    def table(self) -> str:
+        """Medians of both ways."""
+        given, nothing = ({phase: median(one[phase] for one in self.seconds[way]) for phase in self.seconds[way][0]} for way in self.ways)
+        device_name = torch.cuda.get_device_name() if device.is_gpu() else "CPU rank"
+        counted = [len(self.seconds[way]) for way in self.ways]
+        lines = [f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of {counted[0]} and {counted[1]} iterations, in turns"]
+        lines += [f"{'offload':<16}{self.ways[0]:>12}{NOTHING:>12}"]
+        lines += [f"{phase:<16}{given[phase]:>12.3f}{nothing[phase]:>12.3f}" for phase in nothing]
+        return "\n".join([*lines, f"with offload={self.ways[0]} an iteration takes {given['iteration'] / nothing['iteration'] - 1:+.1%}"])
+
+
+def main(overrides: DictConfig) -> None:
+    trainer = InTurns(structured(overrides, TrainerConfig))
+    trainer.train()
+    trainer.say(trainer.table())
+
+
+if __name__ == "__main__":
+    run_command(main)
