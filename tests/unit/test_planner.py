@@ -125,6 +125,20 @@ MEASURED = {
         seconds=dict(rollout=2.54, log_probs=1.91, actor_update=3.23),
         iteration=7.84,
     ),
+    "grpo, tp2, 256 rows": Measured(  # tools/bench_offload.py: iterations in which the rollout was not disturbed
+        gpus=2,
+        config=grpo_config("tp2sp", 32, rollout=2, share=0.3),
+        gib=dict(rollout=124.3, log_probs=83.0, actor_update=100.0),
+        seconds=dict(rollout=5.10, log_probs=7.63, actor_update=11.73),
+        iteration=24.7,
+    ),
+    "grpo, tp2, 256 rows, all away": Measured(
+        gpus=2,
+        config=grpo_config("tp2sp", 32, rollout=2, share=0.3, offload="all"),
+        gib=dict(rollout=64.8, log_probs=68.0, actor_update=100.0),
+        seconds=dict(rollout=5.10, log_probs=7.90, actor_update=11.73, reshard=1.16),
+        iteration=26.1,
+    ),
     "grpo, rows of 16,384": Measured(
         gpus=2,
         config=long_rows(),
