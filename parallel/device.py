@@ -21,8 +21,6 @@ from types import CodeType
 import torch
 import torch.distributed as dist
 
-from parallel.cores import keep_to_own_cores, shares_cores
-
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
 _CPU_NAMES = {"cuda": "cpu", **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}}
 
@@ -49,9 +47,7 @@ def initialize() -> None:
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     if is_gpu():
-        local_rank = int(os.environ["LOCAL_RANK"])
-        keep_to_own_cores(local_rank, ranks_per_host=ranks_per_host())  # before threads are started, which stay where their process was then
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         joined = dict(device_id=device() if is_gpu() else None, timeout=COLLECTIVE_TIMEOUT, **_launchers_store())
         dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", **joined)
@@ -106,7 +102,7 @@ def ranks_per_host() -> int:
 
 def cores_per_rank() -> int:
     """Of this host's, as far as the process may use them; at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // (ranks_per_host() if shares_cores() else 1))
+    return max(1, len(os.sched_getaffinity(0)) // ranks_per_host())
 
 
 def used_memory_bytes() -> int:
