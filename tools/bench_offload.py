@@ -24,6 +24,7 @@ from verl_megatron.checks import refuse, structured
 from verl_megatron.command_line import run_command
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import check_fits, machine_here
+from verl_megatron.run import Run
 from verl_megatron.trainer import RLTrainer
 
 NOTHING = "none"
@@ -50,18 +51,17 @@ class InTurns(RLTrainer):
         self.seconds: dict[str, list[dict[str, float]]] = {way: [] for way in self.ways}  # of each counted iteration, by phase
 
     def _iterate(self) -> dict[str, float] | None:
-        step, changed = self.state.step, self.run.__class__.weights_changed
+        step, way, began = self.state.step, self.config.reshard.offload, time.perf_counter()
 
         def switch() -> None:  # what leaves the GPU after the updates belongs to the next iteration
             self.config.reshard.offload = self.ways[(step + 1) % 2]
-            changed(self.run)
+            Run.weights_changed(self.run)
 
         self.run.weights_changed = switch
-        began = time.perf_counter()
         metrics = super()._iterate()
         if metrics is not None and step >= 2:
             phases = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
-            self.seconds[self.ways[step % 2]].append(phases | {"iteration": time.perf_counter() - began})
+            self.seconds[way].append(phases | {"iteration": time.perf_counter() - began})
         return metrics
 
     def table(self) -> str:

@@ -13,6 +13,7 @@ MEASURED, MODELLED = "measured", "modelled"
 MODEL_OF = {"reward": "reward", "log_probs": "actor", "values": "critic", "critic_update": "critic", "actor_update": "actor"}  # by phase: whose layout it has
 UPDATES = ("critic_update", "actor_update")
 FORWARD = ("reward", "log_probs", "values")
+STEADY = 0.03  # share of an iteration by which a phase may differ between iterations without a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Row:
     memory_bytes: float | None = None  # at the end of the fullest phase, on the fullest rank
     phases_of_wall: float | None = None  # share of the last iteration that lies inside phases
     waiting: float | None = None  # share of the last iteration's phases in which a rank waits for others at their ends
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)  # of measured seconds by phase: the shortest and the longest
 
     @property
     def iteration_s(self) -> float:
@@ -111,10 +113,11 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
     if lengths != {case.response_tokens}:
         raise ValueError(f"responses in {output_dir} have {sorted(lengths)} tokens on average and not {case.response_tokens} each; is rollout.ignore_eos off?")
     rows, timeline = rows[1:], Timeline.read(f"{output_dir}/{TRACE_FILE}")
-    seconds = {key[len("time/") : -len("_s")]: median(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
+    taken = {key[len("time/") : -len("_s")]: [row[key] for row in rows] for key in rows[0] if key.startswith("time/")}
     return Row(
         source=MEASURED,
-        seconds=seconds,
+        seconds={phase: median(seconds) for phase, seconds in taken.items()},
+        ranges={phase: (min(seconds), max(seconds)) for phase, seconds in taken.items()},
         planned=planned,
         reshard_bytes=median(row["reshard/bytes"] for row in rows),
         memory_bytes=max(median(row[key] for row in rows) for key in rows[0] if key.startswith("memory/")) * 2**20,
@@ -122,6 +125,16 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
         waiting=timeline.waiting_share,
         **described(case),
     )
+
+
+def disturbance(row: Row) -> str:
+    """What to say where a size's iterations, which all have the same work, differ in a phase by more than `STEADY` of an iteration; else empty."""
+    phase = max(row.ranges, key=lambda phase: row.ranges[phase][1] - row.ranges[phase][0], default="")
+    if not phase or row.ranges[phase][1] - row.ranges[phase][0] <= STEADY * row.iteration_s:
+        return ""
+    shortest, longest = row.ranges[phase]
+    what = f"on {row.gpus} ranks {phase} took from {shortest:.2f} to {longest:.2f} s"
+    return f"{what}: something else disturbed it, and what is modelled from it says little; repeat it with more --steps."
 
 
 def efficiency(row: Row, first: Row) -> float:

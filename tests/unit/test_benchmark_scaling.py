@@ -11,7 +11,7 @@ from parallel.layout import Layout
 from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
 from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
 from tools.scaling_report import Report, markdown, write_csv, write_png
-from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, bubble_share, bubbles_of, described, efficiency, ideal_seconds, measured_row
+from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, bubble_share, bubbles_of, described, disturbance, efficiency, ideal_seconds, measured_row
 from tools.scaling_runs import Recipe, architecture, layout_for
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.planner import MACHINES, Case
@@ -207,6 +207,14 @@ def test_responses_of_other_lengths_are_no_measurement(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="run at least two"):
         measured_row(case_on(1, "tp1"), tmp_path, {})
+
+
+def test_iterations_that_differ_are_told():
+    row = Row(source=MEASURED, seconds={"rollout": 3.0, "log_probs": 1.0}, **described(case_on(2, "tp1")))
+    assert disturbance(row) == ""  # modelled: no iterations
+    assert disturbance(replace(row, ranges={"rollout": (2.95, 3.05), "log_probs": (0.95, 1.05)})) == ""
+    text = disturbance(replace(row, ranges={"rollout": (2.8, 3.9), "log_probs": (0.95, 1.2)}))
+    assert text.startswith("on 2 ranks rollout took from 2.80 to 3.90 s")
 
 
 def test_arguments_are_read_and_refused():
