@@ -135,8 +135,11 @@ stage_save() { # what a checkpoint keeps training from (time/save_s), written at
 
 stage_offload() { # what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit
   ((RANKS >= 2)) || return 0
-  local common="data.prompts_per_iteration=32 rollout.gpu_memory_utilization=0.3"
-  for what in none all; do step "offload_$what" bash -c "recipe offload_$what llama3_8b_grpo $common reshard.offload=$what"; done
+  local folder="$SCRATCH/llama3-8b"
+  [[ -f $folder/reward.py ]] || step offload_weights python tools/make_random.py "$folder"
+  local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true data.prompts_per_iteration=32"
+  local run="--config-name grpo_8b actor.path=$folder/model data.train=$folder/train.jsonl reward.function=$folder/reward.py:score run.output_dir=$LOGS/offload"
+  LIMIT_S=$((2 * LIMIT_S)) step offload bash -c "world $RANKS tools/bench_offload.py $run $lengths rollout.gpu_memory_utilization=0.3 reshard.offload=all run.iterations=8"
 }
 
 stage_handover() {

@@ -26,9 +26,9 @@ class Machine:
     collective_s: float = 2e-5  # to start a collective between GPUs
     forward_launch_s: float = 1.6e-3  # in which a process can launch a layer's forward pass: the floor for small models
     backward_launch_s: float = 2.6e-3
-    decode_step_s: float = 1.4e-3  # of vLLM's scheduler and sampler a step
+    decode_step_s: float = 1.4e-3  # of vLLM's scheduler and sampler a step, as far as they are not hidden
     decode_launch_s: float = 0.8e-3  # in which vLLM launches a layer without CUDA graphs
-    decode_row_s: float = 1e-5  # a row and step: each draws from a generator of its own
+    decode_row_s: float = 1e-5  # a row and step: what vLLM keeps of each
     decode_reduce_s: float = 8e-6  # of a small all-reduce between vLLM's tensor-parallel ranks
     prefill_tokens: float = 16_384  # vLLM's default of a step: 8,192 on GPUs below 70 GiB and on an a100
     map_rate: float = 330e9  # B/s at which vLLM maps memory while it wakes, or gives it back
