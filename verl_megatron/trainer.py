@@ -15,7 +15,7 @@ from verl_megatron.checks import batch_arithmetic, check_config, refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data import Prompt
 from verl_megatron.metrics import Sums
-from verl_megatron.planner import check_fits, machine_here
+from verl_megatron.planner import Case, check_fits, kv_bytes_per_token, machine_here, rows_together
 from verl_megatron.ppo import Collected, collect, learn
 from verl_megatron.profiling import record_profile
 from verl_megatron.report import draw_report
@@ -77,6 +77,7 @@ class RLTrainer:
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
             self.say(f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}")
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.sync.plan}")
+            self.say(self._generation())
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
             gc.enable()
             try:
@@ -85,6 +86,10 @@ class RLTrainer:
                 return self._train()
             finally:
                 self.run.close()
+
+    def _generation(self) -> str:
+        case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.vllm.kv_cache_tokens
+        return f"vLLM: KV cache of {tokens:,} tokens a replica, {rows_together(case, tokens * kv_bytes_per_token(case))}"
 
     def _train(self) -> dict[str, float]:
         config, state, tracker, metrics, after = self.config.run, self.state, None, {}, {}

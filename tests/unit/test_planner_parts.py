@@ -12,7 +12,7 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
 from tools.reshard_memory import megatron_addresses
 from verl_megatron.packing import micro_batches
-from verl_megatron.planner import plan_memory, plan_seconds
+from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, rows_together
 from verl_megatron.planner.activations import micro_batches_in_flight
 from verl_megatron.planner.case import PlannedRole
 from verl_megatron.planner.decoding import rollout_seconds, rows_at_once
@@ -104,6 +104,17 @@ def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
     mine = [2 * tokens] * -(-rows // 4 // role.layout.dp)
     packed = micro_batches(mine, tokens_per_micro_batch=budget * role.layout.cp, multiple_of=role.layout.pp if role.layout.vpp > 1 else 1)
     assert case.micro_batches(role) == (len(packed), max(map(len, packed)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "cached", "said"),
+    [(256, 128, "128 of a replica's 128 rows at once"), (64, 128, "rows at once (rollout.max_num_seqs)"), (256, 100, "100 of a replica's 128 rows at once (the KV cache")],
+)
+def test_what_keeps_rows_waiting_is_named(limit, cached, said):
+    config = run_config(rows=256, rollout=2)
+    config.rollout.max_num_seqs = limit
+    case = case_of(config, 4)
+    assert said in rows_together(case, cached * (case.prompt_tokens + case.response_tokens) * kv_bytes_per_token(case))
 
 
 @pytest.mark.parametrize(("rows", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)])

@@ -10,8 +10,9 @@ from verl_megatron.planner.memory import plan_memory
 from verl_megatron.planner.preflight import check_fits, machine_here
 from verl_megatron.planner.search import search
 from verl_megatron.planner.seconds import plan_seconds
+from verl_megatron.planner.serving import kv_bytes_per_token
 from verl_megatron.planner.supervised import check_supervised_fits, supervised_report
-from verl_megatron.planner.text import comparison_lines, report, search_text
+from verl_megatron.planner.text import comparison_lines, report, rows_together, search_text
 
 __all__ = [
     "MACHINES",
@@ -22,10 +23,12 @@ __all__ = [
     "compare",
     "comparison_lines",
     "find_machine",
+    "kv_bytes_per_token",
     "machine_here",
     "plan_memory",
     "plan_seconds",
     "report",
+    "rows_together",
     "search",
     "search_text",
     "supervised_report",

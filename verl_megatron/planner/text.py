@@ -77,12 +77,20 @@ def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
     """An iteration's phases, its tokens and how well the GPUs are used."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
     generated = case.rows * case.response_tokens / time.seconds["rollout"]
-    together = f"{rows_at_once(case, memory.kv_cache_bytes)} of a replica's {ceil(case.rows / case.replicas)} rows at once"
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
-        f"rollout: {generated:,.0f} tokens/s, {together}; MFU {time.mfu():.1%} ({mfu})",
+        f"rollout: {generated:,.0f} tokens/s, {rows_together(case, memory.kv_cache_bytes)}; MFU {time.mfu():.1%} ({mfu})",
     ]
+
+
+def rows_together(case: Case, kv_cache_bytes: float) -> str:
+    """How many of a replica's rows decode together if all are as long as allowed, and what keeps the others waiting."""
+    rows, at_once = ceil(case.rows / case.replicas), rows_at_once(case, kv_cache_bytes)
+    text = f"{at_once} of a replica's {rows} rows at once"
+    if at_once < min(rows, case.config.rollout.max_num_seqs):
+        return f"{text} (the KV cache holds no more: rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
+    return text if at_once == rows else f"{text} (rollout.max_num_seqs)"
 
 
 def search_text(result: Search, *, best: int, machine: Machine) -> str:

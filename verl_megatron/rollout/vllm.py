@@ -140,6 +140,12 @@ class VLLMActor:
         return llm
 
     @property
+    def kv_cache_tokens(self) -> int:
+        """How many tokens this replica's KV cache holds."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
+
+    @property
     def is_home(self) -> bool:
         """Whether this rank is the home of its replica's rows."""
         return self.tp_rank == 0
