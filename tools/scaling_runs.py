@@ -122,6 +122,7 @@ def environment(ranks: int) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in ("NNODES", "GPUS", "LOCAL_RANK")}
     found |= {"PYTHONPATH": path, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     found.setdefault("OMP_NUM_THREADS", "1")
+    found.setdefault("GRACE_S", "1")  # what is measured is not worth an iteration's end and a checkpoint when it is interrupted
     return found | ({"NNODES": "1", "GPUS": str(ranks)} if ranks else {})
 
 
