@@ -78,7 +78,8 @@ class InTurns(RLTrainer):
 def main(overrides: DictConfig) -> None:
     trainer = InTurns(structured(overrides, TrainerConfig))
     trainer.train()
-    trainer.say(trainer.table())
+    if all(trainer.seconds.values()):  # else SIGTERM ended it early
+        trainer.say(trainer.table())
 
 
 if __name__ == "__main__":
