@@ -36,6 +36,6 @@ setup(
         "gpu": ["vllm>=0.20,<0.33", "megatron-core>=0.19,<0.20"],
         "te": ["transformer-engine[pytorch]>=2.10,<3"],  # faster layers on GPUs; used where it is installed
         "ray": ["ray[train]>=2.50,<3"],  # recipes/launch/ray.py
-        "dev": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"],
+        "dev": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"],
     },
 )
