@@ -12,7 +12,7 @@ from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, p
 from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
 from tools.scaling_report import Report, markdown, write_csv, write_png
 from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, bubble_share, bubbles_of, described, disturbance, efficiency, ideal_seconds, measured_row
-from tools.scaling_runs import Recipe, architecture, layout_for
+from tools.scaling_runs import Recipe, architecture, environment, layout_for
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.planner import MACHINES, Case
 from verl_megatron.planner.training import forward_flops
@@ -215,6 +215,13 @@ def test_iterations_that_differ_are_told():
     assert disturbance(replace(row, ranges={"rollout": (2.95, 3.05), "log_probs": (0.95, 1.05)})) == ""
     text = disturbance(replace(row, ranges={"rollout": (2.8, 3.9), "log_probs": (0.95, 1.2)}))
     assert text.startswith("on 2 ranks rollout took from 2.80 to 3.90 s")
+
+
+def test_an_interrupted_measurement_does_not_wait_to_save(monkeypatch):
+    monkeypatch.delenv("GRACE_S", raising=False)
+    assert float(environment(2)["GRACE_S"]) <= 1  # seconds from SIGTERM to the end of a rank
+    monkeypatch.setenv("GRACE_S", "60")
+    assert environment(2)["GRACE_S"] == "60"
 
 
 def test_arguments_are_read_and_refused():
