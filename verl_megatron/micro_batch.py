@@ -10,10 +10,12 @@ r and 2·cp-1-r. Sequence parallelism, fp8 and empty micro-batches need a few mo
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from parallel import device
 from verl_megatron.batch import RolloutBatch
 
 
@@ -31,9 +33,20 @@ class MicroBatch:
     column: Tensor  # [N] int64, position t in the row
     fields: dict[str, Tensor] = field(default_factory=dict)  # [N] each: the batch's per-token fields at (row, column)
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "positions", "cu_seqlens", "index", "labels", "row", "column")}
-        return MicroBatch(lengths=self.lengths, fields={name: x.to(device, non_blocking=True) for name, x in self.fields.items()}, **moved)
+    def tensors(self) -> list[Tensor]:
+        """All tensors, always in the same order."""
+        return [self.tokens, self.positions, self.cu_seqlens, self.index, self.labels, self.row, self.column, *self.fields.values()]
+
+    def holding(self, tensors: list[Tensor]) -> "MicroBatch":
+        """The same with other `tensors()`."""
+        tokens, positions, cu_seqlens, index, labels, row, column, *fields = tensors
+        return MicroBatch(tokens, positions, self.lengths, cu_seqlens, index, labels, row, column, dict(zip(self.fields, fields)))
+
+
+def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """All of them on this rank's device, copied together."""
+    moved = iter(device.copy_together([tensor for micro in micro_batches for tensor in micro.tensors()]))
+    return [micro.holding(list(islice(moved, len(micro.tensors())))) for micro in micro_batches]
 
 
 def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, multiple_of: int = 1, cp: int = 1, cp_rank: int = 0) -> MicroBatch:

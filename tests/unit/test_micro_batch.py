@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.micro_batch import MicroBatch, pack
+from verl_megatron.micro_batch import MicroBatch, pack, to_device
 
 
 @pytest.fixture
@@ -102,8 +102,12 @@ def test_a_row_without_response_asks_nothing():
     assert asked(pack(batch, [0])) == []
 
 
-def test_moving_keeps_everything(batch):
-    micro = pack(batch, [0, 1], fields=("advantages",))
-    moved = micro.to(torch.device("cpu"))
-    assert asked(moved) == asked(micro) and moved.lengths == micro.lengths and torch.equal(moved.cu_seqlens, micro.cu_seqlens)
-    assert torch.equal(moved.fields["advantages"], micro.fields["advantages"])
+def test_micro_batches_copied_together_are_what_they_were(batch):
+    """Also one without questions, and a row of a reward model's."""
+    packed = [pack(batch, rows, fields=("advantages",)) for rows in ([0, 1], [], [2])] + [pack(batch, [1], last_token=True)]
+    copies = to_device(packed)
+    for micro, copy in zip(packed, copies, strict=True):
+        assert copy.lengths == micro.lengths and copy.fields.keys() == micro.fields.keys()
+        for there, here in zip(copy.tensors(), micro.tensors(), strict=True):
+            assert there.dtype == here.dtype and torch.equal(there.cpu(), here)
+    assert to_device([]) == []

@@ -10,9 +10,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from parallel import device, megatron
+from parallel import megatron
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.micro_batch import MicroBatch, pack
+from verl_megatron.micro_batch import MicroBatch, pack, to_device
 from verl_megatron.models.build import drop_fp8_weights
 from verl_megatron.models.heads import trunk
 
@@ -44,7 +44,7 @@ def run_schedule(
     split = layout.tp if layout.sequence_parallel else 1  # of the tokens between stages
     multiple_of = first.compute.token_multiple * split
     shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
-    packed = [pack(batch, rows, fields=fields, last_token=last_token, **shape).to(device.device()) for rows in micro_batches]
+    packed = to_device([pack(batch, rows, fields=fields, last_token=last_token, **shape) for rows in micro_batches])
     if not packed:
         return []
     work = [(engine, micro) for micro in packed for engine in engines]
