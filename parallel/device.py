@@ -147,7 +147,7 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
 
 
 def copy_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """CPU tensors on this rank's device, in one copy for each dtype: behind optimizer state on its way every single copy would wait for some 200 MB of it."""
+    """CPU tensors on this rank's device, in one copy for each dtype: where optimizer state is on its way, too, every copy waits for a piece of it."""
     moved = list(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]

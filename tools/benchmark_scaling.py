@@ -28,7 +28,7 @@ import torch
 from parallel import device
 from tools.scaling_model import Scaling
 from tools.scaling_report import Report, markdown, write_csv, write_png
-from tools.scaling_rows import Row, disturbance, measured_row
+from tools.scaling_rows import Row, at_best, disturbance, measured_row
 from tools.scaling_runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import MACHINES, Case, Machine, find_machine, machine_here, plan_memory, plan_seconds
@@ -196,7 +196,8 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
         notes.append("no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for each other in updates.")
     if not device.is_gpu() and sizes[-1].ranks > (os.cpu_count() or 1):
         notes.append(f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled from them, say nothing of machines of their own.")
-    notes += [note for note in map(disturbance, rows) if note]
+    if disturbances := [note for note in map(disturbance, rows) if note]:
+        notes += [*disturbances, at_best(rows)]
     if ended:
         notes.append(f"modelled sizes end there: {ended}.")
     kind = "same rows in all" if given.strong else "rows in proportion to GPUs"

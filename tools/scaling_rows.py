@@ -1,6 +1,6 @@
 """What `benchmark_scaling.py` says of one size: seconds by phase and what follows from them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from parallel.layout import Layout
@@ -140,6 +140,13 @@ def disturbance(row: Row) -> str:
 def efficiency(row: Row, first: Row) -> float:
     """Tokens a second and GPU, as a share of those of the smallest size: 1 is a linear speed-up."""
     return row.tokens_per_s_gpu / first.tokens_per_s_gpu
+
+
+def at_best(rows: list[Row]) -> str:
+    """The efficiency of measured sizes if each phase took its shortest time, which what disturbs an iteration leaves alone."""
+    quickest = [replace(row, seconds={phase: shortest for phase, (shortest, _) in row.ranges.items()}) for row in rows]
+    shares = ", ".join(f"{efficiency(row, quickest[0]):.1%} on {row.gpus}" for row in quickest)
+    return f"with the shortest time of every phase in place of its median efficiency is {shares}."
 
 
 def ideal_seconds(row: Row, first: Row) -> float:

@@ -134,6 +134,7 @@ stage_save() { # what a checkpoint keeps training from (time/save_s), written at
 }
 
 stage_offload() { # what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit
+  step copies python tools/bench_copies.py
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/llama3-8b"
   [[ -f $folder/reward.py ]] || step offload_weights python tools/make_random.py "$folder"
@@ -184,7 +185,7 @@ stage_scaling() { # a model that one GPU holds with its optimizer, 12 layers of 
   if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi
   [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --layers 12
   local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512"
-  step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 3 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" rollout.gpu_memory_utilization=0.25
+  LIMIT_S=$((2 * LIMIT_S)) step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 5 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" rollout.gpu_memory_utilization=0.25
 }
 
 stage_kernels() { # those of log-probs in other block sizes, beside the floor

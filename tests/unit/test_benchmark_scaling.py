@@ -11,7 +11,7 @@ from parallel.layout import Layout
 from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
 from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
 from tools.scaling_report import Report, markdown, write_csv, write_png
-from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, bubble_share, bubbles_of, described, disturbance, efficiency, ideal_seconds, measured_row
+from tools.scaling_rows import MEASURED, MODELLED, UPDATES, Row, at_best, bubble_share, bubbles_of, described, disturbance, efficiency, ideal_seconds, measured_row
 from tools.scaling_runs import Recipe, architecture, environment, layout_for
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.planner import MACHINES, Case
@@ -215,6 +215,13 @@ def test_iterations_that_differ_are_told():
     assert disturbance(replace(row, ranges={"rollout": (2.95, 3.05), "log_probs": (0.95, 1.05)})) == ""
     text = disturbance(replace(row, ranges={"rollout": (2.8, 3.9), "log_probs": (0.95, 1.2)}))
     assert text.startswith("on 2 ranks rollout took from 2.80 to 3.90 s")
+
+
+def test_efficiency_at_best_takes_the_shortest_time_of_each_phase():
+    """Two ranks do twice the rows of one: in 3 s where that takes 2.7, each at best."""
+    one = Row(source=MEASURED, seconds={"rollout": 5.0}, ranges={"rollout": (2.0, 9.0), "log_probs": (0.7, 0.8)}, **described(case_on(1, "tp1")))
+    two = replace(one, gpus=2, tokens=2 * one.tokens, ranges={"rollout": (2.25, 2.3), "log_probs": (0.75, 0.8)})
+    assert at_best([one, two]).endswith("efficiency is 100.0% on 1, 90.0% on 2.")
 
 
 def test_an_interrupted_measurement_does_not_wait_to_save(monkeypatch):

@@ -210,3 +210,23 @@ def test_offloading_needs_a_vllm_that_sleeps(what, sleep, problem):
     config.reshard.offload, config.rollout.sleep = what, sleep
     found = [text for text in check_config(config, world_size=1) if "reshard.offload" in text]
     assert bool(found) is problem and all("rollout.sleep=false" in text for text in found)
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_copies_of_the_work_beside_come_in_between():
+    """Not after all of what returns, as they do where that is queued on one stream."""
+    device = host.device()
+    state, inputs = [torch.ones(2**26, device=device) for _ in range(16)], torch.arange(2**20).pin_memory()
+    mover = Offload(device)
+    go_round(mover, keep=state, drop=[], stay=[])
+    mover.start_release(keep=state, drop=[], stay=[])
+    mover.finish_release()
+    cleared = [torch.zeros(2**26, device=device) for _ in state]
+    del cleared  # the memory that is taken again
+    mover.start_restore()
+    for _ in range(3):
+        assert torch.equal(inputs.to(device, non_blocking=True).cpu(), inputs)
+    assert state[-1][-1].item() == 0, "everything is back already"
+    mover.wait()
+    assert all(tensor.all() for tensor in state)
