@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
@@ -30,7 +31,9 @@ from tools.scaling_model import Scaling
 from tools.scaling_report import Report, markdown, write_csv, write_png
 from tools.scaling_rows import Row, at_best, disturbance, measured_row
 from tools.scaling_runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
+from verl_megatron.checks import refuse
 from verl_megatron.config import TrainerConfig
+from verl_megatron.limits import check_values
 from verl_megatron.planner import MACHINES, Case, Machine, find_machine, machine_here, plan_memory, plan_seconds
 
 CPU_LINKS = replace(MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9)  # bytes a second: assumed, for the shape of a model
@@ -109,9 +112,11 @@ def sizes_to_run(given: argparse.Namespace) -> list[Size]:
     for option in ("layouts", "rollout"):
         if strangers := sorted(getattr(given, option).keys() - set(given.gpus)):
             raise ValueError(f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or add them there")
+    check_out(given.out)
     recipe = Recipe.find(given.recipe, tuple(given.settings))
     lengths = {"data.max_prompt_tokens": given.prompt_tokens, "rollout.max_tokens": given.response_tokens}
     config = recipe.config({name: tokens for name, tokens in lengths.items() if tokens})
+    refuse(check_values(config))
     if not config.actor.path:
         raise ValueError(f"{recipe.path.name} names no model; add actor.path=DIR")
     has_folder = Path(config.actor.path).is_dir()
@@ -126,13 +131,23 @@ def sizes_to_run(given: argparse.Namespace) -> list[Size]:
         layouts=given.layouts,
         rollout_tp=given.rollout,
     )
-    prompts = given.out.resolve() / "prompts.jsonl" if has_folder else None
-    if prompts:
-        prompts.parent.mkdir(parents=True, exist_ok=True)
-        make_prompts(prompts, config.actor.path, rows=sizing.prompts, tokens=sizing.prompt_tokens, seed=config.run.seed)
-    sizes = [size_of(recipe, sizing, ranks, given.out.resolve() / f"n{ranks}", prompts) for ranks in given.gpus]
+    out = given.out.resolve()
+    prompts = out / "prompts.jsonl" if has_folder else None
+    sizes = [size_of(recipe, sizing, ranks, out / f"n{ranks}", prompts) for ranks in given.gpus]
     check_sizes(sizes)
+    if prompts:
+        out.mkdir(parents=True, exist_ok=True)
+        make_prompts(prompts, config.actor.path, rows=sizing.prompts, tokens=sizing.prompt_tokens, seed=config.run.seed)
     return sizes
+
+
+def check_out(out: Path) -> None:
+    """ValueError if `out` is no folder and none can be made there: tried with a file that has no name."""
+    try:
+        with TemporaryFile(dir=next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}); name another folder") from None
 
 
 def _prompt_tokens(given: argparse.Namespace, config: TrainerConfig, has_folder: bool) -> int:
@@ -199,7 +214,7 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     if disturbances := [note for note in map(disturbance, rows) if note]:
         notes += [*disturbances, at_best(rows)]
     if ended:
-        notes.append(f"modelled sizes end there: {ended}.")
+        notes.append(f"larger sizes are not modelled: {ended}.")
     kind = "same rows in all" if given.strong else "rows in proportion to GPUs"
     name = f"{sizes[0].recipe.path.name}: {case.prompt_tokens} + {case.response_tokens} tokens a row, {kind}"
     # An MFU is claimed for GPUs only: on a CPU the machine that predictions are for did not run this.

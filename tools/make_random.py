@@ -10,6 +10,7 @@ OUT/reward.py     `score`: share of vowels in the response, so that rows differ
 import argparse
 import json
 import random
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from make_toy import make_rows, write_tokenizer
 from safetensors.torch import save_file
 
-from parallel.weights.architecture import read_architecture
+from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.files import write_index
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
@@ -27,6 +28,15 @@ REWARD = '''def score(prompt, response, ground_truth, extra):
     """Share of vowels."""
     return sum(response.count(vowel) for vowel in "aeiou") / max(len(response), 1)
 '''
+
+
+def check_room(folder: Path, config: dict) -> None:
+    """ValueError if the weights have no room in `folder`, where those of an earlier call are written over."""
+    needed = torch.bfloat16.itemsize * sum(map(prod, hf_shapes(Architecture.from_hf(config, source=str(folder))).values()))
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if free < needed:
+        raise ValueError(f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers")
 
 
 def write_weights(folder: Path, *, seed: int) -> None:
@@ -69,20 +79,39 @@ def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -
             file.write(json.dumps({"prompt": text, "answer": ""}) + "\n")
 
 
-if __name__ == "__main__":
+def make_random(given: argparse.Namespace) -> None:
+    """Write the whole job into `given.out`.
+
+    Raises:
+        ValueError: prompts without tokens, or no room; nothing is written then.
+    """
+    if given.prompt_tokens < 1:
+        raise ValueError(f"--prompt-tokens {given.prompt_tokens} leaves prompts without a token; use at least 1")
+    folder, config = given.out / "model", shape(given.shape, layers=given.layers)
+    check_room(folder, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    tokenizer = write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"]])
+    write_weights(folder, seed=given.seed)
+    write_prompts(given.out / "train.jsonl", tokenizer, rows=given.rows, tokens=given.prompt_tokens, seed=given.seed)
+    (given.out / "reward.py").write_text(REWARD)
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1024, help="prompts to write")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    folder = arguments.out / "model"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape(arguments.shape, layers=arguments.layers), indent=2))
-    tokenizer = write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"]])
-    write_weights(folder, seed=arguments.seed)
-    write_prompts(arguments.out / "train.jsonl", tokenizer, rows=arguments.rows, tokens=arguments.prompt_tokens, seed=arguments.seed)
-    (arguments.out / "reward.py").write_text(REWARD)
-    print(f"random {arguments.shape} and its prompts are in {arguments.out}")
+    given = parser.parse_args(arguments)
+    try:
+        make_random(given)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+    print(f"random {given.shape} and its prompts are in {given.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -39,8 +39,17 @@ def architecture(name: str) -> Architecture:
     if name in SHAPES:
         return Architecture.from_hf(shape(name), source=name)
     if not Path(name).is_dir():
-        raise ValueError(f"{name} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+        raise ValueError(f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
     return read_architecture(name)
+
+
+def _check_model(option: str, name: str) -> None:
+    """ValueError, with the option that gave it, if `name` is given and no model."""
+    try:
+        if name:
+            architecture(name)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def base_config(given: argparse.Namespace) -> TrainerConfig:
@@ -65,11 +74,15 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
     except OmegaConfBaseException as error:
         raise ValueError(f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE") from None
+    if unassigned := [setting for setting in given.settings if "=" not in setting]:
+        raise ValueError(f"settings {' '.join(unassigned)}: no value is given; write SECTION.SETTING=VALUE")
     names = [setting.split("=")[0] for setting in given.settings]
     if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
         raise ValueError(f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a recipe's --dry-run to plan one run")
     config = structured(overrides, TrainerConfig)
-    refuse(check_values(config))  # before the model is looked for
+    refuse(check_values(config))  # before the models are looked for
+    for option, model in (("--model", config.actor.path), ("--critic", config.critic.path), ("reward.path", config.reward.path)):
+        _check_model(option, model)
     refuse(check_planned(config, architecture(config.actor.path), given.gpus))
     return config
 
@@ -152,6 +165,8 @@ def parser() -> argparse.ArgumentParser:
 def ranks_per_host(gpus: int, hosts: int | None) -> int:
     if hosts and gpus % hosts:
         raise ValueError(f"--hosts {hosts} must divide the {gpus} GPUs; choose a divisor or another --gpus")
+    if not hosts and gpus > HOST_RANKS and gpus % HOST_RANKS:
+        raise ValueError(f"--gpus {gpus} are no whole hosts of {HOST_RANKS}; give --hosts, or a multiple of {HOST_RANKS}")
     return gpus // hosts if hosts else min(HOST_RANKS, gpus)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import combinations
-from math import log2
+from math import lcm, log2
 
 import numpy as np
 
@@ -155,8 +155,9 @@ class Scaling:
     strong: bool = False
 
     def sizes(self, largest: int) -> list[int]:
-        """Powers of two from 8 on that are above all measured sizes, whole hosts and multiples of the largest measured size."""
-        return [n for n in (2**power for power in range(3, 31)) if self.rows[-1].gpus < n <= largest and n % self.rows[-1].gpus == 0 and n % min(n, self.ranks_per_host) == 0]
+        """Above all measured sizes: the smallest one of whole hosts that is a multiple of the largest measured size, and its doubles."""
+        first = lcm(self.rows[-1].gpus, self.ranks_per_host)
+        return [n for n in (first * 2**power for power in range(31)) if self.rows[-1].gpus < n <= largest]
 
     def case_on(self, gpus: int) -> Case:
         """The largest measured run with more data parallelism.
@@ -184,7 +185,9 @@ class Scaling:
         deal, rows = Dealing(), []
         dealt = dealing_seconds(self.cases[-1], deal)
         constants = {phase: fit([terms_of(case, phase) for case in self.cases], [row.seconds[phase] for row in self.rows]) for phase in self.rows[-1].seconds}
-        for gpus in self.sizes(largest):
+        if not (sizes := self.sizes(largest)):
+            return [], f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of {self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}"
+        for gpus in sizes:
             try:
                 case = self.case_on(gpus)
             except ValueError as error:

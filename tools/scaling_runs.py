@@ -144,8 +144,11 @@ def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
 def layout_for(text: str, ranks: int) -> str:
     """A layout such as tp2pp2sp for `ranks` ranks: dp takes what they are more; where they are fewer pp shrinks first, then cp, then tp.
 
-    So a model keeps its tensor parallelism longest, as a larger run would have it.
+    So a model keeps its tensor parallelism longest, as a larger run would have it. What is no layout stays, for the checks of the run.
     """
+    text = text.replace(" ", "").lower()
+    if not re.fullmatch(r"((vpp|tp|pp|cp|dp)[1-9]\d*|sp)*", text):
+        return text
     sizes = {name: int(size) for name, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", text)}
     sizes.pop("dp", None)
     while ranks % (sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)):
@@ -215,20 +218,21 @@ def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompt
     """The run on `ranks` ranks.
 
     Args:
-        prompts: the file to train on; None: the recipe's own, for random weights.
+        prompts: the file to train on, which is made when all sizes are checked; None: the recipe's own, for random weights.
 
     Raises:
         ValueError: everything that keeps it from working, with the number of ranks.
     """
-    settings = sizing.settings(ranks) | {"run.output_dir": str(output_dir)} | ({"data.train": str(prompts)} if prompts else {})
+    settings = sizing.settings(ranks) | {"run.output_dir": str(output_dir)}
+    stand_in = {"data.train": str(recipe.path)} if prompts else {}  # checks ask for a file that exists
     try:
-        config = recipe.config(settings, ranks)
+        config = recipe.config(settings | stand_in, ranks)
         if recipe.path.suffix == ".yaml":
             refuse(check_config(config, world_size=ranks))
         case = Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
     except ValueError as error:
         raise ValueError(f"on {ranks} ranks: {error}") from None
-    return Size(recipe=recipe, ranks=ranks, settings=settings, config=config, case=case, output_dir=output_dir)
+    return Size(recipe=recipe, ranks=ranks, settings=settings | ({"data.train": str(prompts)} if prompts else {}), config=config, case=case, output_dir=output_dir)
 
 
 def check_sizes(sizes: list[Size]) -> None:

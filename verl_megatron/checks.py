@@ -240,7 +240,7 @@ def shares_dtype(config: TrainerConfig) -> bool:
 
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
     """What contradicts itself in a run of which the layouts are still to be chosen and each value is allowed; `arch` is the actor's."""
-    return _check_rollout(config, arch, world_size) + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+    return _check_rows(config, {}) + _check_rollout(config, arch, world_size) + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
 
 
 def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:

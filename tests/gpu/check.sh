@@ -74,6 +74,7 @@ END
 }
 export -f recipe
 few="data.prompts_per_iteration=64 algorithm.mini_batches=2"
+tp2="actor.layout=tp2sp rollout.tp=2 reshard.mode=keep reshard.offload=none engine.tokens_per_micro_batch=8192"
 
 stage_ppo() { # actor and critic of 8B; on two GPUs they take turns
   ((RANKS >= 2)) || return 0
@@ -84,7 +85,7 @@ stage_ppo() { # actor and critic of 8B; on two GPUs they take turns
 
 stage_grpo() { # an actor of 8B, split over the ranks and whole on each
   ((RANKS >= 2)) || return 0
-  step grpo_tp2 bash -c "recipe grpo_tp2 llama3_8b_grpo data.prompts_per_iteration=16"
+  step grpo_tp2 bash -c "recipe grpo_tp2 llama3_8b_grpo data.prompts_per_iteration=16 $tp2 rollout.gpu_memory_utilization=0.4"
   step grpo_dp bash -c "recipe grpo_dp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=tp1 rollout.tp=1 reshard.mode=share reshard.offload=all engine.tokens_per_micro_batch=4096"
   step grpo_pp bash -c "recipe grpo_pp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=pp2vpp4 rollout.tp=2 reshard.mode=swap reshard.offload=grads engine.tokens_per_micro_batch=4096"
 }
@@ -124,7 +125,7 @@ stage_save() { # what a checkpoint keeps training from (time/save_s), written at
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/save" layers=$((8 * RANKS))
   [[ -f $folder/reward.py ]] || step save_weights python tools/make_random.py "$folder" --layers $layers --rows 64
-  local common="data.max_prompt_tokens=512 rollout.max_tokens=64 rollout.min_tokens=64 rollout.ignore_eos=true data.prompts_per_iteration=8 reward.function=$folder/reward.py:score"
+  local common="$tp2 data.max_prompt_tokens=512 rollout.max_tokens=64 rollout.min_tokens=64 rollout.ignore_eos=true data.prompts_per_iteration=8 reward.function=$folder/reward.py:score"
   local run="$common run.export=false run.save_interval=2 run.keep_last_k=1" where=(MODEL="$folder/model" DATA="$folder/train.jsonl")
   step save_async_false env "${where[@]}" bash -c "recipe save_false llama3_8b_grpo $run run.async_save=false"
   rm -rf "$LOGS/save_false/checkpoint"
@@ -140,7 +141,7 @@ stage_offload() { # what it costs to have gradients and optimizer state away whi
   [[ -f $folder/reward.py ]] || step offload_weights python tools/make_random.py "$folder"
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true data.prompts_per_iteration=32"
   local run="--config-name grpo_8b actor.path=$folder/model data.train=$folder/train.jsonl reward.function=$folder/reward.py:score run.output_dir=$LOGS/offload"
-  LIMIT_S=$((2 * LIMIT_S)) step offload bash -c "world $RANKS tools/bench_offload.py $run $lengths rollout.gpu_memory_utilization=0.3 reshard.offload=all run.iterations=8"
+  LIMIT_S=$((2 * LIMIT_S)) step offload bash -c "world $RANKS tools/bench_offload.py $run $lengths $tp2 rollout.gpu_memory_utilization=0.3 reshard.offload=all run.iterations=8"
 }
 
 stage_handover() {
@@ -184,8 +185,8 @@ stage_scaling() { # a model that one GPU holds with its optimizer, 12 layers of 
   local folder="$SCRATCH/scaling" sizes=1,2 same="--layouts 1:tp1,2:tp1 --rollout 1:1,2:1"
   if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi
   [[ -f $folder/reward.py ]] || step scaling_weights python tools/make_random.py "$folder" --layers 12
-  local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512"
-  LIMIT_S=$((2 * LIMIT_S)) step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 5 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" rollout.gpu_memory_utilization=0.25
+  local lengths="--prompts $((16 * RANKS)) --prompt-tokens 512 --response-tokens 512" plain="reshard.mode=keep reshard.offload=none engine.tokens_per_micro_batch=8192"
+  LIMIT_S=$((2 * LIMIT_S)) step scaling python tools/benchmark_scaling.py --recipe grpo_8b.yaml --gpus $sizes --steps 5 $same $lengths --out "$LOGS/scaling" actor.path="$folder/model" $plain rollout.gpu_memory_utilization=0.25
 }
 
 stage_kernels() { # those of log-probs in other block sizes, beside the floor

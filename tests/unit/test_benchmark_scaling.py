@@ -1,13 +1,20 @@
 """The arithmetic of the scaling benchmark: bubbles, FLOPs, efficiency, how a recipe shrinks, and what its model of larger sizes may say."""
 
 import json
+import re
 import time
 from dataclasses import replace
-from math import log2
+from importlib import import_module
+from math import log2, prod
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from parallel.layout import Layout
+from parallel.weights.rules import hf_shapes
+from parallel.weights.shapes import shape
+from tests.worlds import ROOT
 from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
 from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
 from tools.scaling_report import Report, markdown, write_csv, write_png
@@ -95,7 +102,7 @@ def test_efficiency_is_one_for_a_linear_speed_up_and_the_ideal_leaves_out_what_i
     ("recipe", "ranks", "expected"),
     [
         *[("tp2pp2sp", 4, "tp2pp2sp"), ("tp2pp2sp", 8, "tp2pp2sp"), ("tp2pp2sp", 2, "tp2sp"), ("tp2pp2sp", 1, "tp1"), ("tp8pp4vpp2sp", 8, "tp8sp")],
-        *[("tp8pp4vpp2sp", 16, "tp8pp2vpp2sp"), ("tp4", 6, "tp2"), ("tp2", 3, "tp1"), ("pp2vpp2dp2", 4, "pp2vpp2"), ("tp2cp2pp2", 2, "tp2")],
+        *[("tp8pp4vpp2sp", 16, "tp8pp2vpp2sp"), ("tp4", 6, "tp2"), ("tp2", 3, "tp1"), ("pp2vpp2dp2", 4, "pp2vpp2"), ("tp2cp2pp2", 2, "tp2"), ("TP2 pp2", 2, "tp2")],
     ],
 )
 def test_a_layout_shrinks_in_pipeline_stages_first_and_grows_in_data_parallelism(recipe, ranks, expected):
@@ -151,6 +158,18 @@ def test_sizes_that_the_planner_knows_are_modelled_alike(layouts):
     modelled, _ = Scaling(cases=cases, rows=rows, links=machine, ranks_per_host=8).model(256, planner_of(machine))
     for row in modelled:
         assert sum(row.seconds.values()) - row.seconds[DEALING] == pytest.approx(sum(row.planned.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("measured", "host", "expected"),
+    [(4, 8, [8, 16, 32, 64]), (8, 8, [16, 32, 64]), (3, 8, [24, 48]), (4, 6, [12, 24, 48]), (1, 1, [2, 4, 8, 16, 32, 64]), (4, 72, [])],
+)
+def test_larger_sizes_are_whole_hosts_and_multiples_of_what_was_measured(measured, host, expected):
+    case = case_on(measured, "tp1", prompts=16 * measured)
+    scaling = Scaling(cases=[case], rows=[row_on(case, dict.fromkeys(PHASES, 1.0))], links=CPU_LINKS, ranks_per_host=host)
+    rows, ended = scaling.model(64, lambda case: {})
+    assert [(row.gpus, row.rows) for row in rows] == [(gpus, 16 * gpus) for gpus in expected]
+    assert ended == ("" if expected else "up to --to 64 no more than 4 GPUs are both a multiple of 4 and whole hosts of 72")
 
 
 def test_slower_links_between_hosts_slow_what_crosses_them_only():
@@ -248,6 +267,8 @@ def test_arguments_are_read_and_refused():
         (["--recipe", "ppo_toy_cpu", "--rollout", "8:2"], "--rollout speaks of 8 ranks, which --gpus does not name"),
         (["--recipe", "ppo_toy_cpu", "actor.lay=tp1"], "actor.lay is no setting"),
         (["--recipe", "ppo_toy_cpu", "lr"], "'lr' is no setting; write SECTION.SETTING=VALUE"),
+        (["--recipe", "ppo_toy_cpu", "data.max_prompt_tokens=-3"], "error: data.max_prompt_tokens=-3 lies outside [1, inf); choose a value inside"),
+        (["--recipe", "ppo_toy_cpu", "rollout.tp=0"], "error: rollout.tp=0 lies outside [1, inf); choose a value inside"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, arguments, message):
@@ -257,10 +278,65 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, ar
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/x/y"])
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path, capsys, out):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["--recipe", "ppo_toy_cpu", "--gpus", "1", "--out", str(tmp_path / out)])
+    expected = rf"error: --out {tmp_path / out} cannot be written \([\w ]+\); name another folder\n"
+    assert ended.value.code == 2 and re.fullmatch(expected, capsys.readouterr().err)
+
+
+def tiny_model(folder: Path, **more) -> Path:
+    """A model folder without weights and tokenizer."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape("llama3-1b", layers=4) | more))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "100000"], "on 1 ranks: data.max_prompt_tokens=100000 and rollout.max_tokens=8 make rows of 100008 tokens"),
+        (["actor.layout=tp0"], 'layout "tp0" has a size of 0'),
+    ],
+)
+def test_sizes_are_checked_before_prompts_are_made(tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        main(["--recipe", "ppo_toy_cpu", "--gpus", "1", "--out", str(out), f"actor.path={tiny_model(tmp_path / 'model')}", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err and not out.exists()
+
+
+def test_runs_train_on_the_prompts_that_are_made_last(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("tools.benchmark_scaling.make_prompts", lambda path, *_, **__: made.append(path))
+    given = ["--recipe", "ppo_toy_cpu", "--gpus", "1,2", "--out", str(tmp_path / "out"), f"actor.path={tiny_model(tmp_path / 'model')}", "reward.function=match"]
+    sizes = sizes_to_run(parser().parse_args(given))
+    assert made == [tmp_path / "out/prompts.jsonl"] and {size.settings["data.train"] for size in sizes} == {str(made[0])}
+
+
+def test_random_weights_without_room_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools")  # where the tool finds its neighbours
+    make_random = import_module("make_random")
+    out, needed = tmp_path / "out", 2 * sum(map(prod, hf_shapes(architecture("llama3-8b")).values()))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1) if path.is_dir() else None)
+    with pytest.raises(SystemExit) as ended:
+        make_random.main([str(out)])
+    expected = f"error: {out}/model has {needed - 1:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == expected and not out.exists()
+    with pytest.raises(SystemExit):
+        make_random.main([str(out), "--layers", "1", "--prompt-tokens", "0"])
+    assert "error: --prompt-tokens 0 leaves prompts without a token" in capsys.readouterr().err and not out.exists()
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"1")
+    make_random.check_room(out, shape("llama3-8b"))  # an earlier call's file is written over
+
+
 def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):
     """The model is a published shape, and every size has the recipe's layout made smaller."""
     monkeypatch.delenv("MODEL", raising=False)
-    given = parser().parse_args(["--recipe", "llama3_8b_grpo.sh", "--gpus", "1,4", "--prompts", "32", "--out", str(tmp_path)])
+    given = parser().parse_args(["--recipe", "llama3_8b_grpo.sh", "--gpus", "1,4", "--prompts", "32", "--out", str(tmp_path), "actor.layout=tp2sp", "rollout.tp=2"])
     sizes = sizes_to_run(given)
     assert [(str(size.case.actor.layout), size.case.replicas, size.case.rows, size.case.packed_tokens) for size in sizes] == [("tp1", 1, 64, 1023), ("tp2dp2sp", 2, 256, 1023)]
     assert sizes[0].case.actor.arch == architecture("llama3-8b") and Recipe.find("llama3_8b_grpo").path.suffix == ".sh"

@@ -279,8 +279,8 @@ def test_the_search_offers_what_a_run_accepts():
     def half(config):
         config.rollout.dtype = "float16"
 
-    assert all("reshard.offload" not in settings for settings in settings_offered(awake))
-    assert all("reshard.mode" not in settings for settings in settings_offered(half))
+    assert {settings["reshard.offload"] for settings in settings_offered(awake)} == {"none"}
+    assert {settings["reshard.mode"] for settings in settings_offered(half)} == {"keep"}
     assert {settings["rollout.tp"] for settings in settings_offered(lambda config: None, 12, ranks_per_host=6)} == {1, 2}  # not across a host's border
 
 

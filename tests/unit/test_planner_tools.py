@@ -9,6 +9,7 @@ from tests.worlds import run_world
 from tools import plan
 from verl_megatron.planner import MACHINES, find_machine
 from verl_megatron.planner.machine import LAYER_SHARE
+from verl_megatron.planner.search import ALWAYS_SAID
 
 
 def planned(capsys, *arguments: str) -> str:
@@ -22,8 +23,11 @@ def test_the_table_the_reasons_and_three_recipe_lines(capsys):
     assert len(table.splitlines()) == 1 + 4
     assert all(phase in table.splitlines()[0] for phase in ("rollout", "log_probs", "values", "critic_update", "actor_update", "MFU", "GiB"))
     assert "do not fit 79.1 GiB (h100)" in rest and "critic_update" in rest
+    first = rest.split("the first:\n")[1]
+    assert all(part in first.splitlines()[0] for part in ("weights", "gradients", "optimizer", "activations", "vllm weights", "kv cache"))
+    assert "host memory" in first and "seconds predicted" in first
     lines = rest.split("recipe lines:\n")[1].split("\n\n")[0].splitlines()
-    assert len(lines) == 3 and all("actor.layout=" in line and "rollout.gpu_memory_utilization=" in line for line in lines)
+    assert len(lines) == 3 and all(f"{name}=" in line for line in lines for name in ALWAYS_SAID)
 
 
 def test_settings_and_json(capsys, tmp_path):
@@ -68,13 +72,17 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nothing-here", "--gpus", "8"], "nothing-here is neither a folder nor a built-in shape"),
+        (["--model", "nothing-here", "--gpus", "8"], "--model: 'nothing-here' is neither a folder nor a built-in shape"),
+        (["--model", "llama3-8b", "--gpus", "8", "--critic", "nope"], "--critic: 'nope' is neither"),
+        (["--model", "llama3-8b", "--gpus", "12"], "--gpus 12 are no whole hosts of 8"),
+        (["--model", "llama3-8b", "--gpus", "8", "engine.recompute"], "settings engine.recompute: no value is given"),
+        (["--model", "llama3-8b", "--gpus", "8", "data.prompts_per_iteration=77"], "77 rows do not split into algorithm.mini_batches=4"),
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),
         (["--model", "llama3-8b", "--gpus", "0"], "'0' is not accepted"),
         (["--model", "llama3-8b", "--gpus", "8", "actor.layout=tp2", "reshard.mode=swap"], "actor.layout, reshard.mode: this is what the search chooses"),
         (["--model", "llama3-8b", "--gpus", "8", "actor.devices=0-99"], "actor"),
-        (["--model", "llama3-8b", "--gpus", "8", "reward.path=/nope"], "/nope is neither a folder nor a built-in shape"),
+        (["--model", "llama3-8b", "--gpus", "8", "reward.path=/nope"], "reward.path: '/nope' is neither a folder nor a built-in shape"),
         (["--model", "llama3-8b", "--gpus", "8", "--prompt", "1024", "--response", "15360"], "rows of 16384 tokens, more than the model's 8192 positions"),
         (["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples", "1"], "compares a row with no other"),
         (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),

@@ -30,7 +30,7 @@ CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB  # room that is offered to vLLM beyond 
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
 CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers", "rollout.tp", "rollout.gpu_memory_utilization", "reshard.mode",
           "reshard.offload", "engine.recompute")  # fmt: skip
-ALWAYS_SAID = ("actor.layout", "critic.layout", "rollout.tp", "rollout.gpu_memory_utilization")
+ALWAYS_SAID = ("actor.layout", "critic.layout", "engine.tokens_per_micro_batch", "rollout.tp", "rollout.gpu_memory_utilization", "reshard.mode", "reshard.offload")
 ON_HOLDING = ("start", "weights_awake", "rollout", "KV cache", "host memory")  # causes that depend on how vLLM is held and what is offloaded
 Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
 
@@ -183,7 +183,7 @@ class _Maker:
         return max(0.01, min(wanted, floor(100 * room / self.machine.gpu_bytes) / 100)), wanted
 
     def _said(self, chosen: Settings) -> Settings:
-        """Layouts and vLLM's part, and the rest where it differs from the base."""
+        """What a recipe may set otherwise, and the rest where it differs from the base."""
         return {name: value for name, value in chosen.items() if name in ALWAYS_SAID or _setting(self.base, name) != value}
 
 

@@ -94,13 +94,17 @@ def rows_together(case: Case, kv_cache_bytes: float) -> str:
 
 
 def search_text(result: Search, *, best: int, machine: Machine) -> str:
-    """A table of the best candidates, why others do not fit, and recipe lines of the best three."""
+    """A table of the best candidates, memory and seconds of the first by phase, why others do not fit, and recipe lines of the best three."""
     shown = result.fitting[:best]
     lines = []
     if shown:
         phases = [phase for phase in PHASES_SHOWN if phase in shown[0].time.seconds]
         head = f"{'':>3} {'actor layout':<18}{'rollout':<11}" + "".join(f"{phase:>14}" for phase in phases) + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
         lines += [head, *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)), "", MFU_MEANING]
+        if any(machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes for candidate in shown):
+            lines.append(f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly: plans of measured runs were wrong by up to {WRONG_BY:.0%}")
+        first = shown[0]
+        lines += ["", "the first:", *memory_lines(first.memory, machine), *seconds_lines(first.case, first.time, first.memory)]
     if result.refused:
         lines += ["", f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:"]
         for cause, group in result.refused_by_cause().items():
