@@ -4,7 +4,7 @@
 source "$(dirname "$0")/launch/local.sh"
 world 1 4
 train_on llama3.1-8b
-settings+=(data.prompts_per_iteration=8 engine.tokens_per_micro_batch=16384 rollout.tp=$((ranks < 4 ? ranks : 4)) rollout.gpu_memory_utilization=0.31)
+settings+=(actor.layout=tp2sp data.prompts_per_iteration=8 engine.tokens_per_micro_batch=16384 reshard.mode=keep reshard.offload=none rollout.tp=$((ranks < 4 ? ranks : 4)) rollout.gpu_memory_utilization=0.31)
 if [[ $ranks == 2 ]]; then settings+=(rollout.gpu_memory_utilization=0.59 reshard.offload=optimizer); fi
 prompt=512
 if [[ -n ${MODEL:-} ]]; then prompt=2048; else settings+=(rollout.min_tokens=$((16384 - prompt))); fi

@@ -5,6 +5,5 @@
 source "$(dirname "$0")/launch/local.sh"
 world 4 8
 train_on qwen2.5-72b
-if ((ranks >= 64)); then settings+=(actor.layout=tp4pp4vpp4sp critic.layout=tp4pp4vpp4sp); fi # 109 GiB of an H200, 36 s an iteration
 critic_of qwen2.5-7b tp4sp
 start verl_megatron.train --config-name ppo_70b "${settings[@]}" "$@"
