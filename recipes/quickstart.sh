@@ -4,7 +4,8 @@
 # Environment: SEED (1), OUT (outputs/toy), VERL_MEGATRON_VENV (see tools/install.sh).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source recipes/launch/local.sh
-[[ -z ${LOCAL_RANK:-} && ${NNODES:-1} == 1 ]] || stop "quickstart.sh starts all its ranks itself; run it alone on one node"
+[[ -z ${LOCAL_RANK:-} && (${NNODES:-1} == 1 || -n $DRY_RUN) ]] || stop "quickstart.sh starts all its ranks itself; run it alone on one node"
+[[ ${NNODES:-1} == 1 ]] || echo "quickstart.sh runs on one node only; this is its plan there, without the other nodes of NNODES=$NNODES"
 SEED=${SEED:-1} OUT=${OUT:-outputs/toy}
 PYTHON=$(bash tools/install.sh)
 export PATH="$(dirname "$PYTHON"):$PATH" HF_HUB_OFFLINE=1
@@ -19,9 +20,10 @@ case $FOUND in
 esac
 echo "quickstart: $RANKS ranks on $([[ $FOUND == 0 ]] && echo the CPU || echo "$FOUND GPUs"), ${LAYOUT[*]}"
 
-run() { NNODES=1 GPUS=$1 start "${@:2}"; }
+run() { NNODES=1 NODE_RANK=0 GPUS=$1 start "${@:2}"; }
 
 [[ -n $DRY_RUN && -d $OUT/model ]] || "$PYTHON" tools/make_toy.py "$OUT" --seed "$SEED"
+[[ -n $DRY_RUN ]] || refuse_bad_settings bash recipes/quickstart.sh "$@"
 (run "$((RANKS < 2 ? 1 : 2))" verl_megatron.sft --config-name sft_toy_cpu run.seed="$SEED" run.output_dir="$OUT/sft" \
   data.train="$OUT/sft.jsonl" actor.path="$OUT/model" ${DRY_RUN:+--dry-run})
 run "$RANKS" verl_megatron.train --config-name ppo_toy_cpu run.seed="$SEED" run.output_dir="$OUT/ppo" data.train="$OUT/train.jsonl" \

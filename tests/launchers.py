@@ -26,6 +26,10 @@ class Call:
     local_world_size: str
     arguments: tuple[str, ...]
 
+    @property
+    def starts_ranks(self) -> bool:
+        return self.arguments[:2] == ("-m", "torch.distributed.run")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Said:

@@ -64,6 +64,7 @@ ask_to_end() { # why: standard input of all nodes ends
 [[ $# -ge 2 ]] || fail "two arguments are needed, a hostfile and a recipe; see the head of this file"
 read_hosts "$1"
 recipe=("${@:2}")
+[[ -f ${recipe[0]} ]] || fail "recipe '${recipe[0]}' does not exist; choose one of $(cd "$LAUNCH/../.." && echo recipes/*.sh)"
 JOB_ID=$(date +%Y%m%d_%H%M%S)_$$
 LOGS=${LOGS:-outputs/launch/$JOB_ID}
 read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}"

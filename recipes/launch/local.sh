@@ -14,8 +14,14 @@ set -euo pipefail
 shopt -s inherit_errexit
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=${LAUNCH%/recipes/launch}
+
+stop() { # text: what is wrong with the call
+  echo "error: $*" >&2
+  exit 2
+}
+
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
-  (($#)) || { echo "local.sh: name a recipe: bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]" >&2; exit 2; }
+  [[ -f ${1:-} ]] || stop "recipe '${1:-}' does not exist; choose one of $(cd "$ROOT" && echo recipes/*.sh)"
   exec bash "$@"
 fi
 
@@ -35,21 +41,20 @@ for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; do
 ARGUMENTS=("$@")
 settings=(run.output_dir="outputs/$(basename "$0" .sh)")
 
-stop() { # text: what is wrong with the call
-  echo "error: $*" >&2
-  exit 2
-}
-
 world() { # nodes, GPUS: the usual size of the run, unless the launcher or the user gives another; `ranks` is their number
   : "${NNODES:=$1}" "${GPUS:=$2}"
-  [[ $NNODES =~ ^[1-9][0-9]*$ && $GPUS =~ ^[1-9][0-9]*$ ]] || stop "NNODES=$NNODES and GPUS=$GPUS have to be numbers: nodes, and GPUs of each"
+  [[ $NNODES =~ ^[1-9][0-9]*$ && $GPUS =~ ^[1-9][0-9]*$ ]] || stop "NNODES=$NNODES and GPUS=$GPUS have to be whole numbers of at least 1: nodes, and GPUs of each"
+  [[ $NNODES == 1 || -n ${MASTER_ADDR:-}${LOCAL_RANK:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
   ranks=$((NNODES * GPUS))
 }
 
-refuse_bad_settings() { # before weights are made for them: what a dry run refuses, except for want of room on the GPU that it supposes (3)
+refuse_bad_settings() { # command of a dry run: what it refuses, except for want of room on the GPU that it supposes (3)
   local text status=0
-  text=$(bash "$0" "${ARGUMENTS[@]}" --dry-run 2>&1 >/dev/null) || status=$?
-  ((status == 0 || status == 3)) || { (sed -n '/^error:/,$p' <<<"$text" | grep . || echo "$text") >&2; exit "$status"; }
+  text=$("$@" --dry-run 2>&1 >/dev/null) || status=$?
+  if ((status == 0 || status == 3)); then return; fi
+  [[ $NODE_RANK == 0 ]] || sleep 5 # node 0 says it, on which launchers end the others; what is wrong only here is said here
+  (sed -nE '/^([a-z]+\.py: )?error: /,$p' <<<"$text" | grep . || echo "$text") >&2
+  exit "$status"
 }
 
 random_weights() { # shape, options of make_random.py: its folder with model, train.jsonl and reward.py, made if need be
@@ -57,17 +62,18 @@ random_weights() { # shape, options of make_random.py: its folder with model, tr
   mkdir -p "$SCRATCH"
   ( # nodes and ranks that share the folder wait for the one that makes it
     flock 9
-    [[ -f $folder/reward.py ]] || { refuse_bad_settings && python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2; }
+    [[ -f $folder/reward.py ]] || { refuse_bad_settings bash "$0" "${ARGUMENTS[@]}" && python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2; }
   ) 9>"$folder.lock"
   echo "$folder"
 }
 
 train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts of 512 tokens and responses of exactly 512, for measuring
   if [[ -n ${MODEL:-} ]]; then
-    settings+=(actor.path="$MODEL" data.train="${DATA:?names a .jsonl file of prompts}")
+    [[ -n ${DATA:-}$DRY_RUN ]] || stop "DATA is not set; name the .jsonl file on which MODEL=$MODEL is trained"
+    settings+=(actor.path="$MODEL" data.train="${DATA:-$0}") # a plan needs a file and reads none
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")
-    echo "MODEL is not set: rows are planned as long as the recipe allows; without --dry-run random weights are measured on prompts and responses of 512 tokens" >&2
+    echo "MODEL is not set: planned for the shape $1, with rows as long as the recipe allows" >&2
   else
     local folder
     folder=$(random_weights "$1")
@@ -98,20 +104,21 @@ critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor a
   [[ -z $path ]] || settings+=(critic.path="$path")
 }
 
-start() { # module, arguments: the ranks of this node, until they have ended; with --dry-run their command and the run's plan
+start() { # module, arguments: the ranks of this node, until they have ended, unless a dry run refuses; with --dry-run their command and the run's plan
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
+  local plan=(env WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE="$GPUS" python -m "$@")
   local torchrun=(python -m torch.distributed.run --nproc-per-node "$GPUS" --max-restarts "${MAX_RESTARTS:-0}")
   if [[ $NNODES == 1 ]]; then
     torchrun+=(--standalone)
   else # c10d: only with it nodes start again together; node 0 keeps its store, whatever names that host has
-    [[ -n ${MASTER_ADDR:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
     torchrun+=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-NODE_0}:${MASTER_PORT:-29500}" --rdzv-id "${JOB_ID:-verl_megatron}"
       --rdzv-conf "is_host=$((NODE_RANK == 0))" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
   fi
   if [[ -n $DRY_RUN ]]; then
     echo "node $NODE_RANK of $NNODES: ${torchrun[*]} -m $*"
-    WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS exec python -m "$@"
+    exec "${plan[@]}"
   fi
+  refuse_bad_settings "${plan[@]}"
   watch "${torchrun[@]}" -m "$@"
 }
 

@@ -62,6 +62,9 @@ def cluster_size() -> tuple[int, int]:
 
 def main(recipe: list[str]) -> None:
     """Plan, or connect to Ray and run the recipe on every worker."""
+    if not Path(recipe[0]).is_file():
+        known = " ".join(sorted(f"recipes/{path.name}" for path in LAUNCH.parent.glob("*.sh")))
+        raise SystemExit(f"error: recipe {recipe[0]!r} does not exist; choose one of {known}")
     if "--dry-run" in recipe:
         print(f"on every rank: RANK=... LOCAL_RANK=... WORLD_SIZE=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... bash {shlex.join(recipe)}", flush=True)
         os.execvp("bash", ["bash", *recipe])

@@ -45,6 +45,28 @@ def test_hostfile_and_recipe_are_needed(arguments, tmp_path):
     assert said.code == 2 and said.stderr.startswith("hostfile.sh: ")
 
 
+@pytest.mark.parametrize("launcher", ["local.sh", "hostfile.sh", "slurm.sbatch", "ray.py"])
+@pytest.mark.parametrize("recipe", [["recipes/nope.sh"], ["recipes/nope.sh", "--dry-run"], ["--dry-run"]], ids=" ".join)
+def test_a_recipe_that_does_not_exist_is_named_with_those_that_do(launcher, recipe, tmp_path):
+    before = [hostfile(tmp_path / "hosts", nodes=2, slots=8)] if launcher == "hostfile.sh" else []
+    said = say(sys.executable if launcher == "ray.py" else "bash", LAUNCH / launcher, *before, *recipe, folder=tmp_path)
+    assert said.code and not said.stdout and not said.calls
+    assert re.fullmatch(rf"\S+: recipe '{recipe[0]}' does not exist; choose one of (recipes/\S+\.sh ?)+\n", said.stderr) and RECIPE in said.stderr
+
+
+def test_one_of_several_nodes_says_what_is_wrong(tmp_path):
+    """Node 0; another one where node 0 says nothing."""
+    (tmp_path / "ssh").write_text('shift; exec bash -c "$*"')
+    hosts = hostfile(tmp_path / "hosts", nodes=3, slots=8)
+    refused = {"FAIL": "--dry-run", "FAIL_STATUS": "2"} | GIVEN
+    said = say("bash", LAUNCH / "hostfile.sh", hosts, RECIPE, folder=tmp_path, SSH=f"bash {tmp_path}/ssh", LOGS=str(tmp_path / "logs"), **refused)
+    assert said.code == 2 and not any(call.starts_ranks for call in said.calls)
+    assert said.stdout.count("asked to fail") == 1 and "worker-0: error: asked to fail" in said.stdout
+    (tmp_path / "bin/sleep").symlink_to("/bin/true")
+    said = say("bash", RECIPE, folder=tmp_path, NNODES="3", NODE_RANK="2", MASTER_ADDR="worker-0", **refused)
+    assert (said.code, said.stderr) == (2, "error: asked to fail\n")
+
+
 def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
     """The lines of a dry run, carried out here one after the other in an empty environment, as ssh would."""
     hosts = hostfile(tmp_path / "hosts", nodes=3, slots=4)
@@ -80,8 +102,9 @@ def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
     told = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "70001", "SLURM_JOB_NODELIST": "gpu[1-2]"}
     said = say("bash", copy, RECIPE, "actor.layout=tp8pp2sp", folder=tmp_path, **told | GIVEN)
     assert said.code == 0, said.stderr
-    assert len(said.calls) == 2
-    for node, call in enumerate(said.calls):
+    started = [call for call in said.calls if call.starts_ranks]
+    assert len(started) == 2
+    for node, call in enumerate(started):
         assert option(call.arguments, "--nnodes") == "2" and option(call.arguments, "--rdzv-endpoint") == "gpu1:20001"
         assert option(call.arguments, "--local-addr") == f"gpu{node + 1}" and option(call.arguments, "--rdzv-id") == "70001"
         assert option(call.arguments, "--rdzv-conf") == f"is_host={int(node == 0)}"

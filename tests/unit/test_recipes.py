@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from functools import cache
 
@@ -9,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from parallel.weights.shapes import shape
-from tests.launchers import LAUNCH, hostfile, operator, say
+from tests.launchers import LAUNCH, environment, hostfile, operator, say
 from tests.worlds import ROOT
 from verl_megatron.checks import structured
 from verl_megatron.config import SFTConfig, TrainerConfig
@@ -99,6 +100,19 @@ def test_every_launcher_plans_every_recipe(run, launcher, tmp_path_factory, tmp_
     assert "does not fit" not in plan
 
 
+@pytest.mark.parametrize("launcher", ["hostfile", "kubernetes"])
+def test_the_quickstart_plans_its_one_node_of_several(launcher, tmp_path):
+    write_toy(tmp_path / "toy")
+    before, told = {
+        "hostfile": (["bash", LAUNCH / "hostfile.sh", hostfile(tmp_path / "hosts", nodes=2, slots=8)], {}),
+        "kubernetes": (["bash"], operator(nodes=4, gpus=8, node=3)),
+    }[launcher]
+    said = say(*before, "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **told)
+    assert said.code == 0, said.stderr
+    assert "quickstart.sh runs on one node only" in said.stdout and said.stdout.count("node 0 of 1: ") == 2
+    assert all(call.world_size == call.local_world_size for call in said.calls if "--dry-run" in call.arguments)
+
+
 def write_toy(folder) -> None:
     """What the quickstart's dry run plans with: a model's config.json and files of prompts."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
@@ -141,7 +155,7 @@ def test_random_weights_are_made_once(tmp_path):
         (scratch / name).mkdir()
         (scratch / name / "reward.py").touch()
     again = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
-    assert again.calls == said.calls[-1:]
+    assert again.calls == said.calls[-2:], "nothing but a look at the settings and the start"
 
 
 @pytest.mark.parametrize(("status", "made"), [("2", False), ("3", True)])
@@ -153,6 +167,40 @@ def test_no_weights_are_made_for_settings_that_are_refused(status, made, tmp_pat
         assert said.code == 2 and "asked to fail" in said.stderr
 
 
+@pytest.mark.parametrize(("status", "starts"), [("2", False), ("3", True)])
+@pytest.mark.parametrize("given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"])
+def test_nothing_starts_with_settings_that_are_refused(given, status, starts, tmp_path):
+    (tmp_path / "llama3-8b").mkdir()
+    (tmp_path / "llama3-8b/reward.py").touch()
+    said = say("bash", "recipes/llama3_8b_ppo.sh", "actor.lr=2", folder=tmp_path, SCRATCH=str(tmp_path), FAIL="--dry-run", FAIL_STATUS=status, **given)
+    checked, *started = said.calls
+    assert checked.arguments[-2:] == ("actor.lr=2", "--dry-run") and (checked.world_size, checked.local_world_size) == ("4", "4")
+    assert [call.starts_ranks for call in started] == [True] * starts
+    assert (said.code, said.stderr) == ((0, "") if starts else (2, "error: asked to fail\n"))
+
+
+def test_the_quickstart_looks_at_all_settings_before_it_trains(tmp_path):
+    said = say("bash", "recipes/quickstart.sh", folder=tmp_path, OUT=str(tmp_path / "toy"), FAIL="verl_megatron.train", FAIL_STATUS="2")
+    assert said.code == 2 and said.stderr.endswith("error: asked to fail\n") and not any(call.starts_ranks for call in said.calls)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "message"),
+    [
+        ([], {"MODEL": "/models/none"}, r"actor.path='/models/none' is neither a folder nor "),
+        ([], {"DATA": "/data/none.jsonl"}, r"data.train='/data/none.jsonl' does not exist; "),
+        (["actor.layout=tp3sp"], {}, r"actor.layout='tp3sp'"),
+        (["--bogus"], {}, r"unrecognized arguments: --bogus"),
+    ],
+)
+def test_what_does_not_exist_is_said_in_one_line(settings, given, message, tmp_path):
+    """Without a stand-in for python."""
+    write_toy(tmp_path)
+    told = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path / "train.jsonl")} | given
+    run = subprocess.run(["bash", "recipes/llama3_8b_grpo.sh", *settings], cwd=ROOT, env=environment(**told), text=True, capture_output=True, timeout=60)
+    assert run.returncode == 2 and re.fullmatch(rf"(\w+\.py: )?error: {message}.*\n", run.stderr) and not run.stdout, run
+
+
 @pytest.mark.parametrize("shape_name", ["llama3-70b", "llama3-8b"])
 def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
     said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), NNODES="1", CRITIC="8b", FAIL=f"--shape {shape_name}")
@@ -162,17 +210,32 @@ def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
 @pytest.mark.parametrize(
     ("script", "given", "message"),
     [
-        ("llama3_8b_ppo", {"MODEL": "/models/mine"}, r"DATA: names a .jsonl file"),
-        ("llama3_8b_ppo", {"GPUS": "four"}, r"GPUS=four have to be numbers"),
-        ("llama3_70b_ppo", {"CRITIC": "9b"}, r"CRITIC=9b is not known; choose 8b or 70b"),
+        ("llama3_8b_ppo", {"MODEL": "/models/mine"}, r"DATA is not set; name the .jsonl file on which MODEL=/models/mine is trained"),
+        ("sft", {"DATA": "mine.jsonl"}, r"MODEL has to name"),
+        ("llama3_8b_ppo", {"GPUS": "four"}, r"GPUS=four have to be whole numbers of at least 1"),
+        ("llama3_8b_ppo", {"GPUS": "0"}, r"GPUS=0 have to be whole numbers of at least 1"),
+        ("llama3_70b_ppo", {"NNODES": "1", "MODEL": "/models/mine", "DATA": "mine.jsonl", "CRITIC": "9b"}, r"CRITIC=9b is not known; choose 8b or 70b"),
         ("quickstart", {"NNODES": "2"}, r"one node"),
     ],
 )
 def test_wrong_variables_are_named(script, given, message, tmp_path):
-    said = say("bash", f"recipes/{script}.sh", "--dry-run", folder=tmp_path, **given)
-    assert said.code and re.search(message, said.stderr) and not said.calls
+    said = say("bash", f"recipes/{script}.sh", folder=tmp_path, **given)
+    assert said.code == 2 and re.fullmatch(f"error: .*{message}.*\n", said.stderr) and not said.calls
 
 
-def test_several_nodes_need_an_address(tmp_path):
-    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, MODEL="/models/mine", DATA="mine.jsonl")
-    assert said.code == 2 and "needs MASTER_ADDR" in said.stderr and not said.calls
+@pytest.mark.parametrize("given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"])
+def test_several_nodes_need_an_address(given, tmp_path):
+    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), **given)
+    assert said.code == 2 and "needs MASTER_ADDR" in said.stderr and not said.calls and not (tmp_path / "scratch").exists()
+
+
+def test_a_plan_needs_no_data(tmp_path):
+    write_toy(tmp_path)
+    said = say("bash", "recipes/llama3_8b_grpo.sh", "--dry-run", folder=tmp_path, MODEL=str(tmp_path / "model"))
+    assert said.code == 0 and not said.stderr
+    assert f"from {tmp_path}/model" in plan_of(said.calls[-1].arguments, ("4", "4"))
+
+
+def test_a_plan_of_supervised_training_speaks_of_no_random_weights(tmp_path):
+    said = say("bash", "recipes/sft.sh", "--dry-run", folder=tmp_path)
+    assert said.stderr == "MODEL is not set: planned for the shape llama3-8b, with rows as long as the recipe allows\n"
