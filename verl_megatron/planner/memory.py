@@ -150,7 +150,7 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
         resting = {part: 0.0 if part in freed else size for part, size in (("gradients", actor.gradients), ("optimizer", actor.masters))}
         phases["start"] = {"process": settled["process"], "weights": actor.weights} | resting | awake
     built = {"gradients": [model.gradients for *_, model in models], "optimizer": [model.masters for *_, model in models]}  # one after the other
-    phases["build"] = settled | {part: max(sizes) if part in freed else sum(sizes) for part, sizes in built.items()} | ({} if config.rollout.sleep else awake)
+    phases["build"] = settled | {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()} | ({} if config.rollout.sleep else awake)
     staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
     phases["weights_awake"] = settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
     phases["rollout"] = settled | freed | awake
