@@ -110,8 +110,9 @@ def test_calibration_on_two_ranks_is_a_machine_that_plans_read(tmp_path):
     assert machine.layer_flops == pytest.approx(LAYER_SHARE * max(measured["products"].values()))
     assert machine.same_host_rate == max(measured["links"]["all_gather"].values())
     assert machine.copy_rate == measured["copies"]["device"]
-    assert (machine.forward_launch_s, machine.backward_launch_s) == (measured["launch"]["forward"], measured["launch"]["backward"])
-    assert 1e-5 < machine.forward_launch_s < 0.1 and 1e-5 < machine.backward_launch_s < 0.1
+    for way, seconds in measured["launch"].items():
+        usual = getattr(MACHINES["h200"], f"{way}_launch_s")
+        assert getattr(machine, f"{way}_launch_s") == (seconds if seconds > 0 else usual)
     assert set(measured["links"]) == {"all_gather", "all_reduce", "next_rank"}
     assert machine.decode_step_s == MACHINES["h200"].decode_step_s  # not measured: as the base
     assert 1e7 < machine.same_host_rate < 1e12 and 1e9 < machine.layer_flops < 1e14 and 1e-6 < machine.collective_s < 0.1
