@@ -265,16 +265,6 @@ def test_every_layout_of_one_host_was_tried():
     assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {(tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4}
 
 
-@pytest.mark.parametrize("offload", ["none", "grads", "optimizer", "all"])
-def test_ranks_without_a_model_hold_vllm_alone(offload):
-    config = run_config("tp2sp")
-    config.actor.devices, config.critic.devices, config.reshard.offload = "0-1", "0-1", offload
-    busy, idle = plan_memory(case_of(config, 4), H200).kinds
-    assert (busy.ranks, idle.ranks) == ((0, 1), (2, 3))
-    assert not any(idle.phases[phase].get(part) for phase in idle.phases for part in ("weights", "gradients", "optimizer"))
-    assert idle.phases["rollout"]["kv cache"] == busy.phases["rollout"]["kv cache"] > 0
-
-
 def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
     """Of every candidate that fits, after a change of the base."""
     base = run_config(rows=512)

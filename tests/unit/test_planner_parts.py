@@ -240,3 +240,13 @@ def test_uneven_stages_are_what_megatron_allows(layers, pp):
         Layout(pp=pp, stage_layers=tuple(stages), ranks=tuple(range(pp))).layers_of(layers)
     else:
         assert -(-layers // pp) * (pp - 2) > layers - 2
+
+
+@pytest.mark.parametrize("offload", ["none", "grads", "optimizer", "all"])
+def test_ranks_without_a_model_hold_vllm_alone(offload):
+    config = run_config("tp2sp")
+    config.actor.devices, config.critic.devices, config.reshard.offload = "0-1", "0-1", offload
+    busy, idle = plan_memory(case_of(config, 4), H200).kinds
+    assert (busy.ranks, idle.ranks) == ((0, 1), (2, 3))
+    assert not any(idle.phases[phase].get(part) for phase in idle.phases for part in ("weights", "gradients", "optimizer"))
+    assert idle.phases["rollout"]["kv cache"] == busy.phases["rollout"]["kv cache"] > 0
