@@ -268,7 +268,31 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
         problems.append(f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, which has no critic; leave it at 0")
     if algorithm.kl_target and not algorithm.kl_coef:
         problems.append(f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; set algorithm.kl_coef above 0")
-    return problems
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        problems.append(
+            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, as the expected gradient of k1 is 0;"
+            " set kl_estimator=k2 or k3, or kl_in=reward"
+        )
+    return problems + _check_importance(config)
+
+
+def _check_importance(config: TrainerConfig) -> list[str]:
+    """Refuse importance weights over a truncated distribution.
+
+    The sampler's log-probs are over the tokens that are kept, the trainer's over all: every weight would carry the kept mass.
+    """
+    rollout, cap = config.rollout, config.algorithm.importance_cap
+    truncated = [
+        f"rollout.{name}={getattr(rollout, name)}"
+        for name, is_set in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0), ("min_tokens", rollout.min_tokens > 0))
+        if is_set
+    ]
+    if not cap or not truncated:
+        return []
+    return [
+        f"algorithm.importance_cap={cap} with {' and '.join(truncated)} would scale the loss by the probability mass that the sampler keeps;"
+        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set importance_cap=0"
+    ]
 
 
 def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:

@@ -65,7 +65,7 @@ class EngineConfig:
     distributed_optimizer: bool = True  # optimizer state split over dp
     schedule: str = "constant"  # learning rate after the warm-up: constant, linear, cosine
     warmup_steps: int = 0  # optimizer steps
-    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
+    min_lr_ratio: float = 0.0  # where the schedule ends (one step after the last), as a share of lr
     weight_decay: float = 0.01
     clip_grad: float = 1.0  # global gradient norm; 0: off
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.kl import KL_ESTIMATORS, k3
+from verl_megatron.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from verl_megatron.metrics import Sums
 
 
@@ -29,8 +29,9 @@ def policy_loss(logprobs_N: Tensor, entropy_N: Tensor | None, tokens: PolicyToke
 
     Per token: -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) - entropy_coef H + kl_coef KL, with ratio = p / p_old and
     w = min(p_old / p_sampler, importance_cap) if the cap is above 0 (truncated importance sampling, Yao et al. 2025), else 1.
+    log ratio is limited to +-MAX_LOG_RATIO, so that no infinite ratio meets an advantage of 0.
     """
-    log_ratio_N = logprobs_N - tokens.old_logprobs_N
+    log_ratio_N = (logprobs_N - tokens.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_N = log_ratio_N.exp()
     surrogate_N = ratio_N * tokens.advantages_N
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * tokens.advantages_N

@@ -231,7 +231,8 @@ class _Parts:
 
     def role(self, name: str, model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
         config, layout = self.config, layout_of(model)
-        steps = config.run.iterations * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
+        idle = config.algorithm.critic_warmup if name == "actor" else 0
+        steps = max(config.run.iterations - idle, 1) * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
         common = dict(engine=config.engine, seed=config.run.seed, temperature=config.rollout.temperature, train_steps=steps, progress=self.watchdog.beat)
         layout = self.train if layout == self.usual else layout  # what is split like the actor shares its groups
         with self.clock.phase(name):

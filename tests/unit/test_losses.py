@@ -45,6 +45,16 @@ def naive_policy_loss(logprobs, entropy, tokens, config, kl_coef):
     return total
 
 
+def test_a_log_ratio_beyond_float32_leaves_loss_and_gradient_finite():
+    logprobs = torch.tensor([-1.0, -100.0, -0.5], requires_grad=True)
+    old = torch.tensor([-1.0, -1.0, -120.0])  # exp(119.5) is infinite in float32, and infinity times 0 is no number
+    tokens = PolicyTokens(old, torch.tensor([1.0, 0.0, 0.0]), ref_logprobs_N=old.flip(0))
+    for estimator in ("k2", "k3"):
+        loss, _ = policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="loss", kl_estimator=estimator), 0.1)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+
+
 CONFIGS = [
     AlgorithmConfig(),
     AlgorithmConfig(clip_low=0.1, clip_high=0.3),

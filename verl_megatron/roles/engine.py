@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from parallel import checkpoint, device, megatron
@@ -27,6 +26,7 @@ from verl_megatron.metrics import Sums
 from verl_megatron.micro_batch import MicroBatch
 from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
 from verl_megatron.models.heads import head_weight
+from verl_megatron.roles.learning_rate import make_scheduler
 from verl_megatron.roles.schedule import run_schedule
 
 Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the tokens asked about
@@ -130,22 +130,7 @@ class Engine:
         self.model_config.grad_scale_func = self.optimizer.scale_loss
         # Parameters may have moved into the distributed optimizer's buffers: resharding and export read these tensors.
         self.tensors = {(i, name): parameter.data for i, chunk in enumerate(self.chunks) for name, parameter in chunk.module.named_parameters()}
-        warmup = min(config.warmup_steps, total_steps)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=lr,
-            min_lr=lr * config.min_lr_ratio,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(total_steps, warmup + 1),
-            lr_decay_style=config.schedule,
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,  # a resumed run takes its place from the checkpoint and its rates from the settings
-        )
+        self.scheduler = make_scheduler(self.optimizer, config, lr=lr, total_steps=total_steps)
 
     @property
     def _gathers_late(self) -> bool:
