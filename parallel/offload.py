@@ -18,17 +18,17 @@ PIECE_BYTES = 64 * 2**20  # of one copy
 PIECES_QUEUED = 8  # enough to keep the link busy while Python does something else
 
 
-class Place(Enum):
+class Residence(Enum):
     """Where the contents are."""
 
-    HOME = auto()  # on the device
+    ON_DEVICE = auto()  # on the device
     LEAVING = auto()  # on the device, and being copied to the host
-    AWAY = auto()  # on the host; the device's memory is free
+    ON_HOST = auto()  # on the host; the device's memory is free
     RETURNING = auto()  # in new device memory, and being copied there
 
 
 class Offload:
-    """Storages that leave a device and come back together: start_release, finish_release, start_restore, wait, and again.
+    """Storages that leave a device and come back together: offload_async, wait_offload, onload_async, wait, and again.
 
     A call with nothing to do does nothing. All calls come from one thread and one current stream, the one on which the tensors
     are used; copies run beside it on streams of their own, which a thread gives them piece by piece. On a CPU the same happens
@@ -36,7 +36,7 @@ class Offload:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.place = device, Place.HOME
+        self.device, self.residence = device, Residence.ON_DEVICE
         self.device_bytes = 0  # of what the latest release moved
         self._kept: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
         self._dropped: list[tuple[UntypedStorage, int]] = []
@@ -50,22 +50,22 @@ class Offload:
         """Host memory held from the first release on, pinned on a GPU's host."""
         return sum(block.numel() for block in self._blocks)
 
-    def start_release(self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]) -> None:
-        """Begin to copy `keep` to the host. Until `finish_release` all tensors may be read; what is written to `keep` may be lost.
+    def offload_async(self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]) -> None:
+        """Begin to copy `keep` to the host. Until `wait_offload` all tensors may be read; what is written to `keep` may be lost.
 
         Args:
             keep: whose contents come back.
             drop: whose contents are lost: they come back zeroed.
             stay: a storage with one of these never leaves, whatever else is in it. Nor do tensors of other devices.
         """
-        if self.place in (Place.LEAVING, Place.AWAY):
+        if self.residence in (Residence.LEAVING, Residence.ON_HOST):
             return
         self.wait()
         taken = {tensor.untyped_storage().data_ptr() for tensor in stay}
         self._kept, self._dropped = self._storages(keep, taken), self._storages(drop, taken)
         self.device_bytes = sum(size for _, size in self._kept + self._dropped)
         self._copy(to_host=True)
-        self.place = Place.LEAVING
+        self.residence = Residence.LEAVING
 
     def _storages(self, tensors: Iterable[Tensor], taken: set[int]) -> list[tuple[UntypedStorage, int]]:
         """The storages of `tensors`, each once; adds them to `taken`, the addresses of those that are dealt with."""
@@ -77,13 +77,13 @@ class Offload:
                 found.append((storage, storage.nbytes()))
         return found
 
-    def finish_release(self, *, for_others: bool = True) -> None:
+    def wait_offload(self, *, for_others: bool = True) -> None:
         """Wait for the copies and free the device's memory. The tensors may not be used now.
 
         Args:
             for_others: other allocators get the memory, too; False leaves it to PyTorch.
         """
-        if self.place is not Place.LEAVING:
+        if self.residence is not Residence.LEAVING:
             return
         if self._copied is not None:
             self._copied.result().synchronize()  # memory freed here belongs to the current stream again at once
@@ -91,29 +91,29 @@ class Offload:
             storage.resize_(0)
         if for_others:
             release_cached_memory()
-        self.place = Place.AWAY
+        self.residence = Residence.ON_HOST
 
-    def start_restore(self) -> None:
+    def onload_async(self) -> None:
         """Take memory again (other than before) and begin to fill it; a release that is not finished is called off.
 
         Dropped tensors may be used from here on, kept ones after `wait`.
         """
-        if self.place is Place.AWAY:
+        if self.residence is Residence.ON_HOST:
             for storage, size in self._kept + self._dropped:
                 storage.resize_(size)
             self._copy(to_host=False)
             for storage, _ in self._dropped:
                 _bytes_of(storage).zero_()
-            self.place = Place.RETURNING
-        elif self.place is Place.LEAVING:
-            self.place = Place.RETURNING
+            self.residence = Residence.RETURNING
+        elif self.residence is Residence.LEAVING:
+            self.residence = Residence.RETURNING
 
     def wait(self) -> None:
         """What the current stream is given from here on finds everything in place; the host waits until the last copies are queued."""
-        assert self.place in (Place.HOME, Place.RETURNING), f"nothing is on its way back: {self.place.name}; call start_restore first"
+        assert self.residence in (Residence.ON_DEVICE, Residence.RETURNING), f"nothing is on its way back: {self.residence.name}; call onload_async first"
         if self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied.result())
-        self._kept, self._dropped, self._copied, self.place = [], [], None, Place.HOME  # their owners may let go of the tensors
+        self._kept, self._dropped, self._copied, self.residence = [], [], None, Residence.ON_DEVICE  # their owners may let go of the tensors
 
     def _copy(self, *, to_host: bool) -> None:
         """Copy the kept storages to the host or back, after what the current stream was given, beside what it is given next."""

@@ -29,6 +29,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
@@ -121,9 +122,9 @@ def product_rate() -> float:
     return 20 * 2 * size**3 / (time.perf_counter() - start)
 
 
-def policy(outputs, given):
+def policy(outputs, micro):
     """The clipped loss of PPO with its usual settings."""
-    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens(given["logprobs"], given["advantages"]), TrainerConfig().algorithm, 0.0)
+    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), TrainerConfig().algorithm, 0.0)
 
 
 class Bench:
@@ -144,7 +145,7 @@ class Bench:
 
     def _steps(self, loss: Loss, given: tuple[str, ...]) -> None:
         for _ in range(self.num_steps):
-            self.engine.train_step(self.batch, self.micro, loss, fields=given, num_tokens=self.num_tokens)
+            self.engine.train_step(self.batch, self.micro, loss, fields=given, scale=LossScale(self.num_tokens))
         self.engine.gather_weights()
 
     def plain_step(self) -> None:

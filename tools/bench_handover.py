@@ -41,6 +41,7 @@ from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
 from verl_megatron.losses import cross_entropy
@@ -146,14 +147,14 @@ class HandOver:
 
     def _plan(self) -> WeightSync:
         with self.build_clock.part("plan"):
-            return WeightSync(self.engine, self.case.rollout, self.case.reshard, dtype=self.engine.compute.dtype)
+            return WeightSync(self.engine.weight_source(), self.case.rollout, self.case.reshard, dtype=self.engine.compute.dtype)
 
     def _step(self) -> None:
         """Gradients and Adam's moments from here on; at a learning rate of 0 the weights stay."""
         rows, half = [*range(self.case.train.pp)], PROMPT_TOKENS // 2
         batch = RolloutBatch.from_rows(rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows))
         micro = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
-        self.engine.train_step(batch, micro, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=half * len(rows))
+        self.engine.train_step(batch, micro, lambda outputs, micro: cross_entropy(outputs["logprobs"]), fields=(), scale=LossScale(half * len(rows)))
         self.engine.gather_weights()
 
     # ---- a repetition
@@ -163,9 +164,9 @@ class HandOver:
         memory.begin()
         with clock.whole("to rollout, in one go"):
             with clock.part("to rollout: offload, copy to the host"):
-                self.engine.start_release(what)
+                self.engine.offload_async(what)
             with clock.part("to rollout: vLLM's weights wake"):
-                self.vllm.wake_weights()
+                self.vllm.wake("weights")
             if clock.splits:
                 with clock.part("to rollout: reshard with proof"):
                     self.sync.run()
@@ -178,9 +179,9 @@ class HandOver:
 
     def _wake_kv_cache(self, clock: Clock) -> None:
         with clock.part("to rollout: offload, free the memory"):
-            self.engine.finish_release()
+            self.engine.wait_offload()
         with clock.part("to rollout: KV cache wakes"):
-            self.vllm.wake_kv_cache()
+            self.vllm.wake("kv_cache")
 
     def generate(self, clock: Clock, memory: Memory) -> list[Generation]:
         """All rows in their order, which every replica generates."""
@@ -198,7 +199,7 @@ class HandOver:
             with clock.part("back: vLLM sleeps"):
                 self.vllm.sleep()
             with clock.part("back: offload, fetch from the host"):
-                self.engine.start_restore()
+                self.engine.onload_async()
                 self.engine.offload.wait()
         if clock.splits:
             memory.note("back in training")
@@ -218,7 +219,7 @@ class HandOver:
 
     def vllm_has_the_weights(self) -> bool:
         """On this rank, each element; takes the memory of the largest parameter a few times."""
-        held = self.vllm.parameters()
+        held = self.vllm.weight_target()
         with self._weights() as weights:
             equal = [torch.equal(held[p.name], weights(p, held[p.name].dtype)) for p in self.sync.destination[self.sync.rank]]
         device.release_cached_memory()
@@ -226,7 +227,7 @@ class HandOver:
 
     def plan_rows(self) -> list[Row]:
         """Bytes on the busiest or fullest rank. Collective over the world."""
-        own = {(0, name): tensor for name, tensor in self.vllm.parameters().items() if name not in self.sync.shared_weights}
+        own = {(0, name): tensor for name, tensor in self.vllm.weight_target().items() if name not in self.sync.shared_weights}
         sizes = {"weights that training keeps": bytes_of(self.engine.tensors), "weights that vLLM has of its own": bytes_of(own)}
         if self.case.learns:
             sizes |= {"gradient buffers": _bytes(gradients(self.engine.chunks)), "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer))}

@@ -24,7 +24,7 @@ from verl_megatron.checks import refuse, structured
 from verl_megatron.command_line import run_command
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import check_fits, machine_here
-from verl_megatron.run import Run
+from verl_megatron.rollout.weights import ColocatedChannel
 from verl_megatron.trainer import RLTrainer
 
 NOTHING = "none"
@@ -51,13 +51,13 @@ class InTurns(RLTrainer):
         self.seconds: dict[str, list[dict[str, float]]] = {way: [] for way in self.ways}  # of each counted iteration, by phase
 
     def _iterate(self) -> dict[str, float] | None:
-        step, way, began = self.state.step, self.config.reshard.offload, time.perf_counter()
+        step, way, began = self.state.step, self.run.residency.offload, time.perf_counter()
 
-        def switch() -> None:  # what leaves the GPU after the updates belongs to the next iteration
-            self.config.reshard.offload = self.ways[(step + 1) % 2]
-            Run.weights_changed(self.run)
+        def publish(version: int) -> None:  # what leaves the GPU after the updates belongs to the next iteration
+            self.run.residency.offload = self.ways[(step + 1) % 2]
+            ColocatedChannel.publish(self.run.channel, version)
 
-        self.run.weights_changed = switch
+        self.run.channel.publish = publish
         metrics = super()._iterate()
         if metrics is not None and step >= 2:
             phases = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}

@@ -12,7 +12,7 @@ import csv
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ def as_a_run(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> i
 def bare(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> int:
     """The same from vLLM's own loop."""
     mine = requests[actor.replica :: actor.num_replicas]
-    budgets = [token_budget(request, sampling, max_model_len=actor.max_model_len, vocab_size=actor.vocab_size) for request in mine]
+    budgets = [token_budget(replace(request, sampling=sampling), max_model_len=actor.max_model_len, vocab_size=actor.vocab_size) for request in mine]
     params = [_sampling_params(sampling, seed=request.seed, max_tokens=budget) for request, budget in zip(mine, budgets)]
     with actor._guarded():
         outputs = actor._llm.generate([{"prompt_token_ids": list(request.prompt_token_ids)} for request in mine], params, use_tqdm=False)
@@ -71,7 +71,7 @@ def measure(actor: VLLMActor, requests: list[Request], sampling: Sampling, repet
     ways, found = {"bare vLLM": bare, "as a run": as_a_run}, {}
     for repetition in range(repetitions + 1):
         for name, generate in ways.items():
-            actor.reset_prefix_cache()
+            actor.reset_cache()
             dist.barrier()
             start = time.perf_counter()
             tokens = generate(actor, requests, sampling)

@@ -27,6 +27,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
 from parallel.weights.shapes import shape
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
 from verl_megatron.metrics import Sums
@@ -146,7 +147,7 @@ def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
     batch, micro = RolloutBatch.from_rows(rows, ids, ids), [[row] for row in rows]
 
     def step() -> None:
-        engine.train_step(batch, micro, lambda outputs, _: (outputs["values"].square().mean(), Sums()), fields=(), num_tokens=1)
+        engine.train_step(batch, micro, lambda outputs, micro: (outputs["values"].square() / outputs["values"].numel(), Sums()), fields=(), scale=LossScale(1))
 
     share = budget_s / LAUNCHED_ROUNDS
     rounds = [(seconds_of(lambda: engine.infer(batch, micro), share), seconds_of(step, share)) for _ in range(LAUNCHED_ROUNDS)]

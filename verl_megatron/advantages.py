@@ -1,9 +1,9 @@
 """From scores and values to advantages; pure functions, global only through `all_sum`.
 
 Letters: B rows on this rank, T token positions, G groups (prompts) of the whole iteration. A field at position t speaks of
-token t: values_BT[b, t] is the value of the tokens before t, token_rewards_BT[b, t] arrives after token t. The response tokens of a
-row are contiguous; rows begin and end theirs at different t. `all_sum` returns the sum of a float64 tensor over the ranks that hold
-rows; every one of them has to call, also one without rows.
+token t: values_BT[b, t] is the value of the tokens before t, token_rewards_BT[b, t] arrives after token t. The mask holds the model's own
+tokens: rows begin and end theirs at different t, and other tokens, such as a tool's answer, may lie between them. `all_sum` returns
+the sum of a float64 tensor over the ranks that hold rows; every one of them has to call, also one without rows.
 """
 
 from collections.abc import Callable
@@ -39,17 +39,18 @@ def gae(token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: 
     """Generalized advantage estimation (Schulman et al. 2016): advantages and returns, both [B, T] float32, 0 outside the response.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last response token V = A = 0.
+    Here t counts the model's own tokens: what lies between them takes no part.
     """
-    values_BT = values_BT.masked_fill(~mask_BT, 0.0)
-    next_values_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
-    delta_BT = (token_rewards_BT + gamma * next_values_BT - values_BT).masked_fill(~mask_BT, 0.0)
-    advantages_BT = torch.empty_like(delta_BT)
-    advantage_B = delta_BT.new_zeros(len(delta_BT))
-    for t in reversed(range(delta_BT.shape[1])):  # stays 0 until the row's last response token
-        advantage_B = delta_BT[:, t] + gamma * lam * advantage_B
+    advantages_BT = torch.zeros_like(values_BT)
+    advantage_B = next_value_B = values_BT.new_zeros(len(values_BT))  # of the row's next own token; 0 after its last
+    for t in reversed(range(values_BT.shape[1])):
+        is_own_B, value_B = mask_BT[:, t], values_BT[:, t]
+        delta_B = token_rewards_BT[:, t] + gamma * next_value_B - value_B
+        advantage_B = torch.where(is_own_B, delta_B + gamma * lam * advantage_B, advantage_B)
+        next_value_B = torch.where(is_own_B, value_B, next_value_B)
         advantages_BT[:, t] = advantage_B
     advantages_BT = advantages_BT.masked_fill(~mask_BT, 0.0)
-    return advantages_BT, advantages_BT + values_BT
+    return advantages_BT, advantages_BT + values_BT.masked_fill(~mask_BT, 0.0)
 
 
 def group_advantages(rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_rows) -> Tensor:

@@ -16,11 +16,13 @@ from torch import Tensor
 class RolloutBatch:
     """Rows with their prompts, responses and scores. Fields that an algorithm does not need stay None."""
 
-    row_id: Tensor  # [B] int64, number of the row in the iteration; its prompt is row_id // samples_per_prompt
+    row_id: Tensor  # [B] int64, number of the row in the iteration: 0, 1, ... over all ranks, without gaps
     input_ids: Tensor  # [B, S] int64, prompts
     generated_ids: Tensor  # [B, T] int64, prompt and response
     attention_mask: Tensor  # [B, T] bool, prompt and response
-    response_mask: Tensor  # [B, T] bool, response
+    response_mask: Tensor  # [B, T] bool, the model's own tokens of the response: between turns there are others, such as a tool's answer
+    group_id: Tensor | None = None  # [B] int64, number of the prompt in the iteration, without gaps; the rows of a prompt share it
+    policy_version: Tensor | None = None  # [B] int64, updates of the policy that generated the row
     rollout_logprobs: Tensor | None = None  # [B, T] float32, the sampler's (vLLM's)
     rewards: Tensor | None = None  # [B] float32, score of the row
     logprobs: Tensor | None = None  # [B, T] float32, the actor's before the iteration's updates

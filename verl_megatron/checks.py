@@ -262,8 +262,9 @@ def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> lis
 
 def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
     algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
-    if algorithm.name == "grpo" and samples < 2:
-        problems.append(f"data.samples_per_prompt={samples} with algorithm.name=grpo compares a row with no other; use at least 2")
+    least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
+    if samples < least:
+        problems.append(f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a row with no other; use at least {least}")
     if algorithm.critic_warmup and not needs_critic:
         problems.append(f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, which has no critic; leave it at 0")
     if algorithm.kl_target and not algorithm.kl_coef:

@@ -186,3 +186,26 @@ class PromptCursor:
             if state[name] != int(getattr(self, name)):
                 raise ValueError(f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))}; resume with the same data, run.seed and data.shuffle")
         self._go_to(epoch=state["epoch"], position=state["position"])
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrompts:
+    """Prompts of a dataset in the cursor's order, without an end."""
+
+    prompts: Sequence[Prompt]
+    cursor: PromptCursor
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        return [self.prompts[i] for i in self.cursor.draw(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompts:
+    """These prompts, once."""
+
+    prompts: Sequence[Prompt]
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The first `count` of them."""
+        return list(self.prompts[:count])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,160 +13,88 @@ from parallel import device
 from parallel.collectives import all_max
 from parallel.layout import Layout
 from parallel.placement import place
-from parallel.reshard.execute import ReshardReport
+from parallel.reshard.plan import Plan
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
-from verl_megatron.algorithms import Algorithm, get_algorithm
+from verl_megatron.algorithms import get_algorithm
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import ModelConfig, TrainerConfig
-from verl_megatron.data import Prompt, PromptCursor, PromptDataset
-from verl_megatron.kl import KLController, make_controller
-from verl_megatron.metrics import PhaseTimer, Sums, reduce_over_world
+from verl_megatron.data import PromptCursor, PromptDataset, TrainingPrompts
+from verl_megatron.kl import make_controller
+from verl_megatron.learner import Learner
+from verl_megatron.metrics import PhaseTimer
 from verl_megatron.models.build import Head
+from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.roles.engine import Engine, check_weights, compute_of
+from verl_megatron.roles.engine import check_weights, compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
-from verl_megatron.rollout.generate import generate_rows
+from verl_megatron.rollout.engine import RolloutEngine
+from verl_megatron.rollout.sampler import Draw, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import VLLMActor
-from verl_megatron.rollout.weights import WeightSync
+from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
 from verl_megatron.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything an iteration needs. Its methods are collective over the world."""
+    """The parts of a run; each knows only its own work."""
 
     config: TrainerConfig
     tokenizer: Tokenizer
-    prompts: PromptDataset
+    source: TrainingPrompts
+    draw: Draw  # what an iteration collects
     validation: PromptDataset | None
-    cursor: PromptCursor
-    vllm: VLLMActor
-    actor: Role
-    critic: Role | None
-    reference: Role | None
-    reward_model: Role | None
-    pool: RewardPool | None  # on the first rank of each rollout replica
-    sync: WeightSync
-    algorithm: Algorithm
-    kl: KLController
-    watchdog: Watchdog
+    engine: RolloutEngine
+    sampler: Sampler
+    channel: ColocatedChannel
+    residency: Residency
+    learner: Learner
     clock: PhaseTimer
     built: dict[str, float]  # seconds that each part took
-    stale: bool = True  # vLLM's weights are not the actor's
-    shown_failures: set[str] = field(default_factory=set)
-
-    @property
-    def num_rows(self) -> int:
-        return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
+    plan: Plan  # of the reshard
 
     def table_of(self, batch: RolloutBatch) -> RowTable:
-        """All rows of the iteration, from those at home here."""
-        return RowTable.gather(batch, num_rows=self.num_rows, num_mini_batches=self.config.algorithm.mini_batches)
-
-    def draw_prompts(self) -> list[Prompt]:
-        return [self.prompts[i] for i in self.cursor.draw(self.config.data.prompts_per_iteration)]
-
-    def generate(self, prompts: list[Prompt], *, iteration: int, samples: int = 0, sampling: Sampling | None = None) -> RolloutBatch:
-        """Rows at home. Collective, as is `end_rollout()`, which has to follow before a model is used."""
-        self.hand_over()
-        return generate_rows(
-            self.vllm,
-            prompts,
-            samples_per_prompt=samples or self.config.data.samples_per_prompt,
-            sampling=sampling or Sampling.from_config(self.config.rollout),
-            seed=self.config.run.seed,
-            iteration=iteration,
-            tokenizer=self.tokenizer,
-            pool=self.pool,
-            on_step=self.watchdog.beat,
-        )
-
-    def end_rollout(self) -> None:
-        """The models have their weights again, and vLLM gives its memory back where it can."""
-        self.stale |= self.sync.restore()
-        if device.is_gpu() and self.config.rollout.sleep:
-            self.vllm.sleep()
-            self.stale = True
-
-    def hand_over(self) -> ReshardReport:
-        """From training to rollout: the actor's weights into vLLM, slice by slice, proved; nothing if vLLM has them."""
-        if not self.stale:
-            return ReshardReport()
-        for engine in self.learning():
-            engine.start_release(self.config.reshard.offload)  # where it has not begun
-        if not self.vllm.has_room_for_weights():
-            self._finish_release()
-        self.vllm.wake_weights()
-        report = self.sync.run(meanwhile=self._wake_kv_cache)
-        self.stale = False
-        return report
-
-    def _finish_release(self) -> None:
-        for engine in self.learning():
-            engine.finish_release()
-
-    def _wake_kv_cache(self) -> None:
-        self._finish_release()
-        self.vllm.wake_kv_cache()
-
-    def turn_to(self, role: Role) -> None:
-        """`role` learns next, or its state is wanted: what only learning needs of it begins to come back, that of the others has left."""
-        for engine in self.learning():
-            if engine is not role.engine:
-                engine.start_release(self.config.reshard.offload)
-                engine.finish_release(for_others=False)
-        role.engine.start_restore()
-
-    def weights_changed(self) -> None:
-        """After the updates: vLLM's weights are old, and what only learning needs may begin to leave the GPU."""
-        self.stale = True
-        for engine in self.learning():
-            engine.start_release(self.config.reshard.offload)
-
-    def learning(self) -> list[Engine]:
-        """The engines that are trained."""
-        return [role.engine for role in (self.actor, self.critic) if role is not None]
-
-    def score(self, batch: RolloutBatch, rows: RowTable, sums: Sums) -> Tensor:
-        """[B] float32: what the reward function and the reward model give the rows at home."""
-        rewards = torch.zeros(len(batch))
-        if self.pool is not None:
-            results = self.pool.results(progress=self.watchdog.beat)
-            sums.add("reward/latency_ms", self.pool.total_ms, self.pool.calls)
-            for b, row in enumerate(batch.row_id.tolist()):
-                rewards[b] = results[row].score
-                sums.add("reward/failed", float(results[row].failure is not None), 1)
-                for name, value in results[row].metrics.items():
-                    sums.add(f"reward/{name}", value, 1)
-            for kind in self.pool.examples.keys() - self.shown_failures:
-                print(f"{self.pool.examples[kind]} (counted as reward/failed; shown once)", flush=True)
-                self.shown_failures.add(kind)
-        if self.reward_model is not None:
-            rewards += self.reward_model.infer(batch, rows, last_token=True)["values"].sum(1)
-        return rewards
-
-    def reduce(self, sums: Sums) -> dict[str, float]:
-        """Means over all ranks, the same on each."""
-        return reduce_over_world(sums)
-
-    def adapt_kl(self, metrics: dict[str, float]) -> None:
-        if "kl/ref" in metrics:
-            self.kl.update(metrics["kl/ref"], self.num_rows)
-            metrics["kl/coef"] = self.kl.coef
+        """All samples of the iteration, from those owned by this rank. Collective over the world."""
+        return RowTable.gather(batch, num_mini_batches=self.config.algorithm.mini_batches)
 
     def used_memory(self) -> dict[str, int]:
-        """Bytes in use after each phase, on the fullest rank."""
+        """Bytes in use after each phase, on the fullest rank. Collective over the world."""
         phases = self.clock.memory_bytes
         fullest = all_max(torch.tensor([float(value) for value in phases.values()], dtype=torch.float64))
         return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-        self.vllm.close()
+        """End the reward workers and free the engine. Collective over the world."""
+        if self.sampler.pool is not None:
+            self.sampler.pool.close()
+        self.engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One of a run's Megatron-Core models."""
+
+    name: str  # of the role
+    section: str  # of the settings that describe it
+    model: ModelConfig
+    head: Head
+    trainable: bool = False
+
+
+def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
+    """The models that a run with these settings has, the actor first."""
+    specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
+    if get_algorithm(config.algorithm.name).needs_critic:
+        critic = replace(config.critic, path=config.critic.path or config.actor.path)
+        specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
+    if config.algorithm.kl_coef > 0:
+        specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
+    if config.reward.path:
+        reward = ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices)
+        specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
+    return tuple(specs)
 
 
 def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
@@ -176,48 +104,52 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
     the actor comes first.
     """
     arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
-    if not config.critic.path:
-        config.critic.path = config.actor.path
     prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
-    algorithm = get_algorithm(config.algorithm.name)
-    _check_weights_of(config, algorithm)
+    specs = models_of(config)
+    for spec in specs:
+        check_weights(spec.model.path, spec.head)
     parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
-        vllm = parts.vllm()
-        actor = parts.role("actor", config.actor, "lm", learns=True)
-        sync = parts.weight_sync(actor)
+        engine = parts.engine()
+        roles = {"actor": parts.role(specs[0])}
+        sync = parts.weight_sync(roles["actor"])
     else:
-        actor = parts.role("actor", config.actor, "lm", learns=True)
-        sync = parts.weight_sync(actor)
-        vllm = parts.vllm(sync.shared_weights)
-    critic = parts.role("critic", config.critic, "token", learns=True) if algorithm.needs_critic else None
-    reference = parts.role("reference", config.actor, "lm") if config.algorithm.kl_coef > 0 else None
-    reward = config.reward
-    reward_model = parts.role("reward", ModelConfig(path=reward.path, layout=reward.layout, devices=reward.devices), "sequence") if reward.path else None
-    pool = None
-    if reward.function and vllm.is_home:
-        pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
+        roles = {"actor": parts.role(specs[0])}
+        sync = parts.weight_sync(roles["actor"])
+        engine = parts.engine(sync.shared_weights)
+    roles |= {spec.name: parts.role(spec) for spec in specs[1:]}
     with parts.clock.phase("reshard"):
-        sync.attach(vllm)
+        sync.attach(engine)
+    trainable = [roles[spec.name].engine for spec in specs if spec.trainable]
+    residency = Residency(engine, sync, trainable, offload=config.reshard.offload, sleeps=device.is_gpu() and config.rollout.sleep)
+    clock = PhaseTimer(device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog))
+    learner = Learner(
+        roles, algorithm=get_algorithm(config.algorithm.name), config=config.algorithm, kl=make_controller(config.algorithm), residency=residency, clock=clock
+    )
+    data = config.data
     return Run(
         config=config,
         tokenizer=tokenizer,
-        prompts=prompts,
+        source=TrainingPrompts(prompts, PromptCursor(num_prompts=len(prompts), seed=config.run.seed, shuffle=data.shuffle)),
+        draw=Draw(num_prompts=data.prompts_per_iteration, samples_per_prompt=data.samples_per_prompt, sampling=Sampling.from_config(config.rollout)),
         validation=validation,
-        cursor=PromptCursor(num_prompts=len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
-        vllm=vllm,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        reward_model=reward_model,
-        pool=pool,
-        sync=sync,
-        algorithm=algorithm,
-        kl=make_controller(config.algorithm),
-        watchdog=watchdog,
-        clock=PhaseTimer(device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)),
+        engine=engine,
+        sampler=Sampler(engine, tokenizer=tokenizer, pool=_reward_pool(config, engine), seed=config.run.seed, on_step=watchdog.beat),
+        channel=ColocatedChannel(residency),
+        residency=residency,
+        learner=learner,
+        clock=clock,
         built=parts.clock.seconds,
+        plan=sync.plan,
     )
+
+
+def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
+    """Reward workers on the first rank of each replica, which owns its samples."""
+    reward = config.reward
+    if not reward.function or not engine.is_home:
+        return None
+    return RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
 
 
 class _Parts:
@@ -229,31 +161,25 @@ class _Parts:
         serving = Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(dist.get_world_size())))
         self.train, self.rollout = place(arch, self.usual, serving, ranks_per_host=device.ranks_per_host())
 
-    def role(self, name: str, model: ModelConfig, head: Head, *, learns: bool = False) -> Role:
-        config, layout = self.config, layout_of(model)
-        idle = config.algorithm.critic_warmup if name == "actor" else 0
-        steps = max(config.run.iterations - idle, 1) * config.algorithm.epochs * config.algorithm.mini_batches if learns else 0
+    def role(self, spec: ModelSpec) -> Role:
+        config, layout, algorithm = self.config, layout_of(spec.model), self.config.algorithm
+        idle = algorithm.critic_warmup if spec.name == "actor" else 0
+        steps = max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.mini_batches if spec.trainable else 0
         common = dict(engine=config.engine, seed=config.run.seed, temperature=config.rollout.temperature, train_steps=steps, progress=self.watchdog.beat)
         layout = self.train if layout == self.usual else layout  # what is split like the actor shares its groups
-        with self.clock.phase(name):
-            made = make_role(model, layout, arch=read_architecture(model.path), head=head, **common)
-            made.engine.start_release(config.reshard.offload)  # the next model, or vLLM, may need the room
-            made.engine.finish_release()
+        with self.clock.phase(spec.name):
+            made = make_role(spec.model, layout, arch=read_architecture(spec.model.path), head=spec.head, **common)
+            made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the room
+            made.engine.wait_offload()
         return made
 
     def weight_sync(self, actor: Role) -> WeightSync:
         with self.clock.phase("reshard"):
-            return WeightSync(actor.engine, self.rollout, self.config.reshard, dtype=_rollout_dtype(self.config))
+            return WeightSync(actor.engine.weight_source(), self.rollout, self.config.reshard, dtype=_rollout_dtype(self.config))
 
-    def vllm(self, shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
+    def engine(self, shared_weights: Mapping[str, Tensor] | None = None) -> RolloutEngine:
         with self.clock.phase("vllm"):
             return make_vllm(self.config, self.rollout, shared_weights)
-
-
-def _check_weights_of(config: TrainerConfig, algorithm: Algorithm) -> None:
-    for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
-        if model is not None and model.path:
-            check_weights(model.path, head)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from parallel.checkpoint import Snapshot
 from parallel.checkpoints import CheckpointError
 from parallel.collectives import all_max
 from verl_megatron.batch import RolloutBatch
+from verl_megatron.iteration import Collected
 from verl_megatron.metrics import Sums
-from verl_megatron.ppo import Collected
 from verl_megatron.roles.role import Role
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
@@ -48,7 +48,7 @@ class SavedState:
         is_async = self.config.run.async_save and self.config.run.save_interval > 0
         self._background = Background(enabled=is_async)
         if is_async:
-            reserved = sum(role.engine.reserve_copies() for role in self._learning().values())
+            reserved = sum(role.engine.reserve_copies() for role in self.run.learner.trainable.values())
             most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
             say(f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host memory a rank for the copy that is written, at most")
 
@@ -56,10 +56,6 @@ class SavedState:
     def has_checkpoint(self) -> bool:
         """Whether the iterations done so far are on the disk, or on their way."""
         return self._newest is not None
-
-    def _learning(self) -> dict[str, Role]:
-        roles = {"actor": self.run.actor, "critic": self.run.critic}
-        return {name: role for name, role in roles.items() if role is not None}
 
     # ---- saving -------------------------------------------------------------------------------------------------------
 
@@ -74,7 +70,7 @@ class SavedState:
         """
         self._background.wait()  # its copies are used again
         step, run = self.step, self.config.run
-        manifest = self._manifest() | {"cursor": cursor or self.run.cursor.state_dict(), "roles": {}}
+        manifest = self._manifest() | {"cursor": cursor or self.run.source.cursor.state_dict(), "roles": {}}
         snapshots, own = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
         if run.async_save:
             snapshots = list(snapshots)  # now; else one after the other, as they are written
@@ -91,14 +87,14 @@ class SavedState:
         self._background.submit(write)
 
     def _snapshots(self, told: dict) -> Iterator[tuple[str, Snapshot]]:
-        for name, role in self._learning().items():
-            self.run.turn_to(role)
+        for name, role in self.run.learner.trainable.items():
+            self.run.residency.enter_training(role.engine)
             snapshot, told[name] = role.engine.snapshot()
             yield name, snapshot
 
     def _manifest(self) -> dict:
         """What a checkpoint is of: enough to tell it from others and to repeat the run."""
-        roles = self._learning()
+        roles = self.run.learner.trainable
         return {
             "layouts": {name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}" for name, role in roles.items()},
             "models": {name: role.engine.arch.to_hf() for name, role in roles.items()},
@@ -106,7 +102,7 @@ class SavedState:
             "settings": dataclasses.asdict(self.config),
             "validation": self.validated,
             "before": self.before,
-            "kl": self.run.kl.state_dict(),
+            "kl": self.run.learner.kl.state_dict(),
         }
 
     def finish(self) -> None:
@@ -129,7 +125,7 @@ class SavedState:
             "sums": collected.sums.state_dict(),
             "reshard_bytes": collected.reshard_bytes,
             "seconds": dict(self.run.clock.seconds),
-            "cursor": self.run.cursor.state_dict(),
+            "cursor": self.run.source.cursor.state_dict(),
         }
         path = self._newest
 
@@ -161,7 +157,7 @@ class SavedState:
         path, resumed, self._newest, self._resumed = self._newest, self._resumed, None, None
         if path is None:
             return
-        norms = {f"{name}/{kind}": value for name, role in self._learning().items() for kind, value in self._norms(role).items()}
+        norms = {f"{name}/{kind}": value for name, role in self.run.learner.trainable.items() for kind, value in self._norms(role).items()}
         learnt = {name: value for name, value in metrics.items() if name.startswith(LEARNT) and not name.endswith("_ms")} | norms
         if resumed is not None and self.config.run.resume == "verify":
             self._verify(path, learnt)
@@ -169,7 +165,7 @@ class SavedState:
             self._background.submit(lambda _: self._record(path, learnt))
 
     def _norms(self, role: Role) -> dict[str, float]:
-        self.run.turn_to(role)
+        self.run.residency.enter_training(role.engine)
         return role.engine.norms()
 
     def _record(self, path: Path, learnt: dict[str, float]) -> None:
@@ -212,18 +208,19 @@ class SavedState:
         path, saved = found
         mine = self._manifest()
         checkpoints.refuse_other_models(path, saved, mine["models"])
-        for name, role in self._learning().items():
-            self.run.turn_to(role)
+        for name, role in self.run.learner.trainable.items():
+            self.run.residency.enter_training(role.engine)
             role.engine.load(path / name, saved["roles"][name])
-        self.run.cursor.load_state_dict(saved["cursor"])
-        self.run.kl.load_state_dict(saved["kl"])
-        self.step, self.before, self.validated, self.run.stale = saved["step"], saved["before"], saved["validation"], True
+        self.run.source.cursor.load_state_dict(saved["cursor"])
+        self.run.learner.kl.load_state_dict(saved["kl"])
+        self.step, self.before, self.validated = saved["step"], saved["before"], saved["validation"]
+        self.run.channel.publish(self.step)
         self._newest, how = path, "with its random states"
         self._is_same_layout = saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
         if self._is_same_layout:
             random_state.set_rng_state(checkpoints.own_state(path)["rng"])
         else:
-            random_state.seed_anew(self.run.actor.engine.groups, seed=self.config.run.seed, step=self.step)
+            random_state.seed_anew(self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step)
             how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
         self._resume_rows(path)
         rows = ", with the rows collected for the next" if self._resumed else ""
@@ -236,7 +233,7 @@ class SavedState:
         parts, world_size = found
         if any(part["made_with"] != self._made_with() for part in parts):
             return self.say(f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew")
-        self.run.cursor.load_state_dict(parts[0]["cursor"])
+        self.run.source.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]
         batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
         if world_size != dist.get_world_size():  # all rows are here, and dealt out anew

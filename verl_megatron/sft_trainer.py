@@ -10,6 +10,7 @@ from parallel import device
 from parallel.collectives import all_sum
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
+from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import check_sft_config, refuse
 from verl_megatron.config import SFTConfig
@@ -80,13 +81,14 @@ class SFTTrainer:
 
     def _step(self, actor: Role, rows: list[Demonstration]) -> dict[str, float]:
         batch, table = spread(rows)
-        sums, _ = actor.update(batch, table, lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), epochs=1)
+        dispatched = actor.dispatch(batch, table)
+        sums, _ = actor.update(dispatched, table, lambda outputs, micro: cross_entropy(outputs["logprobs"]), token_mean, fields=(), epochs=1)
         return reduce_over_world(sums)
 
     def _loss(self, actor: Role, rows: list[Demonstration]) -> float:
         """Mean negative log-probability of a response token."""
         batch, table = spread(rows)
-        logprobs_BT: Tensor = actor.infer(batch, table)["logprobs"]
+        logprobs_BT: Tensor = actor.infer(batch, table, ("logprobs",))["logprobs"]
         return -all_sum(logprobs_BT.double().sum()).item() / int(table.response_R.sum())
 
 
@@ -94,4 +96,4 @@ def spread(rows: list[Demonstration]) -> tuple[RolloutBatch, RowTable]:
     """Demonstrations dealt over the ranks of the world as rows at home, and the table of all of them."""
     mine = range(dist.get_rank(), len(rows), dist.get_world_size())
     batch = RolloutBatch.from_rows(list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine])
-    return batch, RowTable.gather(batch, num_rows=len(rows), num_mini_batches=1)
+    return batch, RowTable.gather(batch, num_mini_batches=1)

@@ -13,15 +13,15 @@ from parallel.watchdog import Watchdog
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import batch_arithmetic, check_config, refuse
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data import Prompt
-from verl_megatron.metrics import Sums
+from verl_megatron.data import GivenPrompts, Prompt
+from verl_megatron.iteration import Collected, collect, learn
+from verl_megatron.metrics import Sums, reduce_over_world
 from verl_megatron.planner import Case, check_fits, kv_bytes_per_token, machine_here, rows_together
-from verl_megatron.ppo import Collected, collect, learn
 from verl_megatron.profiling import record_profile
 from verl_megatron.report import draw_report
 from verl_megatron.roles.rows import RowTable
-from verl_megatron.rollout.sampling import Sampling
-from verl_megatron.run import Run, build_run
+from verl_megatron.rollout.sampler import Draw
+from verl_megatron.run import Run, build_run, models_of
 from verl_megatron.saved_state import SavedState
 from verl_megatron.timeline import record_timeline, write_timeline
 from verl_megatron.tracking import MetricsTracker
@@ -76,7 +76,7 @@ class RLTrainer:
             record_timeline(self.run.clock, config.track_metrics)
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
             self.say(f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}")
-            self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.sync.plan}")
+            self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
             self.say(self._generation())
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
             gc.enable()
@@ -88,7 +88,7 @@ class RLTrainer:
                 self.run.close()
 
     def _generation(self) -> str:
-        case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.vllm.kv_cache_tokens
+        case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.engine.kv_cache_tokens
         return f"vLLM: KV cache of {tokens:,} tokens a replica, {rows_together(case, tokens * kv_bytes_per_token(case))}"
 
     def _train(self) -> dict[str, float]:
@@ -126,7 +126,7 @@ class RLTrainer:
 
     def _iterate(self) -> dict[str, float] | None:
         """The metrics of the next iteration; None if the run has to end before it: it is saved then, with the rows collected so far."""
-        run, state, drawn_from = self.run, self.state, self.run.cursor.state_dict()
+        run, state, drawn_from = self.run, self.state, self.run.source.cursor.state_dict()
         if self.preemption.requested():
             return self._leave()
         collected = state.rows() or collect(run, state.step + 1)
@@ -164,14 +164,16 @@ class RLTrainer:
         if self.run.validation is not None:
             config, run, sums = self.config, self.run, Sums()
             prompts = list(run.validation)[: config.data.validation_rows or None]
-            sampling = dataclasses.replace(Sampling.from_config(config.rollout), temperature=config.data.validation_temperature)
+            sampling = dataclasses.replace(run.draw.sampling, temperature=config.data.validation_temperature)
             with run.clock.phase("validation"):
-                batch = run.generate(prompts, iteration=0, samples=1, sampling=sampling)
-                run.end_rollout()
-                rows = RowTable.gather(batch, num_rows=len(prompts), num_mini_batches=1)
-                scores = run.score(batch, rows, Sums())
+                version = run.channel.adopt()
+                draw = Draw(num_prompts=len(prompts), samples_per_prompt=1, sampling=sampling)
+                batch = run.sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=version)
+                run.residency.enter_training()
+                rows = RowTable.gather(batch, num_mini_batches=1)
+                scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, rows)
             sums.add("validation/accuracy", scores.sum(), len(scores))
-            found = run.reduce(sums)
+            found = reduce_over_world(sums)
             self.state.validated = {"step": self.state.step} | found
             self._dump(batch, scores.tolist(), prompts)
         if tracker is not None and (metrics or found):
@@ -193,11 +195,11 @@ class RLTrainer:
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""
-        for name, role, source in (("actor", self.run.actor, self.config.actor.path), ("critic", self.run.critic, self.config.critic.path)):
-            if role is not None:
+        for spec in models_of(self.config):
+            if spec.trainable:
                 with self.watchdog.operation("export", timeout_s=SLOW_S):
-                    role.engine.export(self.output_dir / name, template=source)
-                self.say(f"exported {self.output_dir / name}")
+                    self.run.learner.roles[spec.name].engine.export(self.output_dir / spec.name, template=spec.model.path)
+                self.say(f"exported {self.output_dir / spec.name}")
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

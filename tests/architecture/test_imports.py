@@ -26,11 +26,12 @@ OWNERS = {
 LAYERS = (
     ("train", "sft"),
     ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
-    ("ppo",),
+    ("iteration",),
     ("run",),
+    ("learner",),
     ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
-    ("presets", "versions", "batch", "config", "log_prob_kernels"),
+    ("presets", "versions", "batch", "config", "log_prob_kernels", "residency"),
 )
 
 

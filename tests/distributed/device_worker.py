@@ -37,6 +37,7 @@ def train_a_step(folder: Path) -> None:
     """Two pipeline stages that share an embedding, two micro-batches, one optimizer step."""
     device.initialize()
     from parallel.groups import ProcessGroups
+    from verl_megatron.algorithms.normalizers import LossScale
     from verl_megatron.batch import RolloutBatch
     from verl_megatron.config import EngineConfig
     from verl_megatron.losses import cross_entropy
@@ -47,7 +48,7 @@ def train_a_step(folder: Path) -> None:
     engine.prepare_training(lr=1e-2, total_steps=1)
     before = {key: tensor.clone() for key, tensor in engine.tensors.items()}
     batch = RolloutBatch.from_rows([0, 1], [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
-    engine.train_step(batch, [[0], [1]], lambda outputs, fields: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=5)
+    engine.train_step(batch, [[0], [1]], lambda outputs, micro: cross_entropy(outputs["logprobs"]), fields=(), scale=LossScale(5))
     assert all(torch.isfinite(tensor).all() and not tensor.equal(before[key]) for key, tensor in engine.tensors.items()), "a parameter was not trained"
 
 

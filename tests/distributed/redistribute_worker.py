@@ -60,17 +60,24 @@ def check_collector(rank: int, world: int, layout: Layout) -> None:
     dp_of_row = torch.tensor([(r * r) % layout.dp for r in range(num_rows)])
     home = make_rows([r for r in reversed(range(num_rows)) if home_of_row[r] == rank])
     collector = DataCollector(layout, rank=rank)
-    borrowed = collector.to_role(home, dp_of_row)
+    fields = collector.to_role(home, dp_of_row)
+    borrowed = RolloutBatch(**fields)
     mine = [r for r in range(num_rows) if rank in layout.ranks and dp_of_row[r] == layout.coordinates(rank).dp]
     expected = make_rows(mine)
-    assert borrowed.tensors().keys() == expected.tensors().keys()
+    assert fields.keys() == expected.tensors().keys()
     for name, value in expected.tensors().items():
-        assert_close(getattr(borrowed, name), value, rtol=0, atol=0)
+        found = fields[name][:, : value.size(1)] if value.dim() > 1 else fields[name]
+        assert_close(found, value, rtol=0, atol=0)
+        assert value.dim() == 1 or not fields[name][:, value.size(1) :].any(), "what lies behind is padding"
+    some = collector.to_role(home, dp_of_row, ("rewards", "values"))
+    assert some.keys() == {"row_id", "rewards"} and torch.equal(some["rewards"], expected.rewards)
 
     answers = rank in layout.ranks and layout.coordinates(rank).pp == layout.pp - 1
     logprobs = torch.where(borrowed.response_mask, borrowed.row_id[:, None] * 100.0 + torch.arange(borrowed.generated_ids.size(1)), 0.0)
-    returned = collector.to_home(logprobs if answers else None, borrowed.row_id, home_of_row, home)
-    assert_close(returned, torch.where(home.response_mask, home.row_id[:, None] * 100.0 + torch.arange(home.generated_ids.size(1)), 0.0), rtol=0, atol=0)
+    values = {"logprobs": logprobs, "twice": 2 * logprobs} if answers else None
+    returned = collector.to_home(("twice", "logprobs"), values, borrowed.row_id, home_of_row, home)
+    assert_close(returned["twice"], 2 * returned["logprobs"], rtol=0, atol=0)
+    assert_close(returned["logprobs"], torch.where(home.response_mask, home.row_id[:, None] * 100.0 + torch.arange(home.generated_ids.size(1)), 0.0), rtol=0, atol=0)
 
 
 def main() -> None:

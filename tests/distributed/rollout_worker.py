@@ -52,8 +52,8 @@ def seven(tensor):
 
 def write_all(target, source):
     """All of source's parameters into target's, in place."""
-    written = target.parameters()
-    for name, tensor in source.parameters().items():
+    written = target.weight_target()
+    for name, tensor in source.weight_target().items():
         written.pop(name).copy_(tensor)
     assert not written, written.keys()
 
@@ -140,7 +140,7 @@ def check_write_in_place(actor, fresh):
     write_all(actor, fresh)
     stale = actor.generate(REQUESTS, SAMPLING)
     assert stale != expected  # keys and values of the long prompts are the old weights'
-    actor.reset_prefix_cache()
+    actor.reset_cache()
     assert actor.generate(REQUESTS, SAMPLING) == expected  # to the last bit
 
 
@@ -151,7 +151,7 @@ def check_weights_need_their_patch():
     name, patch = vllm_cpu.CPU_PATCHES["keep_weights"]
     vllm_cpu.CPU_PATCHES["keep_weights"] = (name, lambda: setattr(ops, "_supports_onednn", True))
     packed = actor_of("a")
-    assert any(tensor.numel() == 0 for tensor in packed.parameters().values())
+    assert any(tensor.numel() == 0 for tensor in packed.weight_target().values())
     packed.close()
     vllm_cpu.CPU_PATCHES["keep_weights"] = (name, patch)
 
@@ -197,10 +197,10 @@ def check_sleeping_bytes():
 def check_tied():
     """One parameter under two names, in memory of ours."""
     own = actor_of("tied")
-    shared = {name: seven(tensor) for name, tensor in own.parameters().items()}
+    shared = {name: seven(tensor) for name, tensor in own.weight_target().items()}
     assert "lm_head.weight" not in shared
     expected = own.generate(REQUESTS[:4], SAMPLING)
-    weights = {name: tensor.clone() for name, tensor in own.parameters().items()}
+    weights = {name: tensor.clone() for name, tensor in own.weight_target().items()}
     own.close()
     actor = actor_of("tied", load_weights=False, shared_weights=shared)
     for name, tensor in shared.items():
@@ -266,7 +266,7 @@ def check_rows(actor, mine, expected, expected_logprobs):
 def shards_of(actor):
     """Weights of each tensor-parallel slot, on every rank."""
     held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, {name: tensor.clone() for name, tensor in actor.parameters().items()})
+    dist.all_gather_object(held, {name: tensor.clone() for name, tensor in actor.weight_target().items()})
     return [held[rank] for rank in actor.ranks[: actor.tp]]
 
 
@@ -291,7 +291,7 @@ def check_shared(shards, expected, expected_logprobs):
     shared = {name: seven(tensor) for name, tensor in weights.items() if name not in kept}
     actor = actor_of("a", 2, load_weights=False, ranks=ranks, shared_weights=shared)
     assert (actor.replica, actor.tp_rank, actor.is_home) == {0: (0, 0, True), 2: (0, 1, False), 1: (1, 0, True), 3: (1, 1, False)}[dist.get_rank()]
-    held = actor.parameters()
+    held = actor.weight_target()
     assert held.keys() == weights.keys() and all((tensor == 7).all() for tensor in shared.values()), "they were written to"
     addresses = {tensor.data_ptr() for tensor in shared.values()}
     assert all(held[name].data_ptr() not in addresses and held[name].abs().max() < 0.01 for name in kept)
@@ -300,7 +300,7 @@ def check_shared(shards, expected, expected_logprobs):
     finished = []
     shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
     assert len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
-    held = actor.parameters()
+    held = actor.weight_target()
     assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in shared.items())
     actor.close()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in shared.items())

@@ -11,6 +11,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.losses import PolicyTokens, policy_loss
 from verl_megatron.roles.engine import Engine
@@ -103,12 +104,12 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     batch.logprobs, batch.advantages = -5.0 * batch.response_mask, 1.0 * batch.response_mask
     algorithm, losses = AlgorithmConfig(clip_high=10.0, clip_low=0.99), []
 
-    def loss(outputs, fields):
-        return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens(fields["logprobs"], fields["advantages"]), algorithm, 0.0)
+    def loss(outputs, micro):
+        return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), algorithm, 0.0)
 
     mine, micro = share_of(batch, layout, 64)
     for _ in range(5):
-        sums = engine.train_step(mine, micro, loss, fields=("logprobs", "advantages"), num_tokens=int(batch.response_mask.sum()))
+        sums = engine.train_step(mine, micro, loss, fields=("logprobs", "advantages"), scale=LossScale(int(batch.response_mask.sum())))
         losses.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)["policy/loss"])
     return losses
 

@@ -14,6 +14,7 @@ from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture
 from tests.parity.training_worker import CLASSES, FIELDS, LR, experience, full_weights, policy, same, value
 from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.roles.engine import Engine
 
@@ -35,7 +36,7 @@ def some_layout() -> Layout:
 def steps(engine: Engine, batch, count: int) -> None:
     mine, micro = share_of(batch, engine.layout, engine.config.tokens_per_micro_batch)
     for _ in range(count):
-        engine.train_step(mine, micro, policy if engine.head == "lm" else value, fields=FIELDS[engine.head], num_tokens=int(batch.response_mask.sum()))
+        engine.train_step(mine, micro, policy if engine.head == "lm" else value, fields=FIELDS[engine.head], scale=LossScale(int(batch.response_mask.sum())))
 
 
 def save(engine: Engine, folder: Path) -> dict:

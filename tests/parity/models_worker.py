@@ -125,7 +125,7 @@ def check_together() -> None:
         common = {"arch": arch, "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm"}
         engines = [Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common), Engine(folder=None, seed=2, **common)]
         mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
-        alone, together = [engine.infer(mine, micro) for engine in engines], infer_models(engines, mine, micro)
+        alone, together = [engine.infer(mine, micro) for engine in engines], infer_models(engines, mine, micro, ("logprobs", "entropy"))
         for one, other in zip(alone, together, strict=True):
             assert (one is None) == (other is None) and all(torch.equal(other[name], value) for name, value in (one or {}).items()), text
         assert alone[0] is None or not torch.allclose(alone[0]["logprobs"], alone[1]["logprobs"]), "the models are the same"

@@ -22,6 +22,7 @@ from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
 from tests.tiny import SERVED, write_tokenizer
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig, ReshardConfig, RolloutConfig
 from verl_megatron.losses import cross_entropy
 from verl_megatron.roles.engine import Engine
@@ -67,7 +68,7 @@ def make_engine(folder: Path, layout: Layout, *, head="lm", train: bool = False)
         engine.prepare_training(lr=1e-2, total_steps=1)
         batch = make_batch(engine.arch.vocab_size)
         mine, micro = share_of(batch, layout, 64)
-        engine.train_step(mine, micro, lambda outputs, _: cross_entropy(outputs["logprobs"]), fields=(), num_tokens=int(batch.response_mask.sum()))
+        engine.train_step(mine, micro, lambda outputs, micro: cross_entropy(outputs["logprobs"]), fields=(), scale=LossScale(int(batch.response_mask.sum())))
     return engine
 
 
@@ -94,12 +95,12 @@ def poison(tensors: dict) -> None:
 
 
 def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
-    poison(vllm.parameters())
-    sync = WeightSync(engine, Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks), ReshardConfig(verify="all"), dtype=torch.float32)
+    poison(vllm.weight_target())
+    sync = WeightSync(engine.weight_source(), Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks), ReshardConfig(verify="all"), dtype=torch.float32)
     sync.attach(vllm)
     report = sync.run()
     assert report.checked_slices > 0
-    assert_bitwise(vllm.parameters(), case.fresh, f"{case.family} {engine.layout} to vLLM tp{case.tp}")
+    assert_bitwise(vllm.weight_target(), case.fresh, f"{case.family} {engine.layout} to vLLM tp{case.tp}")
 
 
 def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
@@ -121,7 +122,7 @@ def back_from_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
     before = {key: tensor.clone() for key, tensor in held.items()}
     poison(held)
     served = {rank: vllm_parameters(case.arch, case.tp, rank % case.tp) for rank in range(4)}
-    move(served, shards_of(engine), given={(0, name): tensor for name, tensor in vllm.parameters().items()}, taken=held)
+    move(served, shards_of(engine), given={(0, name): tensor for name, tensor in vllm.weight_target().items()}, taken=held)
     assert_bitwise(held, before, f"{case.family} vLLM tp{case.tp} to {engine.layout}")
 
 
@@ -158,7 +159,7 @@ def make_case(folder: Path, family: str, tp: int) -> tuple[Case, VLLMActor]:
     original = write_once(template, family, **SERVED[family])
     make_engine(template, Layout.parse("tp2pp2", (0, 1, 2, 3)), train=True).export(exported, template=str(template))
     loaded = make_vllm(exported, tp, load_weights=True)
-    fresh = {name: tensor.clone() for name, tensor in loaded.parameters().items()}
+    fresh = {name: tensor.clone() for name, tensor in loaded.weight_target().items()}
     case = Case(family, tp, template, exported, fresh, greedy(loaded))
     loaded.close()
     embedding = original.get_input_embeddings().weight[3:].detach()
@@ -168,7 +169,7 @@ def make_case(folder: Path, family: str, tp: int) -> tuple[Case, VLLMActor]:
 
 def check_family(folder: Path, family: str, tp: int) -> None:
     case, vllm = make_case(folder, family, tp)
-    assert any(not torch.equal(tensor, case.fresh[name]) for name, tensor in vllm.parameters().items()), "nothing would be seen to move"
+    assert any(not torch.equal(tensor, case.fresh[name]) for name, tensor in vllm.weight_target().items()), "nothing would be seen to move"
     for text, ranks, stage_layers in LAYOUTS:
         layout = Layout.parse(text, ranks, stage_layers)
         engine = make_engine(case.exported, layout)

@@ -5,7 +5,6 @@ Letters: N tokens asked about in a row.
 
 import math
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -15,17 +14,18 @@ from torch import Tensor
 from parallel.collectives import all_max, all_names, all_sum
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
-from parallel.offload import Place, gradients, optimizer_tensors
+from parallel.offload import Residence, gradients, optimizer_tensors
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ReshardConfig, TrainerConfig
+from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
 from verl_megatron.metrics import Sums
+from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine
 from verl_megatron.roles.role import make_role
-from verl_megatron.run import Run
 
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
 CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification"}
@@ -69,12 +69,12 @@ def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> Rollou
     return batch
 
 
-def policy(outputs, fields):
-    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens(fields["logprobs"], fields["advantages"], fields["ref_logprobs"]), ALGORITHM, KL_COEF)
+def policy(outputs, micro):
+    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), ALGORITHM, KL_COEF)
 
 
-def value(outputs, fields):
-    return value_loss(outputs["values"], fields["values"], fields["returns"], ALGORITHM)
+def value(outputs, micro):
+    return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], ALGORITHM)
 
 
 def train(folder: Path, head: str, layout: Layout, batch: RolloutBatch, config: EngineConfig, *, steps: int = 3, temperature: float = 1.0):
@@ -85,7 +85,7 @@ def train(folder: Path, head: str, layout: Layout, batch: RolloutBatch, config: 
     mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
     history = []
     for _ in range(steps):
-        sums = engine.train_step(mine, micro, policy if head == "lm" else value, fields=FIELDS[head], num_tokens=int(batch.response_mask.sum()))
+        sums = engine.train_step(mine, micro, policy if head == "lm" else value, fields=FIELDS[head], scale=LossScale(int(batch.response_mask.sum())))
         history.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names))
     gather_late(engine)
     return history, full_weights(engine)
@@ -218,11 +218,11 @@ def step_away(engine: Engine, what: str, mine: RolloutBatch, micro: list[list[in
     moved = (gradients(engine.chunks) if what in ("grads", "all") else []) + (state if what in ("optimizer", "all") else [])
     before = engine.infer(mine, micro)  # gathers the new weights layer by layer
     engine.gather_weights()
-    engine.start_release(what)
-    engine.finish_release()
-    assert Place.AWAY in (engine.offload.place, engine.idle_gradients.place) and moved and not any(tensor.untyped_storage().nbytes() for tensor in moved)
+    engine.offload_async(what)
+    engine.wait_offload()
+    assert Residence.ON_HOST in (engine.offload.residence, engine.idle_gradients.residence) and moved and not any(tensor.untyped_storage().nbytes() for tensor in moved)
     assert same(engine.infer(mine, micro), before)
-    engine.start_restore()
+    engine.onload_async()
 
 
 def steps_apart(folder: Path, layout: Layout, batch: RolloutBatch, config: EngineConfig, away: tuple[tuple[str, ...], ...]) -> Engine:
@@ -231,7 +231,7 @@ def steps_apart(folder: Path, layout: Layout, batch: RolloutBatch, config: Engin
     engine.prepare_training(lr=LR, total_steps=6)
     mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
     for released in away:
-        engine.train_step(mine, micro, policy, fields=FIELDS["lm"], num_tokens=int(batch.response_mask.sum()))
+        engine.train_step(mine, micro, policy, fields=FIELDS["lm"], scale=LossScale(int(batch.response_mask.sum())))
         for what in released:
             step_away(engine, what, mine, micro)
     return engine
@@ -240,7 +240,7 @@ def steps_apart(folder: Path, layout: Layout, batch: RolloutBatch, config: Engin
 def refuses_no_number(engine: Engine, mine: RolloutBatch, micro: list[list[int]]) -> None:
     """A loss that is no number is named on every rank."""
     try:
-        engine.train_step(mine, micro, lambda outputs, fields: (math.nan * outputs["logprobs"].sum(), Sums()), fields=(), num_tokens=1)
+        engine.train_step(mine, micro, lambda outputs, micro: (math.nan * outputs["logprobs"], Sums()), fields=(), scale=LossScale(1))
     except ValueError as error:
         assert "policy/grad_norm is nan" in str(error) and "lower actor.lr" in str(error)
     else:
@@ -258,9 +258,9 @@ def check_offload() -> None:
         config = EngineConfig(tokens_per_micro_batch=64, distributed_optimizer=text in ("tp1", "pp2vpp2"), **extra)
         want = steps_apart(path, layout, batch, config, ((), ())).state_dict()
         engine = steps_apart(path, layout, batch, config, (("all",), ("grads", "optimizer")))
-        engine.start_release("all")
-        engine.finish_release()
-        assert same(engine.state_dict(), want) and engine.offload.place is Place.HOME, f"{family} {text} {extra}"
+        engine.offload_async("all")
+        engine.wait_offload()
+        assert same(engine.state_dict(), want) and engine.offload.residence is Residence.ON_DEVICE, f"{family} {text} {extra}"
         away = engine.offload.device_bytes + engine.idle_gradients.device_bytes
         refuses_no_number(engine, *share_of(batch, layout, 64))
         say(f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit")
@@ -277,16 +277,16 @@ def check_turns() -> None:
         common = dict(engine=EngineConfig(tokens_per_micro_batch=64), seed=1, temperature=1.0, train_steps=6)
         models = {name: ModelConfig(path=str(folder / name), lr=LR) for name in ("actor", "critic")}
         roles = {name: make_role(model, layout, arch=read_architecture(model.path), head=head, **common) for (name, model), head in zip(models.items(), ("lm", "token"))}
-        run = Run(**{field.name: None for field in fields(Run)} | roles | {"config": TrainerConfig(reshard=ReshardConfig(offload=what))})
+        residency = Residency(None, None, [role.engine for role in roles.values()], offload=what, sleeps=False)
         for name, other in (("critic", "actor"), ("actor", "critic")) * 2:
-            run.turn_to(roles[name])
+            residency.enter_training(roles[name].engine)
             idle, engine = roles[other].engine, roles[name].engine
-            assert ({idle.offload.place, idle.idle_gradients.place} == {Place.AWAY}) == (what == "all"), (what, other)
+            assert ({idle.offload.residence, idle.idle_gradients.residence} == {Residence.ON_HOST}) == (what == "all"), (what, other)
             loss = policy if name == "actor" else value
-            engine.train_step(mine, micro, loss, fields=FIELDS[engine.head], num_tokens=int(batch.response_mask.sum()))
+            engine.train_step(mine, micro, loss, fields=FIELDS[engine.head], scale=LossScale(int(batch.response_mask.sum())))
         learnt[what] = []
         for role in roles.values():
-            run.turn_to(role)
+            residency.enter_training(role.engine)
             learnt[what].append(role.engine.state_dict())
     assert same(learnt["all"], learnt["none"])
     say("turns: equal bit by bit")

@@ -25,6 +25,7 @@ def batch() -> RolloutBatch:
     logprobs, ref_logprobs, values = (torch.randn(6, 8, generator=generator) * response for _ in range(3))
     return RolloutBatch(
         row_id=torch.tensor([4, 0, 1, 5, 3, 2]),
+        group_id=torch.tensor([4, 0, 1, 5, 3, 2]) // 2,
         input_ids=torch.zeros(6, 4, dtype=torch.int64),
         generated_ids=torch.zeros(6, 8, dtype=torch.int64),
         attention_mask=attention,
@@ -37,7 +38,7 @@ def batch() -> RolloutBatch:
 
 
 def run(batch, config, kl_coef=0.1):
-    return get_algorithm(config.name).advantages(batch, config, kl_coef=kl_coef, num_prompts=3, samples_per_prompt=2, all_sum=own_rows)
+    return get_algorithm(config.name).advantages(batch, config, kl_coef=kl_coef, num_groups=3, all_sum=own_rows)
 
 
 def penalized_rewards(batch, row, kl_coef):

@@ -18,7 +18,7 @@ def policy_case(count: int = 40, seed: int = 0):
         return scale * torch.randn(count, generator=generator, dtype=torch.float64)
 
     old = -1.5 + normal(0.5)
-    tokens = PolicyTokens(old, normal(1.0), ref_logprobs_N=old + normal(0.4), rollout_logprobs_N=old + normal(0.5))
+    tokens = PolicyTokens(torch.arange(count), old, normal(1.0), ref_logprobs_N=old + normal(0.4), rollout_logprobs_N=old + normal(0.5))
     return (old + normal(0.4)).requires_grad_(), normal(0.1).add(1.0).requires_grad_(), tokens
 
 
@@ -48,11 +48,11 @@ def naive_policy_loss(logprobs, entropy, tokens, config, kl_coef):
 def test_a_log_ratio_beyond_float32_leaves_loss_and_gradient_finite():
     logprobs = torch.tensor([-1.0, -100.0, -0.5], requires_grad=True)
     old = torch.tensor([-1.0, -1.0, -120.0])  # exp(119.5) is infinite in float32, and infinity times 0 is no number
-    tokens = PolicyTokens(old, torch.tensor([1.0, 0.0, 0.0]), ref_logprobs_N=old.flip(0))
+    tokens = PolicyTokens(torch.zeros(3, dtype=torch.int64), old, torch.tensor([1.0, 0.0, 0.0]), ref_logprobs_N=old.flip(0))
     for estimator in ("k2", "k3"):
-        loss, _ = policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="loss", kl_estimator=estimator), 0.1)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+        loss_N, _ = policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="loss", kl_estimator=estimator), 0.1)
+        (gradient,) = torch.autograd.grad(loss_N.sum(), logprobs)
+        assert torch.isfinite(loss_N).all() and torch.isfinite(gradient).all()
 
 
 CONFIGS = [
@@ -68,7 +68,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS)
 def test_policy_loss_and_gradients_match_a_loop(config):
     logprobs, entropy, tokens = policy_case()
-    loss, _ = policy_loss(logprobs, entropy, tokens, config, 0.05)
+    loss = policy_loss(logprobs, entropy, tokens, config, 0.05)[0].sum()
     expected = naive_policy_loss(logprobs, entropy, tokens, config, 0.05)
     torch.testing.assert_close(loss, expected)
     gradients = torch.autograd.grad(loss, (logprobs, entropy), materialize_grads=True)
@@ -79,13 +79,14 @@ def test_policy_loss_and_gradients_match_a_loop(config):
 def test_policy_loss_does_not_depend_on_the_micro_batches():
     config = CONFIGS[4]
     logprobs, entropy, tokens = policy_case()
-    whole, sums = policy_loss(logprobs, entropy, tokens, config, 0.05)
+    whole_N, sums = policy_loss(logprobs, entropy, tokens, config, 0.05)
+    whole = whole_N.sum()
     parts = 0.0
     merged = None
     for piece in torch.arange(40).split([1, 0, 25, 14]):
         part = PolicyTokens(*(getattr(tokens, name)[piece] for name in PolicyTokens.__dataclass_fields__))
-        loss, part_sums = policy_loss(logprobs[piece], entropy[piece], part, config, 0.05)
-        parts = parts + loss
+        loss_N, part_sums = policy_loss(logprobs[piece], entropy[piece], part, config, 0.05)
+        parts = parts + loss_N.sum()
         if merged is None:
             merged = part_sums
         else:
@@ -98,7 +99,7 @@ def test_policy_loss_does_not_depend_on_the_micro_batches():
 def test_policy_metrics():
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     new = old + torch.tensor([0.0, 0.5, -0.5, 0.5])  # inside; clipped; lowered where the advantage is positive: no clip; no clip
-    tokens = PolicyTokens(old, torch.tensor([1.0, 1.0, 1.0, -1.0]))
+    tokens = PolicyTokens(torch.arange(4), old, torch.tensor([1.0, 1.0, 1.0, -1.0]))
     _, sums = policy_loss(new, torch.full((4,), 2.0), tokens, AlgorithmConfig(), 0.0)
     metrics = reduced(sums)
     ratio = [1.0, math.exp(0.5), math.exp(-0.5), math.exp(0.5)]
@@ -113,8 +114,8 @@ def test_policy_metrics():
 def test_before_the_first_update_the_ratio_is_one_and_the_gradient_the_policy_gradient():
     logprobs, entropy, tokens = policy_case()
     tokens.old_logprobs_N = logprobs.detach().clone()
-    loss, sums = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(), 0.0)
-    loss.backward()
+    loss_N, sums = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(), 0.0)
+    loss_N.sum().backward()
     torch.testing.assert_close(logprobs.grad, -tokens.advantages_N)
     metrics = reduced(sums)
     assert metrics["policy/ratio_max"] == 1 and metrics["policy/clip_fraction"] == 0 and metrics["policy/approx_kl"] == 0
@@ -124,12 +125,12 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
     logprobs, entropy, tokens = policy_case()
     with_reference, _ = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(kl_in="reward"), 10.0)
     tokens.ref_logprobs_N = None
-    assert with_reference == policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="reward"), 10.0)[0]
+    assert torch.equal(with_reference, policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="reward"), 10.0)[0])
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():
     old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    tokens = PolicyTokens(old, torch.ones(3), rollout_logprobs_N=torch.tensor([-1.0, -200.0, 0.0]))
+    tokens = PolicyTokens(torch.arange(3), old, torch.ones(3), rollout_logprobs_N=torch.tensor([-1.0, -200.0, 0.0]))
     weights = importance_weights(tokens, cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, math.exp(-1.0)]))
     assert not weights.requires_grad
@@ -140,7 +141,8 @@ def test_value_loss_and_gradient_match_a_loop(value_clip):
     generator = torch.Generator().manual_seed(1)
     old, returns, step = (torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3))
     values = (old + 0.5 * step).requires_grad_()
-    loss, sums = value_loss(values, old, returns, AlgorithmConfig(value_clip=value_clip))
+    loss_N, sums = value_loss(values, old, returns, AlgorithmConfig(value_clip=value_clip))
+    loss = loss_N.sum()
 
     expected, clipped = 0.0, 0
     for i in range(50):
@@ -162,7 +164,7 @@ def test_value_loss_and_gradient_match_a_loop(value_clip):
 
 def test_cross_entropy_is_the_negative_log_likelihood():
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    loss, sums = cross_entropy(logprobs)
-    loss.backward()
-    assert loss.item() == 3.5 and logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
+    loss_N, sums = cross_entropy(logprobs)
+    loss_N.sum().backward()
+    assert loss_N.tolist() == [1.0, 2.0, 0.5] and logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
     assert reduced(sums) == {"sft/loss": pytest.approx(3.5 / 3)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel import device as host
-from parallel.offload import Offload, Place
+from parallel.offload import Offload, Residence
 from verl_megatron.checks import check_config
 from verl_megatron.config import TrainerConfig
 
@@ -34,9 +34,9 @@ def nbytes(tensors: list[Tensor]) -> list[int]:
 
 
 def go_round(mover: Offload, **tensors: list[Tensor]) -> None:
-    mover.start_release(**tensors)
-    mover.finish_release()
-    mover.start_restore()
+    mover.offload_async(**tensors)
+    mover.wait_offload()
+    mover.onload_async()
     mover.wait()
 
 
@@ -47,14 +47,14 @@ def test_kept_tensors_and_their_views_come_back_bitwise_and_dropped_ones_zeroed(
     sizes = nbytes(keep), nbytes(drop), nbytes(stay)
     mover = Offload(device)
     for _ in range(3):
-        mover.start_release(keep=keep, drop=drop, stay=stay)
-        assert mover.place is Place.LEAVING and (nbytes(keep), nbytes(drop)) == sizes[:2]
-        mover.finish_release()
-        assert mover.place is Place.AWAY and not any(nbytes(keep) + nbytes(drop)) and nbytes(stay) == sizes[2]
-        mover.start_restore()
-        assert mover.place is Place.RETURNING and not any(tensor.any() for tensor in drop)
+        mover.offload_async(keep=keep, drop=drop, stay=stay)
+        assert mover.residence is Residence.LEAVING and (nbytes(keep), nbytes(drop)) == sizes[:2]
+        mover.wait_offload()
+        assert mover.residence is Residence.ON_HOST and not any(nbytes(keep) + nbytes(drop)) and nbytes(stay) == sizes[2]
+        mover.onload_async()
+        assert mover.residence is Residence.RETURNING and not any(tensor.any() for tensor in drop)
         mover.wait()
-        assert mover.place is Place.HOME and (nbytes(keep), nbytes(drop)) == sizes[:2]
+        assert mover.residence is Residence.ON_DEVICE and (nbytes(keep), nbytes(drop)) == sizes[:2]
         assert all(torch.equal(a, b) for a, b in [*zip(keep, want), *views, *zip(stay, left)])
         for tensor in drop + keep + want:  # the next round has other contents
             tensor.add_(1)
@@ -64,11 +64,11 @@ def test_kept_tensors_and_their_views_come_back_bitwise_and_dropped_ones_zeroed(
 def test_a_storage_moves_once_and_not_at_all_if_something_of_it_stays(device):
     buffer, model = torch.arange(1000.0, device=device), torch.arange(500.0, device=device)
     mover = Offload(device)
-    mover.start_release(keep=[buffer[:10], model[:7], buffer[500:].view(2, -1), buffer], drop=[buffer[20:], model], stay=[model[100:200]])
+    mover.offload_async(keep=[buffer[:10], model[:7], buffer[500:].view(2, -1), buffer], drop=[buffer[20:], model], stay=[model[100:200]])
     assert mover.device_bytes == mover.host_bytes == 4000
-    mover.finish_release()
+    mover.wait_offload()
     assert nbytes([buffer, model]) == [0, 2000]
-    mover.start_restore()
+    mover.onload_async()
     mover.wait()
     assert torch.equal(buffer.cpu(), torch.arange(1000.0)) and torch.equal(model.cpu(), torch.arange(500.0))
 
@@ -95,18 +95,18 @@ def test_tensors_that_come_and_go_between_releases(device):
 
 def test_a_call_with_nothing_to_do_does_nothing(device):
     mover, keep, drop = Offload(device), [torch.ones(5, device=device)], [torch.ones(6, device=device)]
-    mover.finish_release()
-    mover.start_restore()
+    mover.wait_offload()
+    mover.onload_async()
     mover.wait()
-    assert mover.place is Place.HOME and (mover.device_bytes, mover.host_bytes) == (0, 0)
+    assert mover.residence is Residence.ON_DEVICE and (mover.device_bytes, mover.host_bytes) == (0, 0)
     for _ in range(2):
-        mover.start_release(keep=keep, drop=drop, stay=[])
+        mover.offload_async(keep=keep, drop=drop, stay=[])
     for _ in range(2):
-        mover.finish_release()
-    mover.start_release(keep=[], drop=[], stay=[])
-    assert mover.place is Place.AWAY and nbytes(keep + drop) == [0, 0]
+        mover.wait_offload()
+    mover.offload_async(keep=[], drop=[], stay=[])
+    assert mover.residence is Residence.ON_HOST and nbytes(keep + drop) == [0, 0]
     for _ in range(2):
-        mover.start_restore()
+        mover.onload_async()
     for _ in range(2):
         mover.wait()
     assert torch.equal(keep[0].cpu(), torch.ones(5)) and not drop[0].any()
@@ -115,26 +115,26 @@ def test_a_call_with_nothing_to_do_does_nothing(device):
 def test_a_release_may_be_called_off_and_a_restore_cut_short(device):
     mover, keep, drop = Offload(device), owned(device, seed=1), [torch.ones(6, device=device)]
     want = [tensor.clone() for tensor in keep]
-    mover.start_release(keep=keep, drop=drop, stay=[])
-    mover.start_restore()
-    mover.finish_release()  # nothing is leaving any more
+    mover.offload_async(keep=keep, drop=drop, stay=[])
+    mover.onload_async()
+    mover.wait_offload()  # nothing is leaving any more
     mover.wait()
     assert drop[0].all() and all(torch.equal(a, b) for a, b in zip(keep, want))
     for _ in range(3):
-        mover.start_release(keep=keep, drop=drop, stay=[])
-        mover.finish_release()
-        mover.start_restore()
+        mover.offload_async(keep=keep, drop=drop, stay=[])
+        mover.wait_offload()
+        mover.onload_async()
     mover.wait()
     assert not drop[0].any() and all(torch.equal(a, b) for a, b in zip(keep, want))
 
 
 def test_waiting_for_what_nobody_brings_back_is_an_error(device):
     mover = Offload(device)
-    mover.start_release(keep=[torch.ones(3, device=device)], drop=[], stay=[])
-    with pytest.raises(AssertionError, match="LEAVING; call start_restore first"):
+    mover.offload_async(keep=[torch.ones(3, device=device)], drop=[], stay=[])
+    with pytest.raises(AssertionError, match="LEAVING; call onload_async first"):
         mover.wait()
-    mover.finish_release()
-    with pytest.raises(AssertionError, match="AWAY; call start_restore first"):
+    mover.wait_offload()
+    with pytest.raises(AssertionError, match="ON_HOST; call onload_async first"):
         mover.wait()
 
 
@@ -189,15 +189,15 @@ def test_on_a_gpu_the_memory_is_free_and_copies_run_beside_and_in_order():
         delay()
         for number, tensor in enumerate(keep):
             tensor.fill_(10 * round_ + number)  # the copies have to come after this
-        mover.start_release(keep=keep, drop=drop, stay=[busy])
-        mover.finish_release()
+        mover.offload_async(keep=keep, drop=drop, stay=[busy])
+        mover.wait_offload()
         assert mover.device_bytes == 3072 * mebibyte
         assert abs(torch.cuda.mem_get_info()[0] - free_before - mover.device_bytes) <= 64 * mebibyte  # the driver takes some for a new stream
         taken = torch.full((768 * mebibyte,), 7.0, device=device)  # memory that comes back with work still queued on it
         delay()
         taken.fill_(9)
         del taken
-        mover.start_restore()
+        mover.onload_async()
         mover.wait()
         assert [(tensor == 10 * round_ + number).all().item() for number, tensor in enumerate(keep)] == [True] * 4
         assert not drop[0].any()
@@ -220,11 +220,11 @@ def test_copies_of_the_work_beside_come_in_between():
     state, inputs = [torch.ones(2**26, device=device) for _ in range(16)], torch.arange(2**20).pin_memory()
     mover = Offload(device)
     go_round(mover, keep=state, drop=[], stay=[])
-    mover.start_release(keep=state, drop=[], stay=[])
-    mover.finish_release()
+    mover.offload_async(keep=state, drop=[], stay=[])
+    mover.wait_offload()
     cleared = [torch.zeros(2**26, device=device) for _ in state]
     del cleared  # the memory that is taken again
-    mover.start_restore()
+    mover.onload_async()
     for _ in range(3):
         assert torch.equal(inputs.to(device, non_blocking=True).cpu(), inputs)
     assert state[-1][-1].item() == 0, "everything is back already"

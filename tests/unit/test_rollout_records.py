@@ -31,8 +31,8 @@ def test_sampling_from_config_takes_every_field():
 
 def test_token_budget():
     sampling = Sampling(max_tokens=20)
-    assert token_budget(Request(0, [1] * 10, 0), sampling, max_model_len=40, vocab_size=9) == 20
-    assert token_budget(Request(0, [1] * 39, 0), sampling, max_model_len=40, vocab_size=9) == 1
+    assert token_budget(Request(0, [1] * 10, 0, sampling), max_model_len=40, vocab_size=9) == 20
+    assert token_budget(Request(0, [1] * 39, 0, sampling), max_model_len=40, vocab_size=9) == 1
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_token_budget():
 )
 def test_token_budget_refuses(prompt, message):
     with pytest.raises(ValueError, match=message):
-        token_budget(Request(3, prompt, 0), Sampling(), max_model_len=40, vocab_size=9)
+        token_budget(Request(3, prompt, 0), max_model_len=40, vocab_size=9)
 
 
 def test_local_queue_gives_each_number_once():

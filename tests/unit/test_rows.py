@@ -5,13 +5,14 @@ import random
 import pytest
 import torch
 
+from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.roles.rows import RowTable
 
 
 def make_table(lengths: list[int], num_mini_batches: int = 1) -> RowTable:
     size = len(lengths) // num_mini_batches
     lengths_R = torch.tensor(lengths)
-    return RowTable(lengths_R, lengths_R - 1, torch.zeros_like(lengths_R), [range(first, first + size) for first in range(0, len(lengths), size)])
+    return RowTable(lengths_R, lengths_R - 1, torch.zeros_like(lengths_R), torch.zeros_like(lengths_R), [range(first, first + size) for first in range(0, len(lengths), size)])
 
 
 def drawn_lengths(count: int) -> list[int]:
@@ -81,6 +82,6 @@ def test_a_row_above_the_budget_is_alone():
     assert sorted(map(sorted, groups[0])) == [[0], [1, 2]]
 
 
-def test_response_tokens_of_a_mini_batch():
+def test_the_token_mean_of_a_mini_batch():
     table = make_table([3, 4, 5, 6], 2)
-    assert [table.tokens(0), table.tokens(1)] == [2 + 3, 4 + 5]
+    assert [token_mean(table.response_R, rows).divisor for rows in table.mini_batches] == [2 + 3, 4 + 5]

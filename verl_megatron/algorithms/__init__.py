@@ -7,8 +7,11 @@ from typing import Protocol
 from torch import Tensor
 
 from verl_megatron.algorithms import grpo, ppo
+from verl_megatron.algorithms.normalizers import Normalizer, token_mean
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import AlgorithmConfig
+from verl_megatron.losses import PolicyTokens, policy_loss
+from verl_megatron.metrics import Sums
 
 
 class AdvantageFunction(Protocol):
@@ -20,24 +23,39 @@ class AdvantageFunction(Protocol):
         config: AlgorithmConfig,
         *,
         kl_coef: float,
-        num_prompts: int,  # of the whole iteration
-        samples_per_prompt: int,
+        num_groups: int,  # prompts of the whole iteration
         all_sum: Callable[[Tensor], Tensor],  # over the ranks that hold rows; float64 tensors
     ) -> RolloutBatch: ...
 
 
-@dataclass(frozen=True, slots=True)
+class PolicyLoss(Protocol):
+    """What is known about N response tokens → the loss of each [N] float32, and metrics; `tokens.sample_N` says which belong together."""
+
+    def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, tokens: PolicyTokens, config: AlgorithmConfig, kl_coef: float) -> tuple[Tensor, Sums]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What one algorithm needs and how it credits tokens."""
+    """How one algorithm turns scores into advantages and advantages into a loss."""
 
     name: str
-    needs_critic: bool
     advantages: AdvantageFunction
+    loss: PolicyLoss = policy_loss
+    normalizer: Normalizer = token_mean  # of the policy's loss
+    needs: frozenset[str] = frozenset()  # models beside the actor: "critic"
+    min_samples: int = 1  # of a prompt
+
+    @property
+    def needs_critic(self) -> bool:
+        return "critic" in self.needs
 
 
 ALGORITHMS = {
-    "ppo": Algorithm("ppo", needs_critic=True, advantages=ppo.advantages),
-    "grpo": Algorithm("grpo", needs_critic=False, advantages=grpo.advantages),
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(name="ppo", advantages=ppo.advantages, needs=frozenset({"critic"})),
+        Algorithm(name="grpo", advantages=grpo.advantages, min_samples=2),
+    )
 }
 
 

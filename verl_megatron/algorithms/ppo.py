@@ -16,8 +16,7 @@ def advantages(
     config: AlgorithmConfig,
     *,
     kl_coef: float,
-    num_prompts: int,
-    samples_per_prompt: int,
+    num_groups: int,
     all_sum: Callable[[Tensor], Tensor],
 ) -> RolloutBatch:
     """Needs rewards, values and, with a reference, logprobs and ref_logprobs; sets token_rewards, advantages and returns.

@@ -16,9 +16,11 @@ from parallel import checkpoint, device, megatron
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
+from parallel.reshard.source import Shards, WeightSource
 from parallel.weights.architecture import Architecture, read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
 from verl_megatron.log_probs import token_log_probs
@@ -33,9 +35,9 @@ Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float3
 
 
 class Loss(Protocol):
-    """Outputs of a micro-batch and what is known about its tokens → the sum of the loss over its tokens, and metrics."""
+    """Outputs of a micro-batch and what is known about its N tokens → the loss of each [N] float32, and metrics."""
 
-    def __call__(self, outputs: Outputs, fields: dict[str, Tensor]) -> tuple[Tensor, Sums]: ...
+    def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]: ...
 
 
 def compute_of(config: EngineConfig) -> Compute:
@@ -157,13 +159,13 @@ class Engine:
         # The loss is divided by the global token count before the backward pass: nothing is left to scale.
         self.model_config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(chunks, None, **kwargs)
 
-    def train_step(self, batch: RolloutBatch, micro_batches: Sequence[list[int]], loss: Loss, *, fields: tuple[str, ...], num_tokens: float) -> Sums:
-        """One optimizer step on the mean loss over `num_tokens` tokens, of which this rank's data-parallel share is in `batch`.
+    def train_step(self, batch: RolloutBatch, micro_batches: Sequence[list[int]], loss: Loss, *, fields: tuple[str, ...], scale: LossScale) -> Sums:
+        """One optimizer step on the mean of a loss, of whose rows this rank's data-parallel share is in `batch`.
 
         Args:
             micro_batches: rows of `batch` that go together; equal on all ranks that share this data-parallel index.
             fields: per-token fields of `batch` that `loss` reads.
-            num_tokens: tokens of the whole step, over all data-parallel ranks.
+            scale: how the tokens' losses become a mean over all data-parallel ranks.
 
         Returns:
             The loss function's metrics (on the last stage; elsewhere empty) and the gradient norm.
@@ -174,16 +176,19 @@ class Engine:
         sums = Sums()
         if not self.groups.is_member:
             return sums
-        self.start_restore()
-        self.idle_gradients.start_restore()
+        self.onload_async()
+        self.idle_gradients.onload_async()
         self.idle_gradients.wait()
         self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
         def on_last_stage(_: Engine, outputs: Outputs, micro: MicroBatch):
-            total, metrics = loss(outputs, micro.fields)
-            return total / num_tokens, torch.zeros((), dtype=torch.int, device=total.device), metrics
+            loss_N, metrics = loss(outputs, micro)
+            if scale.weight_R is not None:
+                loss_N = scale.weight_R.to(loss_N.device)[batch.row_id.to(loss_N.device)[micro.row]] * loss_N
+            total = loss_N.sum()
+            return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
         for metrics in run_schedule([self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
             sums.merge(metrics)
@@ -207,9 +212,22 @@ class Engine:
                 chunk.start_param_sync(force_sync=True)
         self.scattered = False
 
+    def weight_source(self) -> WeightSource:
+        """The weights, for a reshard; ask after `prepare_training`, which may move them."""
+        return WeightSource(arch=self.arch, tensors=self.tensors if self.groups.is_member else {}, shards=self._shards(), dtype=self.compute.dtype, gather=self.gather_weights)
+
+    def _shards(self) -> Shards:
+        layout, known, shards = self.layout, {}, {}
+        for rank in layout.ranks:
+            place = layout.coordinates(rank)
+            if (place.tp, place.pp) not in known:
+                known[place.tp, place.pp] = megatron_parameters(self.arch, layout, rank, spec=self.compute.spec)
+            shards[rank] = known[place.tp, place.pp]
+        return shards
+
     # ---- memory -------------------------------------------------------------------------------------------------------
 
-    def start_release(self, what: str) -> None:
+    def offload_async(self, what: str) -> None:
         """Begin to move what only learning needs off the GPU; the weights stay. Nothing if it is on its way or gone.
 
         Args:
@@ -219,25 +237,25 @@ class Engine:
         if self.optimizer is None:
             return
         if what in ("grads", "all"):
-            self.idle_gradients.start_release(keep=(), drop=gradients(self.chunks), stay=self.tensors.values())
-            self.idle_gradients.finish_release(for_others=False)
+            self.idle_gradients.offload_async(keep=(), drop=gradients(self.chunks), stay=self.tensors.values())
+            self.idle_gradients.wait_offload(for_others=False)
         if what in ("optimizer", "all"):
-            self.offload.start_release(keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values())
+            self.offload.offload_async(keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values())
 
-    def finish_release(self, *, for_others: bool = True) -> None:
+    def wait_offload(self, *, for_others: bool = True) -> None:
         """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore.
 
         Args:
             for_others: other allocators get the memory, too; False leaves it to PyTorch.
         """
-        self.offload.finish_release(for_others=for_others)
+        self.offload.wait_offload(for_others=for_others)
 
-    def start_restore(self) -> None:
+    def onload_async(self) -> None:
         """Take the optimizer's memory again and begin to fill it. A step or a checkpoint waits for the rest, and starts it if nobody has."""
-        self.offload.start_restore()
+        self.offload.onload_async()
 
     def _restore(self) -> None:
-        self.offload.start_restore()
+        self.offload.onload_async()
         self.offload.wait()
 
     # ---- state --------------------------------------------------------------------------------------------------------
@@ -316,7 +334,8 @@ class Engine:
         A language head gives "logprobs" and "entropy", a value head "values". With context parallelism each rank fills in its
         own tokens and the results are summed.
         """
-        return infer_models([self], batch, micro_batches, last_token=last_token)[0]
+        names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
+        return infer_models([self], batch, micro_batches, names, last_token=last_token)[0]
 
     def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
         """The head's answers [N] for the tokens asked about, from the last chunk's output [1, P, H or 1]."""
@@ -327,8 +346,10 @@ class Engine:
         return {"logprobs": logprobs, "entropy": entropy}
 
 
-def infer_models(engines: Sequence[Engine], batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False) -> list[dict[str, Tensor] | None]:
-    """`Engine.infer` of several models under the same layout, in one pass over the rows."""
+def infer_models(
+    engines: Sequence[Engine], batch: RolloutBatch, micro_batches: Sequence[list[int]], names: Sequence[str], *, last_token: bool = False
+) -> list[dict[str, Tensor] | None]:
+    """The named outputs of several models under the same layout, in one pass over the rows; see `Engine.infer`."""
     groups = engines[0].groups
     if not groups.is_member:
         return [None] * len(engines)
@@ -342,11 +363,10 @@ def infer_models(engines: Sequence[Engine], batch: RolloutBatch, micro_batches: 
         answers = run_schedule(engines, batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token)
     if not groups.is_last_stage:
         return [None] * len(engines)
-    return [_filled(engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine]) for engine in engines]
+    return [_filled(engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine], names) for engine in engines]
 
 
-def _filled(engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]]) -> dict[str, Tensor]:
-    names = ("logprobs", "entropy") if engine.head == "lm" else ("values",)
+def _filled(engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]], names: Sequence[str]) -> dict[str, Tensor]:
     filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
     for micro, outputs in answers:
         for name in names:

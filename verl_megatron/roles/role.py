@@ -1,8 +1,9 @@
-"""A role: an engine that borrows rows from their homes, works on them under its own layout and sends the results back."""
+"""A role: an engine that gets samples from their owners, works on them under its own layout and sends the results back."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,20 +11,24 @@ from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout, parse_devices
 from parallel.weights.architecture import Architecture
+from verl_megatron.algorithms.normalizers import Normalizer
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.collector import DataCollector
+from verl_megatron.collector import DataCollector, trim
 from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.metrics import Sums
 from verl_megatron.models.build import Head
 from verl_megatron.roles.engine import Engine, Loss, infer_models
 from verl_megatron.roles.rows import RowTable
 
+TOKENS = ("generated_ids", "attention_mask", "response_mask")  # what every pass over the samples needs
+
 
 @dataclass(slots=True)
-class Borrowed:
-    """The rows of this rank's data-parallel index and how they are packed."""
+class DispatchedBatch:
+    """The samples of this rank's data-parallel index and how they are packed."""
 
     batch: RolloutBatch
+    dp_of_row: Tensor  # [R] int64, the data-parallel index that works on each sample of the iteration
     micro_batches: list[list[list[int]]]  # of each mini-batch; the same for forward passes and updates, so ratios start at 1
 
 
@@ -33,27 +38,42 @@ class Role:
     def __init__(self, engine: Engine, collector: DataCollector):
         self.engine, self.collector = engine, collector
 
-    def borrow(self, batch: RolloutBatch, rows: RowTable) -> Borrowed:
+    def dispatch(self, batch: RolloutBatch, rows: RowTable) -> DispatchedBatch:
+        """Send every sample's tokens to the ranks that work on it; once an iteration is enough for all passes under this layout."""
         layout = self.engine.layout
-        borrowed = self.collector.to_role(batch, rows.assign(layout.dp))
+        dp_of_row = rows.assign(layout.dp)
+        fields = self.collector.to_role(batch, dp_of_row, TOKENS)
+        width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["row_id"]) else 1
+        here = RolloutBatch(input_ids=fields["row_id"].new_zeros(len(fields["row_id"]), 0), **trim(fields, width))
         budget = self.engine.config.tokens_per_micro_batch * layout.cp
-        micro = rows.micro_batches(borrowed.row_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
-        return Borrowed(borrowed, micro)
+        micro = rows.micro_batches(here.row_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+        return DispatchedBatch(here, dp_of_row, micro)
 
-    def infer(self, batch: RolloutBatch, rows: RowTable, *, last_token: bool = False) -> dict[str, Tensor]:
-        """Per-token results [B, T] float32 for the rows at home here: logprobs and entropy, or values."""
-        return infer_together([self], batch, rows, last_token=last_token)[0]
+    def send_fields(self, dispatched: DispatchedBatch, batch: RolloutBatch, names: Sequence[str]) -> None:
+        """Send per-token fields after the tokens; those that are not set are left out."""
+        fields = self.collector.to_role(batch, dispatched.dp_of_row, names)
+        assert torch.equal(fields.pop("row_id"), dispatched.batch.row_id), "fields follow the samples that were dispatched"
+        width = dispatched.batch.generated_ids.size(1)
+        dispatched.batch = replace(dispatched.batch, **trim(fields, width))
 
-    def update(self, batch: RolloutBatch, rows: RowTable, loss: Loss, *, fields: tuple[str, ...], epochs: int, stop: Callable[[Sums], bool] | None = None) -> tuple[Sums, int]:
+    def infer(self, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False) -> dict[str, Tensor]:
+        """The named per-token results [B, T] float32 for the samples owned here: "logprobs" and "entropy", or "values"."""
+        return infer_together([self], self.dispatch(batch, rows), batch, rows, names, last_token=last_token)[0]
+
+    def update(
+        self, dispatched: DispatchedBatch, rows: RowTable, loss: Loss, normalizer: Normalizer, *, fields: Sequence[str], epochs: int, stop: Callable[[Sums], bool] | None = None
+    ) -> tuple[Sums, int]:
         """Optimizer steps over all mini-batches, `epochs` times; returns the metrics and the number of steps taken.
 
         Args:
+            normalizer: what the losses of a mini-batch are divided by.
             stop: asked after each step with its metrics, on every rank; True leaves the rest out.
         """
-        borrowed, sums, steps = self.borrow(batch, rows), Sums(), 0
+        sums, steps = Sums(), 0
         for _ in range(epochs):
-            for number, micro in enumerate(borrowed.micro_batches):
-                metrics = self.engine.train_step(borrowed.batch, micro, loss, fields=fields, num_tokens=max(rows.tokens(number), 1))
+            for mini_batch, micro in zip(rows.mini_batches, dispatched.micro_batches):
+                scale = normalizer(rows.response_R, mini_batch)
+                metrics = self.engine.train_step(dispatched.batch, micro, loss, fields=tuple(fields), scale=scale)
                 sums.merge(metrics)
                 steps += 1
                 if stop is not None and stop(metrics):
@@ -61,16 +81,16 @@ class Role:
         return sums, steps
 
 
-def infer_together(roles: Sequence[Role], batch: RolloutBatch, rows: RowTable, *, last_token: bool = False) -> list[dict[str, Tensor]]:
-    """`Role.infer` of several roles under the same layout, in one pass over the rows."""
-    lender, engines = roles[0], [role.engine for role in roles]
-    borrowed = lender.borrow(batch, rows)
-    flat = [micro for mini_batch in borrowed.micro_batches for micro in mini_batch]
-    found = []
-    for engine, results in zip(engines, infer_models(engines, borrowed.batch, flat, last_token=last_token)):
-        names = ("logprobs", "entropy") if engine.head == "lm" else ("values",)
-        found.append({name: lender.collector.to_home(results[name] if results else None, borrowed.batch.row_id, rows.home_R, batch) for name in names})
-    return found
+def infer_together(
+    roles: Sequence[Role], dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False
+) -> list[dict[str, Tensor]]:
+    """`Role.infer` of several roles under the same layout, in one pass over the samples and one exchange."""
+    flat = [micro for mini_batch in dispatched.micro_batches for micro in mini_batch]
+    results = infer_models([role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token)
+    keys = [(place, name) for place in range(len(roles)) for name in names]
+    sent = {f"{name}_{place}": results[place][name] for place, name in keys} if results[0] is not None else None
+    home = roles[0].collector.to_home([f"{name}_{place}" for place, name in keys], sent, dispatched.batch.row_id, rows.home_R, batch)
+    return [{name: home[f"{name}_{place}"] for name in names} for place in range(len(roles))]
 
 
 def layout_of(model: ModelConfig) -> Layout:

@@ -1,9 +1,18 @@
 """Rows go to replicas as they get free: a queue that all of them draw from, and how much a replica draws at a time."""
 
+import hashlib
 import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+
+from verl_megatron.rollout.engine import RolloutEngine
+from verl_megatron.rollout.sampling import Generation, Request, token_budget
+
+ContinueTurn = Callable[[Generation], Sequence[int] | None]  # tokens that follow a turn, such as a tool's answer; None: it was the last
 
 _queue_number = itertools.count()  # every rank makes its queues in the same order, so a number names the same queue everywhere
 
@@ -75,3 +84,108 @@ class Dispatcher:
             bounds_2[0], bounds_2[1] = taken.start, taken.stop
         dist.broadcast(bounds_2, group=self.group, group_src=0)
         return range(*bounds_2.tolist())
+
+
+def generate(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    *,
+    on_finish: Callable[[Generation], None] | None = None,
+    on_step: Callable[[], None] = lambda: None,
+    continue_turn: ContinueTurn | None = None,
+    shared: bool = True,
+) -> list[Generation]:
+    """Generate the rows of `requests`, divided among the replicas as they get free. Collective: every rank passes the same.
+
+    Args:
+        on_finish: called with each row as it finishes, on the replica's home rank only.
+        on_step: called on every rank as tokens are added to its rows.
+        continue_turn: asked on the home rank after every turn.
+        shared: False: every replica generates all of the rows it is given.
+
+    Returns:
+        The rows that this replica took, in the order of `requests`; the same on each of its ranks.
+
+    Raises:
+        ValueError: a prompt that is empty, too long or of another vocabulary, or stop strings without a tokenizer;
+            before anything is generated.
+    """
+    for request in requests:
+        _check_request(request, engine)
+    queue = WorkQueue(len(requests), num_replicas=engine.num_replicas if shared else 1)
+    dispatcher = Dispatcher(queue, limit=engine.max_num_seqs, group=engine.tp_group)
+    place = {request.row_id: index for index, request in enumerate(requests)}
+    turns, done, num_running = _Turns(engine, continue_turn), {}, 0
+    with engine.session():
+        while True:
+            drawn = dispatcher.draw(num_running)
+            for index in drawn:
+                engine.submit(requests[index])
+            num_running += len(drawn)
+            if not num_running:
+                break
+            on_step()
+            for generation in engine.step():
+                row, next_request = turns.add(requests[place[generation.row_id]], generation)
+                if next_request is not None:
+                    engine.submit(next_request)
+                    continue
+                num_running -= 1
+                done[place[row.row_id]] = row
+                if on_finish and engine.is_home:
+                    on_finish(row)
+    rows = [done[index] for index in sorted(done)]
+    _check_same_rows(rows, engine)
+    return rows
+
+
+class _Turns:
+    """Joins the turns of rows that go on after the model has stopped."""
+
+    def __init__(self, engine: RolloutEngine, continue_turn: ContinueTurn | None):
+        self._engine, self._continue_turn = engine, continue_turn
+        self._earlier: dict[int, tuple[Generation, Sequence[int]]] = {}  # of unfinished rows: their turns so far, and what follows them
+        self._num_turns: dict[int, int] = {}
+
+    def add(self, request: Request, generation: Generation) -> tuple[Generation, Request | None]:
+        """The row so far and the request of its next turn; None: it was the last. `request` is that of the first turn."""
+        if generation.row_id in self._earlier:
+            earlier, between = self._earlier.pop(generation.row_id)
+            generation = earlier.then(between, generation)
+        if self._continue_turn is None:
+            return generation, None
+        given = self._ask(generation)
+        used = len(generation.token_ids) + len(given or ())
+        prompt = [*request.prompt_token_ids, *generation.token_ids, *(given or ())]
+        room = min(request.sampling.max_tokens - used, self._engine.max_model_len - len(prompt))
+        if given is None or room < 1:
+            return generation, None
+        turn = self._num_turns[request.row_id] = self._num_turns.get(request.row_id, 0) + 1
+        self._earlier[request.row_id] = generation, given
+        sampling = replace(request.sampling, max_tokens=room, min_tokens=0)
+        return generation, Request(request.row_id, prompt, request.seed + turn, sampling)
+
+    def _ask(self, generation: Generation) -> Sequence[int] | None:
+        """Only the home rank asks: an answer may differ from one call to the next."""
+        answer = [self._continue_turn(generation) if self._engine.is_home else None]
+        if self._engine.tp_group is not None:
+            dist.broadcast_object_list(answer, group=self._engine.tp_group, group_src=0)
+        return answer[0]
+
+
+def _check_request(request: Request, engine: RolloutEngine) -> None:
+    stop = request.sampling.stop
+    if stop and not engine.has_tokenizer:
+        raise ValueError(f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; add its files or use rollout.stop_token_ids")
+    token_budget(request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
+
+
+def _check_same_rows(rows: list[Generation], engine: RolloutEngine) -> None:
+    """The ranks of a replica sample for themselves: prove that they agreed."""
+    if engine.tp_group is None:
+        return
+    text = json.dumps([(row.row_id, row.token_ids) for row in rows]).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    mine_1, all_R = torch.tensor([digest]), torch.empty(dist.get_world_size(engine.tp_group), dtype=torch.int64)
+    dist.all_gather_into_tensor(all_R, mine_1, group=engine.tp_group)
+    assert (all_R == digest).all(), f"the tensor-parallel ranks of rollout replica {engine.replica} generated different tokens"

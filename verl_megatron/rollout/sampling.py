@@ -9,26 +9,6 @@ _SEED_BITS = 63  # the largest that fits vLLM's signed 64-bit seeds
 _SEED_MASK = (1 << _SEED_BITS) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One row to generate. Rows of the same prompt differ in `row_id` and `seed` only."""
-
-    row_id: int  # number of the row in the iteration
-    prompt_token_ids: Sequence[int]
-    seed: int  # of this row's sampling, see `row_seed`
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One finished row."""
-
-    row_id: int
-    prompt_token_ids: Sequence[int]
-    token_ids: list[int]  # response, the stop token included
-    logprobs: list[float]  # of each response token under the distribution it was drawn from (after temperature, top-p, top-k, min-tokens)
-    finish_reason: str  # "stop" (a stop token or string) or "length"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How responses are drawn. Field meanings as in `RolloutConfig`."""
@@ -60,6 +40,40 @@ class Sampling:
         return self.temperature == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row to generate. Rows of the same prompt differ in `row_id` and `seed` only."""
+
+    row_id: int  # number of the row in the iteration
+    prompt_token_ids: Sequence[int]
+    seed: int  # of this row's sampling, see `row_seed`
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished row."""
+
+    row_id: int
+    prompt_token_ids: Sequence[int]
+    token_ids: list[int]  # response, the stop token included
+    logprobs: list[float]  # of each response token under the distribution it was drawn from (after temperature, top-p, top-k, min-tokens)
+    finish_reason: str  # "stop" (a stop token or string), "length" or "abort"
+    is_sampled: list[bool] | None = None  # for each response token: the model's own, not a tool's; None: all of them
+
+    def then(self, other_token_ids: Sequence[int], following: "Generation") -> "Generation":
+        """This turn, tokens that the model did not sample (of log-probability 0 here), and the turn that followed them."""
+        given, own = len(other_token_ids), self.is_sampled or [True] * len(self.token_ids)
+        return Generation(
+            row_id=self.row_id,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=[*self.token_ids, *other_token_ids, *following.token_ids],
+            logprobs=[*self.logprobs, *[0.0] * given, *following.logprobs],
+            finish_reason=following.finish_reason,
+            is_sampled=[*own, *[False] * given, *(following.is_sampled or [True] * len(following.token_ids))],
+        )
+
+
 def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
     """Seed in [0, 2^63) of one row, the same whatever replica generates it.
 
@@ -78,8 +92,8 @@ def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
     return seed ^ seed >> 31
 
 
-def token_budget(request: Request, sampling: Sampling, *, max_model_len: int, vocab_size: int) -> int:
-    """Response tokens this row may have: `sampling.max_tokens`, less what does not fit behind its prompt.
+def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> int:
+    """Response tokens this row may have: its `sampling.max_tokens`, less what does not fit behind its prompt.
 
     Raises:
         ValueError: the prompt is empty, leaves no room for a response, or holds ids that the model does not have.
@@ -92,4 +106,4 @@ def token_budget(request: Request, sampling: Sampling, *, max_model_len: int, vo
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}; use the model's own tokenizer")
-    return min(sampling.max_tokens, max_model_len - length)
+    return min(request.sampling.max_tokens, max_model_len - length)

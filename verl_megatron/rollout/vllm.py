@@ -1,11 +1,11 @@
 """vLLM inside this process: alone, or as one tensor-parallel rank of a replica in every rank of a torchrun world."""
 
 import contextlib
-import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from parallel import device
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout import vllm_cpu, vllm_weights
-from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
+from verl_megatron.rollout.dispatch import generate
+from verl_megatron.rollout.engine import TAGS, Tag
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 from verl_megatron.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -84,7 +85,8 @@ class VLLMActor:
             raise ValueError("shared_weights would be overwritten by the files' weights; pass load_weights=False and write them yourself")
         self.num_replicas = world // self.tp
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
-        self._asleep: set[str] = set()
+        self._asleep: set[Tag] = set()
+        self._running: dict[int, Request] = {}
         self._tokenizer = None
         options = dict(max_model_len=max_model_len, dtype=_resolve_dtype(dtype, self.config.dtype), load_format="auto" if load_weights else "dummy")
         with self._guarded():
@@ -128,7 +130,7 @@ class VLLMActor:
         finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        self._tp_group = get_tp_group().cpu_group
+        self.tp_group = get_tp_group().cpu_group if self.tp > 1 else None
         if self._in_world:
             expected = list(self.ranks[self.replica * self.tp : (self.replica + 1) * self.tp])
             assert get_tp_group().ranks == expected, f"vLLM's group {get_tp_group().ranks} is not {expected}"
@@ -146,91 +148,66 @@ class VLLMActor:
         return cache.num_gpu_blocks * cache.block_size
 
     @property
+    def max_num_seqs(self) -> int:
+        """Requests that are decoded at once."""
+        return self.config.max_num_seqs
+
+    @property
     def is_home(self) -> bool:
         """Whether this rank is the home of its replica's rows."""
         return self.tp_rank == 0
 
-    def parameters(self) -> dict[str, Tensor]:
-        """This rank's shards by vLLM's names. Writing into them changes the model; call `reset_prefix_cache` afterwards."""
+    def weight_target(self) -> dict[str, Tensor]:
+        """This rank's shards by vLLM's names. Writing into them changes the model; call `reset_cache` afterwards."""
         return _parameters(self._llm)
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        on_finish: Callable[[Generation], None] | None = None,
-        on_step: Callable[[], None] = lambda: None,
-        shared: bool = True,
-    ) -> list[Generation]:
-        """Generate the rows of `requests`, divided among the replicas as they get free. Collective: every rank passes the same.
+    # ---- requests -----------------------------------------------------------------------------------------------------
 
-        Args:
-            on_finish: called with each row as it finishes, on the replica's home rank only.
-            on_step: called on every rank as tokens are added to its rows.
-            shared: False: every replica generates all of the rows it is given.
-
-        Returns:
-            The rows that this replica took, in the order of `requests`; the same on each of its ranks.
-
-        Raises:
-            ValueError: a prompt that is empty, too long or of another vocabulary, or stop strings without a tokenizer;
-                before anything is generated.
-        """
-        if sampling.stop and not self.has_tokenizer:
-            raise ValueError(f"rollout.stop={list(sampling.stop)!r} needs a tokenizer, and {self.model_name} has none; add its files or use rollout.stop_token_ids")
-        budgets = [token_budget(request, sampling, max_model_len=self.max_model_len, vocab_size=self.vocab_size) for request in requests]
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """The block around `submit`, `step` and `abort`; see `RolloutEngine`."""
         assert not self._asleep, f"vLLM sleeps: wake {sorted(self._asleep)} first"
-        queue = WorkQueue(len(requests), num_replicas=self.num_replicas if shared else 1)
-        dispatcher = Dispatcher(queue, limit=self.config.max_num_seqs, group=self._tp_group if self.tp > 1 else None)
-        done: dict[int, Generation] = {}
-        finished = self._finished(dispatcher, requests, sampling, budgets, on_step)
-        with self._guarded(), contextlib.closing(finished):
-            for index, completion in finished:
-                request = requests[index]
-                assert len(completion.logprobs.logprobs) == len(completion.token_ids)
-                done[index] = Generation(request.row_id, request.prompt_token_ids, list(completion.token_ids), list(completion.logprobs.logprobs), completion.finish_reason)
-                if on_finish and self.is_home:
-                    on_finish(done[index])
-        rows = [done[index] for index in sorted(done)]
-        self._check_same_rows(rows)
-        return rows
+        with self._guarded():
+            try:
+                yield
+            finally:
+                if self._running:  # something was raised: leave a usable engine behind
+                    self._drop(list(self._running))
 
-    def _finished(
-        self, dispatcher: Dispatcher, requests: Sequence[Request], sampling: Sampling, budgets: list[int], on_step: Callable[[], None]
-    ) -> Iterator[tuple[int, object]]:
-        """(index of the request, vLLM's completion) as rows finish, until the queue and this replica are empty."""
+    def submit(self, request: Request) -> None:
+        """Start a request."""
         from vllm.inputs import tokens_input
 
-        engine = self._llm.llm_engine
-        running: set[str] = set()  # vLLM's request ids: the request's index
-        try:
-            while True:
-                for index in dispatcher.draw(len(running)):
-                    request = requests[index]
-                    params = _sampling_params(sampling, seed=request.seed, max_tokens=budgets[index])
-                    engine.add_request(str(index), tokens_input(list(request.prompt_token_ids)), params)
-                    running.add(str(index))
-                if not running:
-                    return
-                on_step()
-                for output in engine.step():
-                    if output.finished:
-                        running.remove(output.request_id)
-                        yield int(output.request_id), output.outputs[0]
-        finally:
-            if running:  # something was raised: leave a usable engine behind
-                engine.abort_request(sorted(running))
+        budget = token_budget(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        params = _sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
+        self._llm.llm_engine.add_request(str(request.row_id), tokens_input(list(request.prompt_token_ids)), params)
+        self._running[request.row_id] = request
 
-    def _check_same_rows(self, rows: list[Generation]) -> None:
-        """The ranks of a replica sample for themselves: prove that they agreed."""
-        if self.tp == 1:
-            return
-        text = json.dumps([(row.row_id, row.token_ids) for row in rows]).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-        mine_1, all_R = torch.tensor([digest]), torch.empty(self.tp, dtype=torch.int64)
-        dist.all_gather_into_tensor(all_R, mine_1, group=self._tp_group)
-        assert (all_R == digest).all(), f"the tensor-parallel ranks of rollout replica {self.replica} generated different tokens"
+    def step(self) -> list[Generation]:
+        """Decode one more token of every running request; the requests that finished by it."""
+        return [self._finished(output) for output in self._llm.llm_engine.step() if output.finished]
+
+    def abort(self, request_ids: Sequence[int]) -> list[Generation]:
+        """End running requests; what each has so far, with finish_reason "abort"."""
+        outputs = [_partial_output(self._llm.llm_engine.output_processor, str(row_id)) for row_id in request_ids]
+        generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
+        self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
+        return generations
+
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
+        for row_id in request_ids:
+            del self._running[row_id]
+
+    def _finished(self, output) -> Generation:
+        request, completion = self._running.pop(int(output.request_id)), output.outputs[0]
+        logprobs = list(completion.logprobs.logprobs)
+        assert len(logprobs) == len(completion.token_ids)
+        return Generation(request.row_id, request.prompt_token_ids, list(completion.token_ids), logprobs, completion.finish_reason)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, **options) -> list[Generation]:
+        """All of `requests`, sampled alike; options, result and errors are those of `dispatch.generate`."""
+        return generate(self, [replace(request, sampling=sampling) for request in requests], **options)
 
     def generate_text(self, prompts: Sequence[str], sampling: Sampling) -> list[str]:
         """Responses to `prompts` in their order, with the folder's tokenizer; in a world every replica generates all.
@@ -250,21 +227,18 @@ class VLLMActor:
         """Give weights (not the shared ones) and KV cache back to the GPU; their contents are lost. Nothing on a CPU or without `config.sleep`."""
         if device.is_gpu() and self.config.sleep and not self._asleep:
             self._llm.sleep(level=2)
-            self._asleep = set(vllm_weights.TAGS)
+            self._asleep = set(TAGS)
 
-    def wake_weights(self) -> None:
-        """Memory for the weights again, at the same addresses; write them (not the shared ones) before generating."""
-        self._wake("weights")
+    def has_room(self, tag: Tag) -> bool:
+        """Whether `wake(tag)` is known to find enough memory, which PyTorch gives back for it if need be."""
+        return tag not in self._asleep or vllm_weights.make_room(tag)
 
-    def has_room_for_weights(self) -> bool:
-        """Whether `wake_weights` is known to find enough memory, which PyTorch gives back for it if need be."""
-        return "weights" not in self._asleep or vllm_weights.make_room("weights")
+    def wake(self, tag: Tag) -> None:
+        """Memory for the weights or the KV cache again, at the same addresses.
 
-    def wake_kv_cache(self) -> None:
-        """Memory for the KV cache again."""
-        self._wake("kv_cache")
-
-    def _wake(self, tag: str) -> None:
+        Raises:
+            ValueError: the GPU has too little memory beside the models.
+        """
         if tag not in self._asleep:
             return
         vllm_weights.make_room(tag)
@@ -279,7 +253,7 @@ class VLLMActor:
             ) from error
         self._asleep.remove(tag)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_cache(self) -> None:
         """Forget cached prompts; needed after the weights changed."""
         assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests are still under way"
 
@@ -289,7 +263,7 @@ class VLLMActor:
             return
         with self._guarded():
             self._llm.llm_engine.model_executor.shutdown()
-            self._llm = self._tp_group = None
+            self._llm = self.tp_group = None
             VLLMActor._open -= 1
             if not VLLMActor._open:
                 _release_groups(ours=VLLMActor._groups_are_ours)
@@ -340,6 +314,15 @@ def _release_groups(*, ours: bool) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
 
     cleanup_dist_env_and_memory() if ours else destroy_model_parallel()
+
+
+def _partial_output(processor, request_id: str):
+    """What vLLM would say of a running request if it ended now; newer versions give requests internal ids."""
+    from vllm.v1.engine import FinishReason
+
+    internal_id = getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
+    state = processor.request_states[internal_id]
+    return state.make_request_output(new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None)
 
 
 def _parameters(llm) -> dict[str, Tensor]:

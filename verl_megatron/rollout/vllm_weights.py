@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel import device
+from verl_megatron.rollout.engine import TAGS
 
 _ALIGNMENT_BYTES = 16  # what vector loads of the kernels need, and what torch.compile assumes
 _OWN_ALIGNMENT_BYTES = 256  # as if each had an allocation of its own
 _MARGIN_BYTES = 2**28  # beside what wakes: workspaces that CUDA's libraries take by themselves
-TAGS = ("weights", "kv_cache")  # what sleep gives back, in the order in which it wakes; newer engines wake all else with either
 
 
 @contextlib.contextmanager

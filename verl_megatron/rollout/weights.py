@@ -1,6 +1,7 @@
-"""The actor's weights: from Megatron's shards into vLLM's shards, and back where vLLM's lie over Megatron's."""
+"""Weights from the trained model's shards into the rollout engine's, in place, and back where the latter lie over the former."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,33 +15,62 @@ from parallel.reshard.execute import Parameters, Resharder, ReshardReport
 from parallel.reshard.overlay import overlay
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
-from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.reshard.source import Shards, WeightSource
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import vllm_parameters
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.config import ReshardConfig
-from verl_megatron.roles.engine import Engine
-from verl_megatron.rollout.vllm import VLLMActor
+from verl_megatron.residency import Residency
+from verl_megatron.rollout.engine import RolloutEngine
 
-Shards = dict[int, list[ShardedParameter]]  # by world rank
+
+class WeightChannel(Protocol):
+    """How the rollout engine gets the policy's versions, which count its updates. Collective over the world."""
+
+    def publish(self, version: int) -> None:
+        """The trained model has become this version."""
+        ...
+
+    def adopt(self) -> int:
+        """The engine runs the newest version from here on; its number."""
+        ...
+
+
+class ColocatedChannel:
+    """Training and rollout take turns on the same GPUs: weights move in place when the engine's turn comes."""
+
+    def __init__(self, residency: Residency):
+        self._residency, self._version = residency, 0
+        self.report = ReshardReport()  # what the latest `adopt` moved
+
+    def publish(self, version: int) -> None:
+        """The trained model has become this version; nothing moves yet, and what only training needs may begin to leave the GPU."""
+        self._version = version
+        self._residency.mark_weights_stale()
+
+    def adopt(self) -> int:
+        """Give the GPU and the newest weights to the engine."""
+        self.report = self._residency.enter_rollout()
+        return self._version
 
 
 class WeightSync:
-    """Planned once; `run()` writes the actor's present weights into vLLM in place. All methods are collective over the world.
+    """Planned once; `run()` writes the model's present weights into the engine in place. All methods are collective over the world.
 
     In the modes `share` and `swap` vLLM has to be built with `shared_weights`, the views of Megatron's memory that it uses.
     """
 
-    def __init__(self, actor: Engine, rollout: Layout, config: ReshardConfig, *, dtype: torch.dtype):
+    def __init__(self, source: WeightSource, rollout: Layout, config: ReshardConfig, *, dtype: torch.dtype):
         """
         Args:
-            rollout: vLLM's replicas (dp) and their tensor-parallel ranks, over the whole world.
-            dtype: of vLLM's weights.
+            rollout: the engine's replicas (dp) and their tensor-parallel ranks, over the whole world.
+            dtype: of the engine's weights.
         """
-        self.actor, self.config, self.dtype, self.rank = actor, config, dtype, dist.get_rank()
-        self.source: Parameters = actor.tensors if actor.groups.is_member else {}
-        source, self.destination = trained_shards(actor), served_shards(actor, rollout)
-        self.peers = _mapped_everywhere(self.source) if dtype == actor.compute.dtype else None
+        self.config, self.dtype, self.rank, self.gather = config, dtype, dist.get_rank(), source.gather
+        self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
+        self.peers = _mapped_everywhere(self.source) if dtype == source.dtype else None
         single_host = device.host_of(dist.get_world_size() - 1) == 0
-        common = dict(source=source, destination=self.destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
+        common = dict(source=source.shards, destination=self.destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.back: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
@@ -55,19 +85,19 @@ class WeightSync:
         views = views_at(found.addresses[self.rank], self.destination[self.rank], self.source, dtype)
         self.shared_weights = {name: tensor for (_, name), tensor in views.items()}
 
-    def attach(self, vllm: VLLMActor) -> None:
-        """Resolve the plans on vLLM's parameters.
+    def attach(self, engine: RolloutEngine) -> None:
+        """Resolve the plans on the engine's parameters.
 
         Raises:
             ValueError: vLLM keeps parameters in a form that the weight map does not know.
         """
-        held = {(0, name): tensor for name, tensor in vllm.parameters().items()}
+        held = {(0, name): tensor for name, tensor in engine.weight_target().items()}
         check_parameters(self.destination[self.rank], held, self.dtype)
         common = dict(rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify)
         if self.back is not None:  # one way at a time
             staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.back))
             common["staging"] = torch.empty(staged // self.dtype.itemsize, dtype=self.dtype, device=device.device())
-        self.vllm = vllm
+        self.engine = engine
         self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
         self.backward = Resharder(self.back, source=held, destination=self.source, **common) if self.back is not None else None
 
@@ -77,11 +107,11 @@ class WeightSync:
         Args:
             meanwhile: what the host does while the GPUs move weights.
         """
-        self.actor.gather_weights()
+        self.gather()
         self.forward.start()
         meanwhile()
         report = self.forward.finish()
-        self.vllm.reset_prefix_cache()
+        self.engine.reset_cache()
         return report
 
     def restore(self) -> bool:
@@ -92,21 +122,10 @@ class WeightSync:
         return True
 
 
-def trained_shards(actor: Engine) -> Shards:
-    """Megatron's parameters on every rank; ranks that hold the same share one list."""
-    layout, known, shards = actor.layout, {}, {}
-    for rank in layout.ranks:
-        place = layout.coordinates(rank)
-        if (place.tp, place.pp) not in known:
-            known[place.tp, place.pp] = megatron_parameters(actor.arch, layout, rank, spec=actor.compute.spec)
-        shards[rank] = known[place.tp, place.pp]
-    return shards
-
-
-def served_shards(actor: Engine, rollout: Layout) -> Shards:
-    """vLLM's parameters on every rank."""
-    slots = [vllm_parameters(actor.arch, rollout.tp, slot) for slot in range(rollout.tp)]
-    return {rank: slots[rollout.coordinates(rank).tp] for rank in rollout.ranks}
+def rollout_shards(arch: Architecture, rollout: Layout) -> Shards:
+    """The rollout engine's parameters on every rank."""
+    by_tp_rank = [vllm_parameters(arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
+    return {rank: by_tp_rank[rollout.coordinates(rank).tp] for rank in rollout.ranks}
 
 
 def _mapped_everywhere(source: Parameters) -> dict[int, Mapped] | None:

@@ -1,0 +1,50 @@
+"""One iteration of reinforcement learning: adopt the weights, collect samples, learn, publish. Read this first.
+
+Every rank runs these functions together.
+"""
+
+from dataclasses import dataclass
+
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.metrics import Sums, iteration_metrics
+from verl_megatron.roles.rows import RowTable
+from verl_megatron.run import Run
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """An iteration's samples with their scores, before anything is learnt from them."""
+
+    batch: RolloutBatch  # the samples owned by this rank
+    rows: RowTable
+    sums: Sums
+    reshard_bytes: int
+
+
+def collect(run: Run, step: int) -> Collected:
+    """Give the newest weights to the rollout engine, draw prompts, generate and score."""
+    clock, sums = run.clock, Sums()
+    with clock.phase("reshard"):
+        version = run.channel.adopt()
+    with clock.phase("rollout"):
+        batch = run.sampler.collect(run.source, run.draw, iteration=step, version=version)
+        clock.own_work_ends()
+        rows = run.table_of(batch)  # waits for the slowest replica
+    with clock.phase("return"):
+        run.residency.enter_training(run.learner.first_trained)
+    with clock.phase("reward"):
+        batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, rows)
+    return Collected(batch=batch, rows=rows, sums=sums, reshard_bytes=run.channel.report.bytes_received + run.channel.report.bytes_local)
+
+
+def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
+    """Update the models and publish the weights; the iteration's metrics."""
+    metrics = run.learner.learn(collected.batch, collected.rows, collected.sums, step=step)
+    run.channel.publish(step)
+    costs = iteration_metrics(
+        run.clock.pop(),
+        response_tokens=int(collected.rows.response_R.sum()),
+        reshard_bytes=collected.reshard_bytes,
+        memory_bytes=run.used_memory(),
+    )
+    return metrics | costs

@@ -1,0 +1,127 @@
+"""From scored samples to new weights: log-probs, values, advantages and updates. Knows nothing of the rollout engine.
+
+Every rank runs these functions. A role's method is called on all ranks; those outside the role's layout only pass their samples on.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import all_sum
+from verl_megatron.algorithms import Algorithm
+from verl_megatron.algorithms.normalizers import token_mean
+from verl_megatron.batch import RolloutBatch
+from verl_megatron.config import AlgorithmConfig
+from verl_megatron.kl import KLController
+from verl_megatron.losses import PolicyTokens, value_loss
+from verl_megatron.metrics import PhaseTimer, Sums, batch_sums, reduce_over_world
+from verl_megatron.micro_batch import MicroBatch
+from verl_megatron.residency import Residency
+from verl_megatron.roles.engine import Engine, Outputs
+from verl_megatron.roles.role import DispatchedBatch, Role, infer_together
+from verl_megatron.roles.rows import RowTable
+
+POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
+VALUE_FIELDS = ("values", "returns")
+
+
+class Learner:
+    """The models of a run, and what an algorithm does with them.
+
+    Args:
+        roles: "actor", and as far as the run has them "critic", "reference" and "reward".
+        residency: brings the state of the model that is trained next onto the GPU.
+    """
+
+    def __init__(
+        self, roles: Mapping[str, Role], *, algorithm: Algorithm, config: AlgorithmConfig, kl: KLController, residency: Residency, clock: PhaseTimer
+    ):
+        self.roles, self.algorithm, self.config, self.kl, self.residency, self.clock = roles, algorithm, config, kl, residency, clock
+        self.actor, self.critic = roles["actor"], roles.get("critic")
+
+    @property
+    def trainable(self) -> dict[str, Role]:
+        """The roles that are trained, by name."""
+        return {name: self.roles[name] for name in ("actor", "critic") if name in self.roles}
+
+    @property
+    def first_trained(self) -> Engine:
+        """The model that an iteration updates first."""
+        return (self.critic or self.actor).engine
+
+    def score(self, batch: RolloutBatch, rows: RowTable) -> Tensor:
+        """[B] float32: what the reward model gives the samples owned here; 0 without one."""
+        if "reward" not in self.roles:
+            return torch.zeros(len(batch))
+        return self.roles["reward"].infer(batch, rows, ("values",), last_token=True)["values"].sum(1)
+
+    def learn(self, batch: RolloutBatch, rows: RowTable, sums: Sums, *, step: int) -> dict[str, float]:
+        """Update the models on scored samples.
+
+        Args:
+            batch: the samples owned here.
+            sums: what has been measured of them so far.
+            step: number of the iteration, from 1.
+
+        Returns:
+            The iteration's learning metrics, the same on every rank.
+        """
+        clock = self.clock
+        with clock.phase("log_probs"):
+            for_actor = self._log_probs(batch, rows)
+        if self.critic is not None:
+            with clock.phase("values"):
+                for_critic = self.critic.dispatch(batch, rows)
+                (results,) = infer_together([self.critic], for_critic, batch, rows, ("values",))
+                batch.values = results["values"]
+        with clock.phase("advantages"):
+            batch = self.algorithm.advantages(batch, self.config, kl_coef=self.kl.coef, num_groups=rows.num_groups, all_sum=all_sum)
+            sums.merge(batch_sums(batch, kl_estimator=self.config.kl_estimator))
+        if self.critic is not None:
+            with clock.phase("critic_update"):
+                sums.merge(self._update_critic(for_critic, batch, rows))
+        if step > self.config.critic_warmup:
+            with clock.phase("actor_update"):
+                self.residency.enter_training(self.actor.engine)
+                sums.merge(self._update_actor(for_actor, batch, rows))
+        metrics = reduce_over_world(sums)
+        if "kl/ref" in metrics:
+            self.kl.update(metrics["kl/ref"], len(rows.lengths_R))
+            metrics["kl/coef"] = self.kl.coef
+        return metrics
+
+    def _log_probs(self, batch: RolloutBatch, rows: RowTable) -> DispatchedBatch:
+        """Old and reference log-probs in one pass; the samples stay where they were dispatched, for the update."""
+        roles = [self.roles[name] for name in ("actor", "reference") if name in self.roles]
+        dispatched = self.actor.dispatch(batch, rows)
+        results = infer_together(roles, dispatched, batch, rows, ("logprobs",))
+        batch.logprobs = results[0]["logprobs"]
+        if "reference" in self.roles:
+            batch.ref_logprobs = results[1]["logprobs"]
+        return dispatched
+
+    def _update_actor(self, dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable) -> Sums:
+        """Epochs and mini-batches of the algorithm's policy loss."""
+        config, kl_coef = self.config, self.kl.coef
+
+        def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
+            return self.algorithm.loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), config, kl_coef)
+
+        def too_far(metrics: Sums) -> bool:
+            return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.stop_kl
+
+        self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
+        stop = too_far if config.stop_kl else None
+        sums, steps = self.actor.update(dispatched, rows, loss, self.algorithm.normalizer, fields=POLICY_FIELDS, epochs=config.epochs, stop=stop)
+        sums.add("policy/steps", steps, 1)
+        return sums
+
+    def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable) -> Sums:
+        """Epochs and mini-batches of the value loss."""
+
+        def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
+            return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
+
+        self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
+        return self.critic.update(dispatched, rows, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)[0]
