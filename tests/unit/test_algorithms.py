@@ -107,3 +107,24 @@ def test_without_a_reference_there_is_no_penalty(batch, name):
 def test_an_unknown_algorithm_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match=r"algorithm\.name='reinforce' is not known; choose one of ppo, grpo"):
         get_algorithm("reinforce")
+
+
+def spread_out(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+    """Per-token values [B, T] at other positions of rows of `width` tokens."""
+    wide = torch.zeros(len(values), width, dtype=values.dtype)
+    wide[:, places] = values
+    return wide
+
+
+@pytest.mark.parametrize("config", [AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8), AlgorithmConfig(name="grpo")], ids=lambda config: config.name)
+def test_tokens_that_are_not_the_models_own_take_no_part(batch, config):
+    """Rows with gaps, in which values and log-probs are not 0, give what the same rows without gaps give."""
+    places = torch.tensor([0, 1, 2, 5, 6, 9, 11, 12])  # of the eight tokens among thirteen
+    gaps = torch.ones(13, dtype=torch.bool).index_fill(0, places, False)
+    wide = {name: spread_out(value, places, 13) if value.dim() > 1 and value.size(1) == 8 else value for name, value in batch.tensors().items()}
+    for name in ("logprobs", "ref_logprobs", "values"):
+        wide[name][:, gaps] = 100.0
+    found, expected = run(RolloutBatch(**wide), config), run(batch, config)
+    for name in ("advantages", "token_rewards", *(("returns",) if config.name == "ppo" else ())):
+        assert torch.equal(getattr(found, name)[:, places], getattr(expected, name)), name
+        assert not getattr(found, name)[:, gaps].any(), name

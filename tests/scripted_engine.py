@@ -1,0 +1,65 @@
+"""A rollout engine without a model: it answers as a script says, one token a step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+from verl_megatron.rollout.sampling import Generation, Request
+
+
+class ScriptedEngine:
+    """One replica of one rank; `answer(request)` gives the response's tokens, each of log-probability -1."""
+
+    replica, num_replicas, tp_rank, tp_group, is_home = 0, 1, 0, None, True
+    kv_cache_tokens, has_tokenizer = 10_000, True
+
+    def __init__(self, answer: Callable[[Request], Sequence[int]], *, max_num_seqs: int = 4, max_model_len: int = 64, vocab_size: int = 100):
+        self.answer, self.max_num_seqs, self.max_model_len, self.vocab_size = answer, max_num_seqs, max_model_len, vocab_size
+        self.running: dict[int, tuple[Request, list[int], list[int]]] = {}  # request, whole answer, tokens so far
+        self.submitted: list[Request] = []
+        self.most_running = 0
+        self.calls: list[str] = []
+
+    @contextmanager
+    def session(self):
+        try:
+            yield
+        finally:
+            self.running.clear()
+
+    def submit(self, request):
+        self.submitted.append(request)
+        self.running[request.row_id] = request, list(self.answer(request))[: request.sampling.max_tokens], []
+        self.most_running = max(self.most_running, len(self.running))
+
+    def step(self):
+        finished = []
+        for row_id, (_, whole, so_far) in list(self.running.items()):
+            so_far.append(whole[len(so_far)])
+            if len(so_far) == len(whole):
+                finished.append(self._end(row_id, "stop"))
+        return finished
+
+    def abort(self, request_ids):
+        return [self._end(row_id, "abort") for row_id in request_ids]
+
+    def _end(self, row_id, reason):
+        request, _, tokens = self.running.pop(row_id)
+        return Generation(row_id, request.prompt_token_ids, tokens, [-1.0] * len(tokens), reason)
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self, tag):
+        self.calls.append(f"wake {tag}")
+
+    def has_room(self, tag):
+        return True
+
+    def reset_cache(self):
+        self.calls.append("reset_cache")
+
+    def weight_target(self):
+        return {}
+
+    def close(self):
+        self.calls.append("close")
