@@ -13,8 +13,8 @@ class RunConfig:
     """The run as a whole."""
 
     output_dir: str = "outputs/run"  # logs, checkpoints and the exported models
-    seed: int = 1
-    iterations: int = 100
+    seed: int = 1  # of data order, sampling and new weights
+    iterations: int = 100  # each draws prompts, generates, scores and updates once; of a supervised run: optimizer steps
     validate_interval: int = 0  # iterations between validations; 0: before the first and after the last only
     save_interval: int = 0  # iterations between checkpoints; 0: none
     keep_last_k: int = 2  # checkpoints that are kept; 0: all
@@ -34,11 +34,11 @@ class DataConfig:
     validation: str = ""  # .jsonl file; empty: no validation
     prompt_key: str = "prompt"  # a string, or a list of chat messages
     answer_key: str = "answer"  # ground truth handed to the reward
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = 1024  # longest prompt, chat template included
     overlong: str = "error"  # prompts over max_prompt_tokens: "error" or "drop" (counted and said)
-    prompts_per_iteration: int = 256
-    samples_per_prompt: int = 1
-    shuffle: bool = True
+    prompts_per_iteration: int = 256  # prompts drawn for each iteration
+    samples_per_prompt: int = 1  # responses to each prompt; GRPO needs at least 2
+    shuffle: bool = True  # draw prompts in a new order in every epoch
     validation_rows: int = 0  # 0: the whole file
     validation_temperature: float = 1.0  # 0: greedy
 
@@ -51,7 +51,7 @@ class ModelConfig:
     layout: str = "tp1"  # compact form: tp2pp2, tp4pp2vpp2sp, ...; dp is what the devices leave
     stage_layers: list[int] = field(default_factory=list)  # layers of each pipeline stage; empty: all alike
     devices: str = ""  # ranks such as 0-3 or cuda:0-3; empty: all
-    lr: float = 1e-6
+    lr: float = 1e-6  # learning rate after the warm-up
 
 
 @dataclass(kw_only=True)
@@ -66,10 +66,10 @@ class EngineConfig:
     schedule: str = "constant"  # learning rate after the warm-up: constant, linear, cosine
     warmup_steps: int = 0  # optimizer steps
     min_lr_ratio: float = 0.0  # where the schedule ends (one step after the last), as a share of lr
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01  # decoupled, as in AdamW
     clip_grad: float = 1.0  # global gradient norm; 0: off
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    adam_eps: float = 1e-8
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the first and second moment
+    adam_eps: float = 1e-8  # added to the root of the second moment
 
 
 @dataclass(kw_only=True)
@@ -81,8 +81,8 @@ class RewardConfig:
     workers: int = 1  # processes a rollout replica
     failure_score: float = 0.0  # for a call that raised, ran out of time or gave NaN
     path: str = ""  # Hugging Face sequence-classification folder; empty: no reward model
-    layout: str = "tp1"
-    devices: str = ""
+    layout: str = "tp1"  # of the reward model, as actor.layout
+    devices: str = ""  # of the reward model, as actor.devices
 
 
 @dataclass(kw_only=True)
@@ -90,14 +90,14 @@ class RolloutConfig:
     """vLLM and how it samples."""
 
     tp: int = 1  # ranks of one replica; replicas are what the world leaves
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # log-probs of the trainer are taken at the same temperature
+    top_p: float = 1.0  # nucleus sampling; 1: off
     top_k: int = -1  # -1: all
-    min_tokens: int = 0
+    min_tokens: int = 0  # response tokens before the end-of-sequence token is allowed
     max_tokens: int = 1024  # response tokens
     stop: list[str] = field(default_factory=list)  # strings
-    stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False
+    stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response, besides the end-of-sequence token
+    ignore_eos: bool = False  # generate max_tokens tokens whatever the model says; for benchmarks
     dtype: str = "auto"  # of vLLM's weights; auto: the actor's
     max_num_seqs: int = 256  # rows a replica decodes at once
     gpu_memory_utilization: float = 0.5  # share of a GPU for weights and KV cache
@@ -111,8 +111,8 @@ class AlgorithmConfig:
     """The policy-gradient algorithm. Sources stand beside the formulas in advantages.py, losses.py and kl.py."""
 
     name: str = "ppo"  # ppo, grpo
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = 1.0  # discount of later rewards
+    lam: float = 0.95  # lambda of generalized advantage estimation
     whiten: bool = True  # advantages to mean 0 and standard deviation 1 over all response tokens of the iteration
     scale_by_std: bool = True  # GRPO: divide by the group's standard deviation
     epochs: int = 1  # passes over an iteration's rows
@@ -120,7 +120,7 @@ class AlgorithmConfig:
     clip_low: float = 0.2  # ratio may fall to 1 - clip_low
     clip_high: float = 0.2  # ratio may rise to 1 + clip_high
     value_clip: float = 0.2  # largest step of a value; 0: off
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # weight of the entropy bonus in the policy loss
     kl_coef: float = 0.0  # 0: no reference model
     kl_in: str = "reward"  # reward, loss
     kl_estimator: str = "k1"  # k1, k2, k3
@@ -160,14 +160,14 @@ class TrainerConfig:
 class SFTDataConfig:
     """Demonstrations: JSON lines with a prompt and the response to imitate."""
 
-    train: str = MISSING
-    validation: str = ""
-    prompt_key: str = "prompt"
-    response_key: str = "response"
+    train: str = MISSING  # .jsonl file
+    validation: str = ""  # .jsonl file; empty: no validation
+    prompt_key: str = "prompt"  # a string, or a list of chat messages
+    response_key: str = "response"  # a string
     max_tokens: int = 2048  # of prompt and response together; longer rows are an error or dropped
-    overlong: str = "error"
-    rows_per_step: int = 256
-    shuffle: bool = True
+    overlong: str = "error"  # rows over max_tokens: "error" or "drop" (counted)
+    rows_per_step: int = 256  # demonstrations in each optimizer step
+    shuffle: bool = True  # a new order in every epoch
 
 
 @dataclass(kw_only=True)
