@@ -2,8 +2,8 @@
 
 python tools/make_docs.py [--check]
 
-The settings come from the dataclasses of verl_megatron/config.py, meanings from the comments beside them, and ranges and choices from
-verl_megatron/limits.py. With --check nothing is written: the exit status is 1 if the page is out of date.
+Settings come from the dataclasses of verl_megatron/config.py, meanings from the comments beside them, ranges and
+choices from verl_megatron/limits.py. With --check nothing is written; exit status 1: the page is stale.
 """
 
 import argparse
@@ -17,27 +17,28 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
 from verl_megatron import config as schemas
 from verl_megatron.limits import CHOICES, INTERVALS
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-<!-- Written by tools/make_docs.py from verl_megatron/config.py; change that file and run the program again. -->
+<!-- Written by tools/make_docs.py from verl_megatron/config.py: change that file and run it again. -->
 
-A setting has two levels, `section.setting`. A recipe is a YAML file of the settings that differ from the defaults.
-The command line overrides the recipe:
+A setting has two levels, `section.setting`. A recipe is a YAML file of the settings that differ from the
+defaults. The command line overrides the recipe:
 
 ```
 torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.lr=1e-4 rollout.stop=[END]
 ```
 
-Lists are written `[a,b]`. All wrong settings are refused together, before a model is built. From Python, the sections are
-attributes of `TrainerConfig`, such as `config.rollout.temperature`.
+Lists are written `[a,b]`. All wrong settings are refused together, before a model is built. From Python, the
+sections are attributes of `TrainerConfig`, such as `config.rollout.temperature`.
 """
+TABLE_HEAD = ("| setting | default | values | meaning |", "|---|---|---|---|")
 SUPERVISED = """
 # Supervised fine-tuning
 
@@ -53,8 +54,8 @@ def meanings(source: str) -> dict[tuple[str, str], str]:
         if token.type == tokenize.COMMENT
     }
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    settings = [(section, node) for section in classes for node in section.body if isinstance(node, ast.AnnAssign)]
-    return {(section.name, node.target.id): comments.get(node.end_lineno, "") for section, node in settings}
+    settings = [(kind, node) for kind in classes for node in kind.body if isinstance(node, ast.AnnAssign)]
+    return {(kind.name, node.target.id): comments.get(node.end_lineno, "") for kind, node in settings}
 
 
 def spelled(value: Any) -> str:
@@ -86,7 +87,7 @@ def in_words(interval: str) -> str:
 def section_lines(name: str, section: Any, known: dict[tuple[str, str], str], *, title: str) -> list[str]:
     """The heading, the docstring and the table of one section."""
     kind = type(section)
-    lines = [f"\n## {title}\n", inspect.getdoc(kind), "", "| setting | default | values | meaning |", "|---|---|---|---|"]
+    lines = [f"\n## {title}\n", inspect.getdoc(kind), "", *TABLE_HEAD]
     for setting in fields(section):
         value = getattr(section, setting.name)
         values = allowed(kind.__name__, setting.name, value)
@@ -112,8 +113,9 @@ def page() -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--check", action="store_true", help="write nothing, end with 1 if the page is out of date")
+    as_written = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    options.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     if not options.parse_args().check:
         PAGE.write_text(page(), encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != page():
