@@ -76,7 +76,7 @@ class EngineConfig:
 class RewardConfig:
     """Where scores come from: a Python function, a reward model, or both (added)."""
 
-    function: str = "match"  # a built-in name or path.py:function (imported within 60 s); empty: none
+    function: str = "match"  # a built-in name or path.py:function (imported within 45 s); empty: none
     timeout_s: float = 10.0  # of one call
     workers: int = 1  # processes a rollout replica
     failure_score: float = 0.0  # for a call that raised, ran out of time or gave NaN

@@ -14,6 +14,8 @@ from typing import Any
 
 RewardFunction = Callable[[str, str, Any, dict[str, Any]], float | dict[str, float]]
 
+OUT_OF_TOP_LEVEL = "take that out of its top level, which runs whenever a worker starts"  # a remedy
+
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
@@ -63,7 +65,7 @@ def load_reward(spec: str) -> RewardFunction:
         raise ValueError(f"{setting}: {error}") from None
     function = getattr(module, name, None)
     if function is None:
-        raise ValueError(f"{setting}: the file has no function {shown(name)}{_others(module)}")
+        raise ValueError(f"{setting}: the file has no function {shown(name)} at its top level{_others(module)}")
     problem = _unfit(function)
     if problem:
         raise ValueError(f"{setting}: {shown(name)} {problem}")
@@ -87,14 +89,15 @@ def _import(path: str) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except BaseException as error:  # SystemExit as well
-        raise ValueError(f"importing the file failed: {described(error)}; at its top level it may only define") from None
+        remedy = "mend the file" if isinstance(error, Exception) else OUT_OF_TOP_LEVEL
+        raise ValueError(f"importing the file failed: {described(error)}; {remedy}") from None
     return module
 
 
 def _others(module: ModuleType) -> str:
     """The functions a file has, for a message."""
     names = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-    return f"; it has {', '.join(shown(name) for name in names[:10])}" if names else "; define one"
+    return f"; it has {', '.join(shown(name, quotes=False) for name in names[:10])}" if names else "; define one"
 
 
 def _unfit(function: Any) -> str:

@@ -16,11 +16,11 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from verl_megatron.rewards.functions import REWARDS, described, shown
+from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, described, shown
 from verl_megatron.rewards.sandbox import KILLED
 from verl_megatron.rewards.worker import DIED, EXCEPTION, MAX_METRICS, NOT_FINITE, TIMEOUT, WRONG_TYPE
 
-CHECK_TIMEOUT_S = 60.0  # a reward file that takes longer to import is refused before a model is built
+CHECK_TIMEOUT_S = 45.0  # a reward file that takes longer to import is refused before a model is built
 START_TIMEOUT_S = 600.0  # the workers of all ranks of a host import it at once
 OUTPUT_BYTES = 1 << 16  # of what a worker prints; less of one that replaces another
 
@@ -62,8 +62,8 @@ class Failure:
         return f"reward {self.kind} on row {self.row_id}: {self.error}\n  prompt: {shown(self.prompt)}\n  response: {shown(self.response)}"
 
 
-def check_reward(spec: str) -> list[str]:
-    """What is wrong with reward.function=`spec`, found by importing it in a worker that ends at once; empty: nothing."""
+def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
+    """What is wrong with reward.function=`spec`, found by importing it, within `timeout_s`, in a worker that ends at once; empty: nothing."""
     if spec in REWARDS:
         return []
     try:
@@ -71,7 +71,7 @@ def check_reward(spec: str) -> list[str]:
     except ValueError as error:
         return [str(error)]
     try:
-        worker.wait(CHECK_TIMEOUT_S)
+        worker.wait(timeout_s)
     except ValueError as error:
         return [str(error)]
     finally:
@@ -287,7 +287,7 @@ class _Worker:
                 raise ValueError(answer["problem"])
             self.refused = answer["refused"]
             return
-        raise ValueError(f"{self._setting}: importing the file {problem}; at its top level it may only define")
+        raise ValueError(f"{self._setting}: importing the file {problem}; {OUT_OF_TOP_LEVEL}")
 
     def ask(self, request: bytes, timeout_s: float) -> Any:
         """Send a request and wait for the answer.

@@ -34,10 +34,13 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     own_id, trainer = os.getpid(), socket.socket(fileno=connection)
     sys.argv[:] = [""]
     sys.stdout.reconfigure(line_buffering=True)  # this process is killed in the end
+    function, answer = None, {"refused": refused}
     try:
-        function, answer = load_reward(spec), {"refused": refused}
+        function = load_reward(spec)
     except ValueError as error:
-        function, answer = None, {"problem": str(error)}
+        answer = {"problem": str(error)}
+    except BaseException as error:  # a file with attributes that raise
+        answer = {"problem": f"reward.function={shown(spec)} cannot be looked at: {described(error)}; mend the file"}
     with trainer.makefile("rb") as requests, contextlib.suppress(EOFError, OSError):
         while os.getpid() == own_id:  # a reward that forks and returns twice answers once
             trainer.sendall(json.dumps(answer).encode() + b"\n")
@@ -66,7 +69,7 @@ def _read(value: Any) -> Answer:
     if not abs(score) <= _FLOAT32_MAX:
         return 0.0, {}, NOT_FINITE, f"score is {score}" + ", beyond float32" * math.isfinite(score)
     if len(entries) - 1 > MAX_METRICS:
-        return _wrong(f"{len(entries) - 1} numbers besides the score; report at most {MAX_METRICS}")
+        return _wrong(f"{len(entries) - 1} entries besides the score; report at most {MAX_METRICS}")
     metrics = {}
     for name, entry in entries.items():
         if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME):
@@ -82,7 +85,10 @@ def _wrong(text: str) -> Answer:
 
 
 def _shown(value: Any) -> str:
-    return shown(reprlib.repr(value), quotes=False)
+    try:
+        return shown(reprlib.repr(value), quotes=False)
+    except BaseException:  # its own text ends the process
+        return f"an object of type {shown(type(value).__name__)}"
 
 
 def _number(entry: Any) -> float | None:
