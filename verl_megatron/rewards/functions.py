@@ -1,4 +1,4 @@
-"""Reward functions: (prompt, response, ground truth, extra) -> score, or a dict with "score" and other numbers to report.
+"""Reward functions: (prompt, response, ground truth, extra) -> score, or a dict with "score" and metrics.
 
 Worker processes import this file, so it needs only the standard library.
 """
@@ -50,8 +50,8 @@ def load_reward(spec: str) -> RewardFunction:
     A file runs here as it is imported, with everything at its top level, so only worker processes call this.
 
     Raises:
-        ValueError: no such name, file or function, a file that cannot be imported, or a function that cannot be called with
-            (prompt, response, ground_truth, extra).
+        ValueError: no such name, file or function, a file that cannot be imported, or a function that cannot
+            be called with (prompt, response, ground_truth, extra).
     """
     if spec in REWARDS:
         return REWARDS[spec]
@@ -65,7 +65,9 @@ def load_reward(spec: str) -> RewardFunction:
         raise ValueError(f"{setting}: {error}") from None
     function = getattr(module, name, None)
     if function is None:
-        raise ValueError(f"{setting}: the file has no function {shown(name)} at its top level{_others(module)}")
+        raise ValueError(
+            f"{setting}: the file has no function {shown(name)} at its top level{_others(module)}"
+        )
     problem = _unfit(function)
     if problem:
         raise ValueError(f"{setting}: {shown(name)} {problem}")
@@ -74,14 +76,15 @@ def load_reward(spec: str) -> RewardFunction:
 
 def _import(path: str) -> ModuleType:
     """The module in a file; ValueError without the setting's name if there is none."""
+    file, problem = Path(path), ""
     try:
-        kind = "a folder" if Path(path).is_dir() else "" if Path(path).is_file() else "no file" if Path(path).exists() else "missing"
+        if not file.is_file():
+            problem = "is a folder" if file.is_dir() else "is no file" if file.exists() else "does not exist"
     except OSError as error:
-        raise ValueError(f"file {shown(path)} cannot be read: {error.strerror}") from None
-    if kind:
-        problem = "does not exist" if kind == "missing" else f"is {kind}"
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
         raise ValueError(f"file {shown(path)} {problem}; name a Python file")
-    name = f"reward_file_{Path(path).stem}"  # a file called json.py must not stand in for the module of that name
+    name = f"reward_file_{file.stem}"  # json.py must not stand in for the module of that name
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{shown(path)} is not a Python file; its name must end in .py")
@@ -96,8 +99,14 @@ def _import(path: str) -> ModuleType:
 
 def _others(module: ModuleType) -> str:
     """The functions a file has, for a message."""
-    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-    return f"; it has {', '.join(shown(name, quotes=False) for name in names[:10])}" if names else "; define one"
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    return (
+        f"; it has {', '.join(shown(name, quotes=False) for name in names[:10])}" if names else "; define one"
+    )
 
 
 def _unfit(function: Any) -> str:
@@ -106,9 +115,13 @@ def _unfit(function: Any) -> str:
         return "is a class; name a function"
     if not callable(function):
         return f"is of type {shown(type(function).__name__)}; name a function"
-    for code in (function, getattr(function, "__call__", None)):
-        if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code) or inspect.isgeneratorfunction(code):
-            return "is async or a generator, which gives no score when it is called; make it a plain function that returns one"
+    for code in (function, type(function).__call__):
+        if (
+            inspect.iscoroutinefunction(code)
+            or inspect.isasyncgenfunction(code)
+            or inspect.isgeneratorfunction(code)
+        ):
+            return "is async or a generator, so a call gives no score; make it a function that returns one"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -116,7 +129,8 @@ def _unfit(function: Any) -> str:
     try:
         signature.bind("prompt", "response", "ground_truth", {})
     except TypeError as error:
-        return f"takes {shown(str(signature), quotes=False)} and is called with (prompt, response, ground_truth, extra): {error}"
+        taken = shown(str(signature), quotes=False)
+        return f"takes {taken} and is called with (prompt, response, ground_truth, extra): {error}"
     return ""
 
 
@@ -133,5 +147,7 @@ def described(error: BaseException) -> str:
 def shown(text: str, *, limit: int = 500, quotes: bool = True) -> str:
     """`text` in one line that any terminal can print, cut after `limit` characters."""
     cut = text[:limit] + "..." * (len(text) > limit)
-    written = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
+    written = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut
+    )
     return f"'{written}'" if quotes else written

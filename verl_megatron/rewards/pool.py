@@ -1,4 +1,4 @@
-"""Reward functions in worker processes, so that they run while generation goes on and a bad one cannot stop the run."""
+"""Reward functions in worker processes: they run during generation, and a bad one cannot stop the run."""
 
 import json
 import os
@@ -32,11 +32,17 @@ REMEDIES = {
     DIED: "the function must not end its process; look for crashes and for memory running out",
 }
 
-_MAIN = "import sys; sys.path[:] = {path!r}; from verl_megatron.rewards.worker import main; main({spec!r}, connection={connection}, parent={parent}, output_bytes={output})"
+_MAIN = (
+    "import sys; sys.path[:] = {path!r}; from verl_megatron.rewards.worker import main; "
+    "main({spec!r}, connection={connection}, parent={parent}, output_bytes={output})"
+)
 _LONGEST_S = 1e6  # that a socket waits
 _LONGEST_ANSWER = 1 << 20  # bytes
 _GRACE_S = 5.0  # between the end of a worker's connection and that of its processes
-_KILLED_BY_OTHERS = (KILLED, -signal.SIGKILL)  # such as the system that is short of memory, which may not do it again
+_KILLED_BY_OTHERS = (
+    KILLED,
+    -signal.SIGKILL,
+)  # such as the system that is short of memory, which may not do it again
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,11 +65,12 @@ class Failure:
     response: str
 
     def __str__(self) -> str:
-        return f"reward {self.kind} on row {self.row_id}: {self.error}\n  prompt: {shown(self.prompt)}\n  response: {shown(self.response)}"
+        example = f"\n  prompt: {shown(self.prompt)}\n  response: {shown(self.response)}"
+        return f"reward {self.kind} on row {self.row_id}: {self.error}{example}"
 
 
 def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
-    """What is wrong with reward.function=`spec`, found by importing it, within `timeout_s`, in a worker that ends at once; empty: nothing."""
+    """What is wrong with reward.function=`spec`, imported in a worker within `timeout_s`; empty: nothing."""
     if spec in REWARDS:
         return []
     try:
@@ -80,12 +87,14 @@ def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
 
 
 class RewardPool:
-    """Scores rows with the reward function `spec` in `workers` sandboxed processes, started here and ended by `close` or with this process.
+    """Scores rows with the reward function `spec` in `workers` sandboxed processes.
 
-    A call that raises, takes longer than `timeout_s` (its worker is killed and replaced), returns NaN, infinity or no number,
-    or ends its worker gives `failure_score`; a call whose worker somebody kills is made once more. `failures` (count by kind),
-    `first_failure`, `total_ms` and `calls` speak of the rows of the last `results()`; `examples` keeps the first failure of each kind.
-    `refused` says why the system gives the workers no namespaces of their own (sandbox.py); empty: they have them.
+    They start here and end by `close` or with this process. A call that raises, takes longer than `timeout_s`
+    (its worker is killed and replaced), returns NaN, infinity or no number, or ends its worker gives
+    `failure_score`; a call whose worker somebody kills is made once more. `failures` (count by kind),
+    `first_failure`, `total_ms` and `calls` speak of the rows of the last `results()`; `examples` keeps the first
+    failure of each kind. `refused` says why the system gives the workers no namespaces of their own
+    (sandbox.py); empty: they have them.
 
     Raises:
         ValueError: `spec` names no function that can be loaded, or a setting is out of range.
@@ -126,7 +135,9 @@ class RewardPool:
         """Mean time of a call, ms, over the rows of the last `results()`."""
         return self.total_ms / max(self.calls, 1)
 
-    def submit(self, row_id: int, prompt: str, response: str, ground_truth: Any, extra: dict[str, Any] | None = None) -> None:
+    def submit(
+        self, row_id: int, prompt: str, response: str, ground_truth: Any, extra: dict[str, Any] | None = None
+    ) -> None:
         """Hand a row to the workers and return at once."""
         assert row_id not in self._pending, f"row {row_id} was submitted twice"
         future: Future = Future()
@@ -134,7 +145,7 @@ class RewardPool:
         self._tasks.put(((prompt, response, ground_truth, extra or {}), future))
 
     def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
-        """Rewards by row_id of all rows submitted since the last call; waits for them, and calls `progress` as they come."""
+        """Rewards by row_id of the rows submitted since the last call; calls `progress` as they come."""
         pending, self._pending = self._pending, {}
         self.failures, self.total_ms, self.calls = Counter(), 0.0, len(pending)
         self.first_failure, self.metric_names = None, set()
@@ -157,13 +168,15 @@ class RewardPool:
         return Reward(score=self.failure_score, failure=kind)
 
     def complaint(self, failed: int, calls: int) -> str:
-        """What keeps the rows of the last `results()` from being of use, of which all ranks had `calls`; empty: nothing here."""
+        """Why the rows of the last `results()` are of no use; empty: nothing here. All ranks had `calls` rows."""
         setting = f"reward.function={shown(self.spec)}"
         if 0 < calls == failed and self.first_failure is not None:
-            return f"{setting} failed on all {calls} rows, so nothing can be learnt from them; {REMEDIES[self.first_failure.kind]}; {self.first_failure}"
+            problem = f"{setting} failed on all {calls} rows, so nothing can be learnt from them"
+            return f"{problem}; {REMEDIES[self.first_failure.kind]}; {self.first_failure}"
         if len(self.metric_names) > MAX_METRICS:
             few = ", ".join(shown(name) for name in sorted(self.metric_names)[:3])
-            return f"{setting} reports metrics of {len(self.metric_names)} names ({few}, ...); use at most {MAX_METRICS} names, the same for all rows"
+            problem = f"{setting} reports metrics of {len(self.metric_names)} names ({few}, ...)"
+            return f"{problem}; use at most {MAX_METRICS} names, the same for all rows"
         return ""
 
     def close(self) -> None:
@@ -181,7 +194,10 @@ class RewardPool:
 
 
 class _Slot(Thread):
-    """One worker, replaced whenever it ends, and the rows it is given. Linux ends a worker with the thread that started it: this one."""
+    """One worker, replaced whenever it ends, and the rows it is given.
+
+    Linux ends a worker with the thread that started it: this one.
+    """
 
     def __init__(self, pool: RewardPool, first: SimpleQueue):
         super().__init__(daemon=True, name="reward")
@@ -220,12 +236,12 @@ class _Slot(Thread):
             except TimeoutError:
                 self._end_worker()
                 kind, text = TIMEOUT, f"no answer within {self._timeout_s} s"
-            except _Died:
+            except _LostWorkerError:
                 code = self._end_worker(grace_s=_GRACE_S)
                 kind, text = DIED, f"its process ended: {_cause(code)}"
                 if code in _KILLED_BY_OTHERS and not repeated:
                     continue
-            except Exception as error:  # no worker can be started, a row too deep to be sent, an answer without sense
+            except Exception as error:  # no worker starts, a row is too deep, an answer makes no sense
                 self._end_worker()
                 kind, text = DIED, described(error)
             break
@@ -237,21 +253,24 @@ class _Slot(Thread):
             raise ValueError("the pool is closed")
         if self._worker is not None and self._worker.has_ended():
             self._end_worker()
-        if self._worker is None:
+        for repeated in (False, True):
+            if self._worker is not None:
+                return
             self._starts += 1
             self._worker = _Worker(self._spec, output_bytes=OUTPUT_BYTES // self._starts)
             try:
                 self._worker.wait(START_TIMEOUT_S)
             except ValueError:
-                self._end_worker()
-                raise
+                code = self._end_worker()
+                if repeated or code not in _KILLED_BY_OTHERS:
+                    raise
 
     def _end_worker(self, *, grace_s: float = 0.0) -> int | None:
         worker, self._worker = self._worker, None
         return None if worker is None else worker.end(grace_s=grace_s)
 
 
-class _Died(Exception):
+class _LostWorkerError(Exception):
     """A worker that ended, or said what makes no sense."""
 
 
@@ -263,16 +282,23 @@ class _Worker:
         self._setting = f"reward.function={shown(spec)}"
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
-        command = _MAIN.format(path=sys.path, spec=spec, connection=theirs.fileno(), parent=os.getpid(), output=output_bytes)
+        command = _MAIN.format(
+            path=sys.path, spec=spec, connection=theirs.fileno(), parent=os.getpid(), output=output_bytes
+        )
         try:
             with theirs:
-                # A session of its own: torchrun passes SIGTERM on to the trainer's process group, and the trainer still wants its answers.
+                # Its own session: torchrun sends SIGTERM to the trainer's group, which still wants answers.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                    [sys.executable, "-c", command],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
                 )
         except (OSError, ValueError) as error:
             self._close()
-            raise ValueError(f"{self._setting}: no worker process can be started: {described(error)}") from None
+            raise ValueError(
+                f"{self._setting}: no worker process can be started: {described(error)}"
+            ) from None
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the import; ValueError if it fails or takes longer than `timeout_s`."""
@@ -280,7 +306,7 @@ class _Worker:
             answer = self.ask(b"", timeout_s)
         except TimeoutError:
             problem = f"takes longer than {timeout_s:.0f} s"
-        except _Died:
+        except _LostWorkerError:
             problem = f"ends its process ({_cause(self.end(grace_s=_GRACE_S))})"
         else:
             if "problem" in answer:
@@ -294,7 +320,7 @@ class _Worker:
 
         Raises:
             TimeoutError: there is none within `timeout_s`.
-            _Died: there will be none.
+            _LostWorkerError: there will be none.
         """
         self._socket.settimeout(min(timeout_s, _LONGEST_S))
         try:
@@ -303,13 +329,13 @@ class _Worker:
         except TimeoutError:
             raise
         except (OSError, ValueError) as error:
-            raise _Died from error
+            raise _LostWorkerError from error
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def end(self, *, grace_s: float = 0.0) -> int | None:
-        """End the process with all that it started; its exit code if it ended by itself within `grace_s`, else None."""
+        """End all its processes; the exit code if they ended by themselves within `grace_s`, else None."""
         try:
             code = self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -336,4 +362,6 @@ def _cause(code: int | None) -> str:
     if code is None:
         return "it closed its connection"
     number = -code if code < 0 else code - 128
-    return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
+    return (
+        f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
+    )

@@ -1,10 +1,11 @@
 """The sandbox of a reward worker: processes of its own that cannot reach the trainer and end with it.
 
-A worker process becomes three. The warden, a child of the trainer, passes on what the worker prints, up to a limit. Below it the
-reaper waits for every process the reward starts, and ends them all when the worker ends. The worker is the reaper's child.
-Where the system allows, reaper and worker have user and process-id namespaces of their own: they can signal nobody outside and read no
-memory of other processes, and the kernel ends every process inside together with the reaper. Files, network and environment are as outside.
-Elsewhere they share the process ids of the system: a reward's children still end with it, but it may signal what its user may.
+A worker process becomes three. The warden, a child of the trainer, passes on what the worker prints, up to a
+limit. Below it the reaper waits for every process the reward starts, and ends them all when the worker, its child,
+ends. Where the system allows, reaper and worker have user and process-id namespaces of their own: they can signal
+nobody outside and read no memory of other processes, and the kernel ends every process inside together with the
+reaper. Files, network, environment and /proc are as outside. Elsewhere they share the process ids of the system: a
+reward's children still end with it, but it may signal what its user may.
 
 Worker processes import this file, so it needs only the standard library.
 """
@@ -26,10 +27,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(parent: int, *, connection: int, output_bytes: int) -> str:
-    """Returns in the worker, with stdout and stderr going to the warden; says why it has no namespaces of its own, or nothing.
+    """Becomes the worker; returns why it has no namespaces of its own, or nothing.
 
-    `connection` is a file descriptor that only the worker keeps; of its output the first `output_bytes` go to this process's stderr.
-    Call it in a process with one thread whose parent has the id `parent`: with that process, or its thread that started this one, all end.
+    `connection` is a file descriptor that only the worker keeps; the first `output_bytes` of its output go to
+    this process's stderr. Call it in a process with one thread, a child of process `parent`: all end with the
+    thread there that started it.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until each knows what to do then
@@ -65,7 +67,7 @@ def _end_with_parent(number: int) -> None:
 
 
 def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn:
-    """The warden: ends the reaper with the signal `ending` when it is asked to end, and itself after it, with the worker's exit code."""
+    """The warden: asked to end, it sends the reaper the signal `ending`; its exit code is the worker's."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(reaper, ending))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     left = output_bytes
@@ -103,7 +105,7 @@ def _leave_as(status: int) -> NoReturn:
 
 
 def _isolate() -> str:
-    """Moves this process's children to come, and its users, into namespaces of their own; says why it could not."""
+    """Gives this process's user, and its children to come, namespaces of their own; says why it could not."""
     trial = os.fork()  # whoever fails half-way cannot go back
     if not trial:
         os._exit(_unshare())
@@ -112,7 +114,7 @@ def _isolate() -> str:
 
 
 def _unshare() -> int:
-    """0, or an error number. Every id keeps its number inside, as far as this process may say so, so that files stay readable."""
+    """0, or an error number. Ids keep their numbers, where this process may say so: files stay readable."""
     ready, unshared = os.pipe()
     outside = os.fork()
     if not outside:

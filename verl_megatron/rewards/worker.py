@@ -1,6 +1,7 @@
-"""A reward worker: imports a reward function inside a sandbox, calls it for one row after another, and makes sense of what it returns.
+"""A reward worker: imports a reward function in a sandbox, calls it row by row, makes sense of what it returns.
 
-The trainer sends pickled (prompt, response, ground truth, extra); answers are lines of JSON, since nothing that a reward made is unpickled there.
+The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: nothing that a reward
+made is unpickled there.
 Worker processes import this file, so it needs only the standard library.
 """
 
@@ -18,7 +19,13 @@ from typing import Any, NoReturn
 from verl_megatron.rewards.functions import RewardFunction, described, load_reward, shown
 from verl_megatron.rewards.sandbox import enter
 
-EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = "exception", "timeout", "not finite", "wrong type", "worker died"  # kinds of failure
+EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = (
+    "exception",
+    "timeout",
+    "not finite",
+    "wrong type",
+    "worker died",
+)  # kinds of failure
 MAX_METRICS = 100  # names of own metrics
 MAX_NAME = 100  # characters of each
 
@@ -40,7 +47,9 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     except ValueError as error:
         answer = {"problem": str(error)}
     except BaseException as error:  # a file with attributes that raise
-        answer = {"problem": f"reward.function={shown(spec)} cannot be looked at: {described(error)}; mend the file"}
+        answer = {
+            "problem": f"reward.function={shown(spec)} cannot be looked at: {described(error)}; mend the file"
+        }
     with trainer.makefile("rb") as requests, contextlib.suppress(EOFError, OSError):
         while os.getpid() == own_id:  # a reward that forks and returns twice answers once
             trainer.sendall(json.dumps(answer).encode() + b"\n")
@@ -73,7 +82,9 @@ def _read(value: Any) -> Answer:
     metrics = {}
     for name, entry in entries.items():
         if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME):
-            return _wrong(f"the name {_shown(name)} of a metric; use printable texts of at most {MAX_NAME} characters")
+            return _wrong(
+                f"the name {_shown(name)} of a metric; use printable texts of at most {MAX_NAME} characters"
+            )
         number = _number(entry)
         if name != "score" and number is not None and math.isfinite(number):
             metrics[str(name)] = number
