@@ -25,7 +25,6 @@ setup(
         "megatron-core>=0.16,<0.20",
         "networkx>=3.0",
         "numpy>=1.26,<3",
-        "pebble>=5.1,<6",
         "safetensors>=0.5,<1",
         "sentencepiece>=0.2,<0.3",
         "tensorboard>=2.16",

@@ -15,7 +15,7 @@ from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
 from verl_megatron.limits import check_values, nearest
-from verl_megatron.rewards.functions import load_reward
+from verl_megatron.rewards.pool import check_reward
 from verl_megatron.tracking import check_sinks
 from verl_megatron.versions import require
 
@@ -194,7 +194,7 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
     reward = config.reward
     if not reward.function and not reward.path:
         return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
-    problems = _said_by(load_reward, reward.function) if reward.function else []
+    problems = check_reward(reward.function) if reward.function else []
     if reward.path:
         _check_model(reward, "reward", world_size, problems, config.engine)
     return problems

@@ -76,7 +76,7 @@ class EngineConfig:
 class RewardConfig:
     """Source of the scores: a Python function, a reward model, or both (added)."""
 
-    function: str = "match"  # a built-in name or path.py:function; empty: none
+    function: str = "match"  # a built-in name or path.py:function (imported within 45 s); empty: none
     timeout_s: float = 10.0  # seconds that one call may take
     workers: int = 1  # worker processes per vLLM replica
     failure_score: float = 0.0  # score of a call that raised, ran out of time or gave no finite number

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.collectives import all_max
+from parallel.collectives import all_max, all_names, all_sum
 from parallel.layout import Layout
 from parallel.placement import place
 from parallel.reshard.execute import ReshardReport
@@ -18,12 +18,14 @@ from parallel.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import Algorithm, get_algorithm
 from verl_megatron.batch import RolloutBatch
+from verl_megatron.checks import refuse
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.data import Prompt, PromptCursor, PromptDataset
 from verl_megatron.kl import KLController, make_controller
-from verl_megatron.metrics import PhaseTimer, Sums, reduce_over_world
+from verl_megatron.metrics import REWARD_FAILED, REWARD_LATENCY, PhaseTimer, Sums, own_metric, reduce_over_world
 from verl_megatron.models.build import Head
 from verl_megatron.rewards.pool import RewardPool
+from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.roles.engine import Engine, check_weights, compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
@@ -131,22 +133,37 @@ class Run:
         return [role.engine for role in (self.actor, self.critic) if role is not None]
 
     def score(self, batch: RolloutBatch, rows: RowTable, sums: Sums) -> Tensor:
-        """[B] float32: what the reward function and the reward model give the rows at home."""
+        """[B] float32: what the reward function and the reward model give the rows at home.
+
+        Raises:
+            ValueError: as `_check_scores`.
+        """
         rewards = torch.zeros(len(batch))
+        results = self.pool.results(progress=self.watchdog.beat) if self.pool is not None else {}
+        if self.config.reward.function:
+            self._check_scores()
         if self.pool is not None:
-            results = self.pool.results(progress=self.watchdog.beat)
-            sums.add("reward/latency_ms", self.pool.total_ms, self.pool.calls)
+            sums.add(REWARD_LATENCY, self.pool.total_ms, self.pool.calls)
             for b, row in enumerate(batch.row_id.tolist()):
                 rewards[b] = results[row].score
-                sums.add("reward/failed", float(results[row].failure is not None), 1)
+                sums.add(REWARD_FAILED, float(results[row].failure is not None), 1)
                 for name, value in results[row].metrics.items():
-                    sums.add(f"reward/{name}", value, 1)
+                    sums.add(own_metric(name), value, 1)
             for kind in self.pool.examples.keys() - self.shown_failures:
                 print(f"{self.pool.examples[kind]} (counted as reward/failed; shown once)", flush=True)
                 self.shown_failures.add(kind)
         if self.reward_model is not None:
             rewards += self.reward_model.infer(batch, rows, last_token=True)["values"].sum(1)
         return rewards
+
+    def _check_scores(self) -> None:
+        """ValueError, the same on every rank, where the reward function failed on all rows or reports metrics without end."""
+        pool = self.pool
+        here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
+        failed, calls, names = all_sum(torch.tensor(here)).tolist()
+        if failed == calls or names > MAX_METRICS:
+            said = all_names([complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else [])
+            refuse(said[:1])
 
     def reduce(self, sums: Sums) -> dict[str, float]:
         """Means over all ranks, the same on each."""
@@ -197,6 +214,8 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
     pool = None
     if reward.function and vllm.is_home:
         pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
+        if pool.refused and dist.get_rank() == 0:
+            print(f"reward workers have no namespaces of their own ({pool.refused}): a reward function may signal any process of this user", flush=True)
     with parts.clock.phase("reshard"):
         sync.attach(vllm)
     return Run(

@@ -58,19 +58,20 @@ class Sink(Protocol):
 
 
 def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
-    """One iteration in one line; what was not measured is left out."""
+    """One iteration in one line; what was not measured is left out, and so are failed rewards where there are none."""
     parts = [
         f"{label} {metrics[key]:{spec}}{unit}"
         for key, label, spec, unit in (
             ("sft/loss", "loss", ".4f", ""),
             ("validation/accuracy", "validation accuracy", ".3f", ""),
             ("reward/mean", "reward", ".3f", ""),
+            ("reward/failed", "failed rewards", ".1%", ""),
             ("kl/ref", "kl", ".4f", ""),
             ("policy/entropy", "entropy", ".3f", ""),
             ("rollout/response_tokens_mean", "length", ".1f", ""),
             ("rollout/throughput_tokens_per_sec", "rollout at", ",.0f", " tokens/s"),
         )
-        if key in metrics
+        if key in metrics and (metrics[key] or key != "reward/failed")
     ]
     seconds = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
     if seconds:

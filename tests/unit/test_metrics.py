@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -8,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.worlds import ROOT
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.metrics import PhaseTimer, Sums, batch_sums, iteration_metrics
+from verl_megatron.metrics import RESERVED, PhaseTimer, Sums, batch_sums, iteration_metrics, own_metric
 from verl_megatron.report import draw_report
 from verl_megatron.tracking import MetricsTracker, check_sinks, console_line, read_metrics
 
@@ -196,6 +198,26 @@ def test_console_has_no_bar_where_there_is_no_terminal(tmp_path, capsys):
 
 def test_console_line_leaves_out_what_was_not_measured():
     assert console_line(1, 2, {"sft/loss": 1.0, "other": 3.0}) == "step 1/2: loss 1.0000"
+
+
+def test_console_line_says_how_many_rewards_failed():
+    assert console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 0.0}) == "step 1/2: reward 0.500"
+    assert console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 1 / 64}) == "step 1/2: reward 0.500, failed rewards 1.6%"
+
+
+def test_a_reward_s_own_metrics_never_take_the_run_s_names():
+    assert own_metric("length") == "reward/length" and own_metric("own_length") == "reward/own_length"
+    reserved = {name.removeprefix("reward/") for name in RESERVED}
+    own = [*reserved, *(f"own_{name}" for name in reserved), *(f"own_own_{name}" for name in reserved)]
+    assert own_metric("mean") == "reward/own_mean" and len(set(map(own_metric, own))) == len(own)
+    assert not set(map(own_metric, own)) & set(RESERVED)
+
+
+def test_every_reward_metric_of_the_run_is_reserved():
+    """The code that reports them takes their names from the table."""
+    for file in ("run.py", "metrics.py", "ppo.py", "trainer.py", "losses.py"):
+        calls = re.findall(r"(?:add|max)\(f?\"reward/\w+|metrics\[\"reward/\w+", (ROOT / "verl_megatron" / file).read_text())
+        assert calls == [], file
 
 
 def test_tensorboard_holds_the_scalars(tmp_path):
