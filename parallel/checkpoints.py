@@ -57,7 +57,7 @@ def from_first(value, group: Group = None):
 
 
 def gathered(value, group: Group = None) -> list:
-    values: list = [None] * dist.get_world_size()
+    values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
