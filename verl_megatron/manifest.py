@@ -16,6 +16,7 @@ from verl_megatron.batch import RolloutBatch
 
 _MOST = 2**53  # integers up to here are floats, too
 _SHOWN = 20
+_ABSENT = "not there"
 _PATHS = {"run.output_dir", "data.train", "data.validation", "actor.path", "critic.path", "reward.path"}
 
 
@@ -60,6 +61,8 @@ def _is_cursor(value: Any) -> bool:
     names = {"epoch", "position", "num_prompts", "seed", "shuffle"}
     if not (isinstance(value, dict) and value.keys() == names and type(value["seed"]) is int):
         return False
+    if abs(value["seed"]) >= 2**64:
+        return False
     return all(is_count(value[name]) for name in names - {"seed"}) and value["position"] <= value["num_prompts"]
 
 
@@ -67,7 +70,8 @@ def _is_scheduler(value: Any) -> bool:
     numbers = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "start_wd", "end_wd", "wd_incr_steps")
     if not isinstance(value, dict) or not is_count(value.get("num_steps")):
         return False
-    return all(_is_finite(value.get(name)) for name in numbers) and {"lr_decay_style", "wd_incr_style"} <= value.keys()
+    texts = all(isinstance(value.get(name), str) for name in ("lr_decay_style", "wd_incr_style"))
+    return texts and all(_is_finite(value.get(name)) for name in numbers)
 
 
 def _is_roles(value: Any) -> bool:
@@ -130,24 +134,29 @@ def _problem(content: dict, wanted: Mapping[str, Callable[[Any], bool]]) -> str 
 
 
 def _is_batch(value: Any) -> bool:
-    dtypes = {"row_id": torch.int64, "input_ids": torch.int64, "generated_ids": torch.int64, "attention_mask": torch.bool, "response_mask": torch.bool}
+    dtypes = dict.fromkeys(("row_id", "input_ids", "generated_ids"), torch.int64)
+    dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
     known = RolloutBatch.__dataclass_fields__.keys()
-    if not isinstance(value, dict) or not dtypes.keys() <= value.keys() <= known or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+    if not isinstance(value, dict) or not dtypes.keys() <= value.keys() <= known:
+        return False
+    if not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         return False
     rows, whole = value["row_id"].shape, value["generated_ids"].shape
     if len(rows) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
-    shapes = {name: rows if name in ("row_id", "rewards") else whole for name in value.keys() - {"input_ids"}}
-    return all(
-        tensor.dtype == dtypes.get(name, torch.float32) and tensor.shape[:1] == rows and tensor.shape == shapes.get(name, tensor.shape) for name, tensor in value.items()
-    )
+    shapes = {name: rows if name in ("row_id", "rewards") else whole for name in value}
+    shapes["input_ids"] = (*rows, value["input_ids"].size(1))
+    return all(t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items())
 
 
 def _is_sums(value: Any) -> bool:
     if not isinstance(value, dict) or value.keys() != {"totals", "maxima"} or not isinstance(value["totals"], dict):
         return False
-    pairs = value["totals"].values()
-    return are_numbers(value["maxima"]) and all(isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_number, pair)) for pair in pairs)
+    return are_numbers(value["maxima"]) and all(map(_is_pair, value["totals"].values()))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------------
@@ -161,7 +170,8 @@ def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[s
         present: the same, of this run.
     """
     old, new = _by_name(saved), _by_name(json.loads(json.dumps(present)))
-    changed = [name for name in sorted(old | new) if not _is_same(name, old.get(name, "not there"), new.get(name, "not there"))]
+    both = {name: (old.get(name, _ABSENT), new.get(name, _ABSENT)) for name in sorted(old | new)}
+    changed = [name for name, values in both.items() if not _is_same(name, *values)]
     lines = [f"{name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed[:_SHOWN]]
     return lines + ([f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else [])
 
@@ -177,4 +187,4 @@ def _is_same(name: str, old: Any, new: Any) -> bool:
 
 
 def _shown(settings: dict[str, Any], name: str) -> str:
-    return shortened(json.dumps(settings[name]), 60) if name in settings else "not there"
+    return shortened(json.dumps(settings[name]), 60) if name in settings else _ABSENT

@@ -215,10 +215,10 @@ class SavedState:
         resume.refuse_other_models(path, saved, mine["models"])
         if changed := changed_settings(saved["settings"], mine["settings"]):
             self.say(f"settings changed since {path}: {', '.join(changed)}")
+        self.run.cursor.load_state_dict(saved["cursor"])  # first: it refuses other data
         for name, role in self._learning().items():
             self.run.turn_to(role)
             role.engine.load(path / name, saved["roles"][name])
-        self.run.cursor.load_state_dict(saved["cursor"])
         self.run.kl.load_state_dict(saved["kl"])
         self.step, self.before, self.validated, self.run.stale = saved["step"], saved["before"], saved["validation"], True
         self._newest, how = path, "with its random states"

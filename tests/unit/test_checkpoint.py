@@ -72,6 +72,29 @@ def test_what_is_saved_comes_back(tmp_path, world):
     assert set(manifest["files"]) == {"actor/weights", "rank_0.pt"} and manifest["files"]["actor/weights"]["bytes"] == 4096
 
 
+def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, world):
+    path = save(tmp_path, 1)
+    for name in ("step_3.partial", "step_4.replaced"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+    (path / "rows_0.partial").write_text("half")
+    others = ["step_backup.partial", "step_5.damaged", "notes.partial", "step_6.earlier", "my_step_3.partial"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["step_1", *others])
+    assert not list(path.glob("*.partial"))
+
+
+def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world):
+    """The old one had made room, the new one was whole, and had not got its name yet."""
+    path = save(tmp_path, 2, own={"value": 1})
+    os.replace(path, tmp_path / "step_2.replaced")
+    os.replace(save(tmp_path / "new", 2, own={"value": 2}), tmp_path / "step_2.partial")
+    (tmp_path / "new").rmdir()
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path and resume.own_state(path) == {"value": 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
+
+
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
         path = save(tmp_path, 1, own={"value": value})
@@ -164,6 +187,23 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
     with pytest.raises(CheckpointError, match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=never"):
         resume.newest_sound(tmp_path, say=said.append)
     assert first.exists()  # the only one stays where it is
+
+
+def test_what_was_put_aside_before_stays(tmp_path, world):
+    save(tmp_path, 1)
+    for value in (1, 2):
+        harm = save(tmp_path, 2, own={"value": value})
+        truncate(harm)
+        resume.newest_sound(tmp_path, say=lambda _: None)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged", "step_2.damaged2"]
+
+
+def test_a_checkpoint_from_before_digests_is_refused_by_its_format(tmp_path, world):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({name: value for name, value in manifest.items() if name not in ("format", "sha256")}))
+    with pytest.raises(CheckpointError, match="step_1: manifest.json tells no format and no digest, this version reads format 2: it was written by another version; copy"):
+        resume.newest_sound(tmp_path, say=lambda _: None)
 
 
 def test_no_checkpoint_is_no_error(tmp_path, world):
