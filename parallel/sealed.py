@@ -44,6 +44,27 @@ def shortened(text: object, length: int = 200) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
+def read_json(path: Path) -> dict:
+    """A JSON object.
+
+    Raises:
+        ValueError: a clause that names the file and says why there is none.
+    """
+    try:
+        with opened(path) as file:
+            data = file.read(MOST_JSON_BYTES + 1)
+        if len(data) > MOST_JSON_BYTES:
+            raise ValueError(f"it has more than {MOST_JSON_BYTES} bytes")
+        content = json.loads(data.decode(), object_pairs_hook=_told_once)
+    except RecursionError:
+        raise ValueError(f"{path.name} cannot be read (it is nested too deeply)") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read ({shortened(error)})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return content
+
+
 # ---- JSON that carries its digest -------------------------------------------------------------------------------------
 
 
@@ -59,23 +80,11 @@ def read_sealed(path: Path) -> dict:
     Raises:
         ValueError: a clause that names the file and says why it is not what was written.
     """
-    try:
-        with opened(path) as file:
-            data = file.read(MOST_JSON_BYTES + 1)
-        if len(data) > MOST_JSON_BYTES:
-            raise ValueError(f"it has more than {MOST_JSON_BYTES} bytes")
-        content = json.loads(data.decode(), object_pairs_hook=_told_once)
-        seal = _seal_of({key: value for key, value in content.items() if key != SEAL}) if isinstance(content, dict) else None
-    except RecursionError:
-        raise ValueError(f"{path.name} cannot be read (it is nested too deeply)") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path.name} cannot be read ({shortened(error)})") from None
-    if seal is None:
-        raise ValueError(f"{path.name} holds no JSON object")
+    content = read_json(path)
     if content.get("format") != FORMAT:
         found = f"is of format {shortened(content['format'], 40)}" if "format" in content else "tells no format and no digest"
         raise ValueError(f"{path.name} {found}, this version reads format {FORMAT}: it was written by another version")
-    if content.get(SEAL) != seal:
+    if content.get(SEAL) != _seal_of({key: value for key, value in content.items() if key != SEAL}):
         raise ValueError(f"{path.name} is not what was written: its SHA-256 differs")
     return content
 
