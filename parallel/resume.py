@@ -1,6 +1,7 @@
-"""The newest checkpoint that is what was written, and what was added to it: looked at before anything of it is loaded.
+"""The newest checkpoint that is what was written, and what was added to it: looked at before it is loaded.
 
-Nothing is believed: not the manifest, nor a pickle, nor that a file is a file. All functions are collective over the world.
+Nothing is believed: not the manifest, nor a pickle, nor that a file is a file. All functions are collective over the
+world.
 """
 
 import contextlib
@@ -11,7 +12,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel.checkpoints import DAMAGED, EARLIER, MANIFEST, CheckpointError, clean, each, from_first, gathered, named, share, step_of, together
+from parallel.checkpoints import (
+    DAMAGED,
+    EARLIER,
+    MANIFEST,
+    CheckpointError,
+    clean,
+    each,
+    from_first,
+    gathered,
+    named,
+    share,
+    step_of,
+    together,
+)
 from parallel.convert import metadata
 from parallel.sealed import SEAL, file_damage, files_problem, load_tensors, read_sealed, shortened
 
@@ -26,11 +40,13 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= 2**53
 
 
-def newest_sound(folder: Path, *, say: Callable[[str], None], check: Check = _anything) -> tuple[Path, dict] | None:
-    """The newest checkpoint whose manifest and files are as they were written, and the manifest; None: there is no checkpoint.
+def newest_sound(
+    folder: Path, *, say: Callable[[str], None], check: Check = _anything
+) -> tuple[Path, dict] | None:
+    """The newest checkpoint that is as it was written, and its manifest; None: there is no checkpoint.
 
-    A damaged one is told of, put aside as step_N.damaged if another can be used, and never loaded. What a run that was killed left
-    half-written is removed.
+    A damaged one is told of, put aside as step_N.damaged if another can be used, and never loaded. What a run that
+    was killed left half-written is removed.
 
     Args:
         check: what is wrong with a manifest beside what is looked at here.
@@ -54,12 +70,14 @@ def newest_sound(folder: Path, *, say: Callable[[str], None], check: Check = _an
         first = first or f"{path.name}: {problem}"
         say(f"warning: checkpoint {path} is damaged and not used: {problem}")
     if damaged:
-        raise CheckpointError(f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew")
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew"
+        )
     return None
 
 
 def put_aside_all(folder: Path) -> list[Path]:
-    """For a run that begins anew in the folder of another: the checkpoints there get names under which no run takes them for its own.
+    """Give the checkpoints of an earlier run names under which the one that begins does not take them for its own.
 
     Returns:
         Their new paths: step_N.earlier, or with a number where that is taken; on every rank.
@@ -68,7 +86,9 @@ def put_aside_all(folder: Path) -> list[Path]:
         CheckpointError: they cannot be renamed.
     """
     aside = []
-    with together(f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"):
+    with together(
+        f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"
+    ):
         if dist.get_rank() == 0:
             clean(folder)
             aside = _put_aside(named(folder), EARLIER)
@@ -88,7 +108,7 @@ def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
 
 
 def damage(path: Path, check: Check = _anything) -> tuple[dict, str | None]:
-    """The manifest of a checkpoint, and what is wrong with it or its files: a sentence that is the same on every rank, or None."""
+    """The manifest, and what is wrong with it or the files: a sentence that is the same on every rank, or None."""
     manifest, problem = from_first(_read_manifest(path, check) if dist.get_rank() == 0 else None)
     if problem is not None:
         return {}, problem
@@ -100,7 +120,10 @@ def damage(path: Path, check: Check = _anything) -> tuple[dict, str | None]:
 
 def _damage_among(path: Path, files: dict[str, dict]) -> str | None:
     """What is wrong with one of these files, if anything is; the same on every rank."""
-    found = each(lambda name: file_damage(path / name, files[name]), share({name: written["bytes"] for name, written in files.items()}))
+    found = each(
+        lambda name: file_damage(path / name, files[name]),
+        share({name: written["bytes"] for name, written in files.items()}),
+    )
     return next((problem for problems in gathered(found) for problem in problems if problem), None)
 
 
@@ -130,7 +153,9 @@ def _pickle_problem(path: Path, manifest: dict) -> str | None:
             if name.endswith(f"/{metadata.FILE}"):
                 folder = name.removesuffix(metadata.FILE)
                 stored = metadata.read_tensor_table(path / folder).storage_data.values()
-                unlisted = [one.relative_path for one in stored if folder + one.relative_path not in manifest["files"]]
+                unlisted = [
+                    one.relative_path for one in stored if folder + one.relative_path not in manifest["files"]
+                ]
                 if unlisted:
                     return f"{path / name} names {shortened(unlisted[0])}, which {MANIFEST} does not list"
     except ValueError as error:
@@ -146,7 +171,9 @@ def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> 
     """
     saved, models = manifest["models"], json.loads(json.dumps(models))
     if saved.keys() != models.keys():
-        raise CheckpointError(f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never")
+        raise CheckpointError(
+            f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never"
+        )
     for role, model in models.items():
         for name in sorted(model.keys() | saved[role].keys()):
             if model.get(name) != saved[role].get(name):
@@ -166,7 +193,7 @@ def own_state(path: Path) -> dict:
     return load_tensors(path / f"rank_{dist.get_rank()}.pt")
 
 
-# ---- what was added to a checkpoint -------------------------------------------------------------------------------------
+# ---- what was added to a checkpoint ----------------------------------------------------------------------
 
 
 def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything) -> dict | None:
@@ -177,7 +204,9 @@ def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _a
             if not os.path.lexists(path / f"{name}.json"):
                 return None, None
             content = read_sealed(path / f"{name}.json")
-            if content.get("of") != read_sealed(path / MANIFEST)[SEAL] or not isinstance(content.get("told"), dict):
+            if content.get("of") != read_sealed(path / MANIFEST)[SEAL] or not isinstance(
+                content.get("told"), dict
+            ):
                 return None, f"{name}.json belongs to another checkpoint"
             problem = check(content["told"])
             return (None, f"{name}.json is damaged: {problem}") if problem else (content["told"], None)
@@ -190,8 +219,12 @@ def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _a
     return found
 
 
-def added(path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything) -> tuple[list[dict], int] | None:
-    """What `add` wrote, where it is whole, and on how many ranks: this rank's own part if there are as many as then, else those of all, on each.
+def added(
+    path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything
+) -> tuple[list[dict], int] | None:
+    """What `add` wrote, where it is whole, and on how many ranks.
+
+    This rank's own part if there are as many ranks as then, else those of all, on each.
 
     Args:
         check: what is wrong with one rank's part, if anything is; such parts are not used either.
@@ -202,7 +235,9 @@ def added(path: Path, name: str, *, say: Callable[[str], None], check: Check = _
     problem, parts = _damage_among(path, listed["files"]), []
     if problem is None:
         is_same = listed["world_size"] == dist.get_world_size()
-        parts, problem = _parts(path, name, [dist.get_rank()] if is_same else range(listed["world_size"]), check)
+        parts, problem = _parts(
+            path, name, [dist.get_rank()] if is_same else range(listed["world_size"]), check
+        )
         problem = next(filter(None, gathered(problem)), None)
     if problem:
         say(f"warning: {name} of {path} are not used: {problem}")

@@ -1,6 +1,7 @@
-"""Files that are proven before they are believed: JSON that carries its own digest, files with a digest elsewhere, pickles of tensors alone.
+"""Files that are proven before they are believed: JSON with its own digest, files with one elsewhere, pickles of tensors.
 
-Not collective. Whatever lies in the place of a file (a pipe, a device, a folder) is told in a sentence; nothing here waits for it.
+Not collective. Whatever lies in the place of a file (a pipe, a device, a folder) is told in a sentence, and nothing
+here waits for it.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         OSError: it cannot be opened.
         ValueError: it is something else.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # without O_NONBLOCK a pipe keeps who opens it
+    handle = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    )  # without O_NONBLOCK a pipe keeps who opens it
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError(f"{path} is no regular file")
@@ -65,11 +68,11 @@ def read_json(path: Path) -> dict:
     return content
 
 
-# ---- JSON that carries its digest -------------------------------------------------------------------------------------
+# ---- JSON that carries its digest ------------------------------------------------------------------------
 
 
 def sealed(content: dict) -> str:
-    """JSON of `content` with the number of the format and a digest over everything in it, which `read_sealed` compares."""
+    """JSON of `content` with the number of the format and a digest of all that, which `read_sealed` compares."""
     content = json.loads(json.dumps({"format": FORMAT, **content}))
     return json.dumps({**content, SEAL: _seal_of(content)}, indent=1)
 
@@ -82,8 +85,14 @@ def read_sealed(path: Path) -> dict:
     """
     content = read_json(path)
     if content.get("format") != FORMAT:
-        found = f"is of format {shortened(content['format'], 40)}" if "format" in content else "tells no format and no digest"
-        raise ValueError(f"{path.name} {found}, this version reads format {FORMAT}: it was written by another version")
+        found = (
+            f"is of format {shortened(content['format'], 40)}"
+            if "format" in content
+            else "tells no format and no digest"
+        )
+        raise ValueError(
+            f"{path.name} {found}, this version reads format {FORMAT}: it was written by another version"
+        )
     if content.get(SEAL) != _seal_of({key: value for key, value in content.items() if key != SEAL}):
         raise ValueError(f"{path.name} is not what was written: its SHA-256 differs")
     return content
@@ -100,13 +109,16 @@ def _told_once(pairs: list[tuple[str, object]]) -> dict:
     return told
 
 
-# ---- other files ------------------------------------------------------------------------------------------------------
+# ---- other files -----------------------------------------------------------------------------------------
 
 
 def described(path: Path) -> dict:
     """Size and digest of a file."""
     with opened(path) as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def file_damage(path: Path, written: dict) -> str | None:
@@ -127,14 +139,20 @@ def file_damage(path: Path, written: dict) -> str | None:
 
 
 def files_problem(files: object) -> str | None:
-    """What is wrong with a list of files (descriptions by relative name) that are to be read; None: nothing."""
+    """What is wrong with descriptions of files by their relative names; None: nothing."""
     if not isinstance(files, dict) or not files:
         return "it lists no files"
     for name, written in files.items():
         if name.startswith("/") or ".." in name.split("/"):
             return f"it lists {shortened(name)!r}, which lies outside the folder"
-        size, digest = (written.get("bytes"), written.get("sha256")) if isinstance(written, dict) else (None, None)
-        if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", digest if isinstance(digest, str) else ""):
+        size, digest = (
+            (written.get("bytes"), written.get("sha256")) if isinstance(written, dict) else (None, None)
+        )
+        if (
+            type(size) is not int
+            or size < 0
+            or not re.fullmatch("[0-9a-f]{64}", digest if isinstance(digest, str) else "")
+        ):
             return f"it tells no size and SHA-256 of {shortened(name)!r}"
     return None
 
@@ -150,9 +168,12 @@ def load_tensors(path: Path) -> dict:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle raises nearly anything
         said = str(error) or type(error).__name__
-        cause = re.search(r"(?:WeightsUnpickler error:|Trying to load)\s*([^\n]+)", said)  # torch goes on to say how it can be loaded nonetheless
+        cause = re.search(
+            r"(?:WeightsUnpickler error:|Trying to load)\s*([^\n]+)", said
+        )  # torch goes on to say how it can be loaded nonetheless
         why = shortened(cause[1] if cause else said.removeprefix("Weights only load failed."))
         raise ValueError(f"{path} is refused: it is not what a run saves ({why})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is refused: it is not what a run saves (a {type(found).__name__} in place of a dictionary)")
+        kind = type(found).__name__
+        raise ValueError(f"{path} is refused: it is not what a run saves (a {kind} in place of a dictionary)")
     return found

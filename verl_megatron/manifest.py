@@ -1,4 +1,4 @@
-"""What the manifest of a checkpoint, and what is added to one, have to hold; and which settings a resumed run has changed.
+"""What a manifest and what is added to a checkpoint have to hold; and which settings a resumed run has changed.
 
 A digest tells that a file is the one that was written; what is looked at here tells that a run wrote it.
 """
@@ -46,7 +46,7 @@ def _are_tables(value: Any) -> bool:
 
 
 def _is_validation(value: Any) -> bool:
-    return value == {} or (_is_before(value) and is_count(value.get("step")))
+    return value == {} or (are_numbers(value) and is_count(value.get("step")))
 
 
 def _is_before(value: Any) -> bool:
@@ -54,7 +54,12 @@ def _is_before(value: Any) -> bool:
 
 
 def _is_kl(value: Any) -> bool:
-    return value == {} or (isinstance(value, dict) and value.keys() == {"coef"} and _is_finite(value["coef"]) and value["coef"] >= 0)
+    return value == {} or (
+        isinstance(value, dict)
+        and value.keys() == {"coef"}
+        and _is_finite(value["coef"])
+        and value["coef"] >= 0
+    )
 
 
 def _is_cursor(value: Any) -> bool:
@@ -63,7 +68,9 @@ def _is_cursor(value: Any) -> bool:
         return False
     if abs(value["seed"]) >= 2**64:
         return False
-    return all(is_count(value[name]) for name in names - {"seed"}) and value["position"] <= value["num_prompts"]
+    return (
+        all(is_count(value[name]) for name in names - {"seed"}) and value["position"] <= value["num_prompts"]
+    )
 
 
 def _is_scheduler(value: Any) -> bool:
@@ -75,7 +82,10 @@ def _is_scheduler(value: Any) -> bool:
 
 
 def _is_roles(value: Any) -> bool:
-    return _are_tables(value) and all(is_count(role.get("optimizer_step")) and _is_scheduler(role.get("scheduler")) for role in value.values())
+    return _are_tables(value) and all(
+        is_count(role.get("optimizer_step")) and _is_scheduler(role.get("scheduler"))
+        for role in value.values()
+    )
 
 
 _MANIFEST: dict[str, Callable[[Any], bool]] = {
@@ -110,7 +120,7 @@ def manifest_problem(manifest: dict) -> str | None:
     if missing:
         return f"the manifest does not list {missing[0]}"
     if manifest["validation"].get("step", 0) > manifest["step"]:
-        return f"the manifest of step {manifest['step']} tells of a validation of step {manifest['validation']['step']}"
+        return f"the manifest tells of a validation of step {manifest['validation']['step']}, which is to come"
     return None
 
 
@@ -146,11 +156,17 @@ def _is_batch(value: Any) -> bool:
         return False
     shapes = {name: rows if name in ("row_id", "rewards") else whole for name in value}
     shapes["input_ids"] = (*rows, value["input_ids"].size(1))
-    return all(t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items())
+    return all(
+        t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items()
+    )
 
 
 def _is_sums(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"totals", "maxima"} or not isinstance(value["totals"], dict):
+    if (
+        not isinstance(value, dict)
+        or value.keys() != {"totals", "maxima"}
+        or not isinstance(value["totals"], dict)
+    ):
         return False
     return are_numbers(value["maxima"]) and all(map(_is_pair, value["totals"].values()))
 
@@ -159,11 +175,11 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
 
 
-# ---- settings ---------------------------------------------------------------------------------------------------------
+# ---- settings --------------------------------------------------------------------------------------------
 
 
 def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[str]:
-    """`section.name: old -> new` for every setting that differs; a path that is written in another way does not.
+    """`section.name: old -> new` for every setting that differs; the same path in other words does not.
 
     Args:
         saved: by section and name, as a manifest tells them.
@@ -177,7 +193,9 @@ def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[s
 
 
 def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
-    return {f"{section}.{name}": value for section, values in settings.items() for name, value in values.items()}
+    return {
+        f"{section}.{name}": value for section, values in settings.items() for name, value in values.items()
+    }
 
 
 def _is_same(name: str, old: Any, new: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What may lie in a run's output folder when it starts, and what a run would stumble over only hours later."""
+"""What lies in a run's output folder when it starts, and would be stumbled over hours later."""
 
 import os
 import re
@@ -19,16 +19,23 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
         exported: where the weights of each role that learns come from, by role.
     """
     folder, problems = Path(run.output_dir), []
-    if not run.output_dir or not folder.is_dir():
-        return []
     try:
-        problems += [_kind_problem(folder / name, is_folder=True) for name in (*_FOLDERS, *(exported if run.export else ()))]
+        if not run.output_dir or not folder.is_dir():
+            return []
+        problems += [
+            _kind_problem(folder / name, is_folder=True)
+            for name in (*_FOLDERS, *(exported if run.export else ()))
+        ]
         problems += [_kind_problem(folder / name, is_folder=False) for name in _FILES]
-        problems += [_kind_problem(path, is_folder=False) for path in (folder / "validation").glob("step_*.jsonl")]
+        problems += [
+            _kind_problem(path, is_folder=False) for path in (folder / "validation").glob("step_*.jsonl")
+        ]
         if run.export and not any(problems):
             problems += [_export_problem(folder / role, source) for role, source in exported.items()]
     except OSError as error:
-        problems.append(f"run.output_dir={run.output_dir!r} cannot be read ({error}); make it readable or name another folder")
+        problems.append(
+            f"run.output_dir={run.output_dir!r} cannot be read ({error}); make it readable or name another folder"
+        )
     return [problem for problem in problems if problem]
 
 
@@ -46,7 +53,7 @@ def _kind_problem(path: Path, *, is_folder: bool) -> str | None:
 
 
 def _export_problem(path: Path, source: str) -> str | None:
-    """Why a model cannot be exported to `path`: it is its source, or the folder holds something else than a model."""
+    """Why no model can be exported to `path`: it is its source, or holds something else than a model."""
     if source and path.exists() and path.resolve() == Path(source).resolve():
         return (
             f"run.output_dir: {path} is the folder that the {path.name} is read from, and the trained one is written there;"

@@ -222,6 +222,6 @@ class RLTrainer:
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """The validation accuracy of the untrained and of the trained actor."""
-    if not before or not after:
+    if not before or "validation/accuracy" not in after:
         return {}
     return {"validation/before": before["validation/accuracy"], "validation/after": after["validation/accuracy"]}

@@ -1,6 +1,6 @@
-"""A small whole checkpoint, spoiled in hundreds of ways: each is told by name or changes nothing, and none ends or hangs a run.
+"""A small whole checkpoint, spoiled in hundreds of ways: each is told by name or changes nothing; no run ends or hangs.
 
-A spoiled file and a manifest that is written anew around what it should not hold (whoever does that makes its digest, too) both count.
+Both count: a spoiled file, and a manifest that is written anew, with its digest, around what it should not hold.
 """
 
 import copy
@@ -27,7 +27,9 @@ from verl_megatron.kl import AdaptiveKL
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, rows_problem
 from verl_megatron.metrics import Sums
 
-NUMBERS = dict(max_lr=1e-4, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=9, start_wd=0.1, end_wd=0.1, wd_incr_steps=0)
+NUMBERS = dict(
+    max_lr=1e-4, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=9, start_wd=0.1, end_wd=0.1, wd_incr_steps=0
+)
 SCHEDULER = NUMBERS | {"num_steps": 7, "lr_decay_style": "cosine", "wd_incr_style": "constant"}
 CURSOR = {"epoch": 1, "position": 3, "num_prompts": 5, "seed": 1, "shuffle": 1}
 MANIFEST_OF_A_RUN = {
@@ -46,7 +48,13 @@ MANIFEST_OF_A_RUN = {
 def world():
     """A world of one rank, if this process is in none."""
     joined, former = dist.is_initialized(), dict(os.environ)
-    os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(device._free_port()))
+    os.environ |= dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(device._free_port()),
+    )
     device.initialize()
     yield
     if not joined:
@@ -60,17 +68,31 @@ def whole(world, tmp_path_factory) -> Path:
     """Checkpoints of steps 1 and 2 with weights, random states, rows and recorded numbers."""
     folder = tmp_path_factory.mktemp("whole")
     for step in (1, 2):
-        tensors = {"weight": torch.arange(32.0) * step, "optimizer.state.exp_avg.weight": torch.ones(32) / step}
+        tensors = {
+            "weight": torch.arange(32.0) * step,
+            "optimizer.state.exp_avg.weight": torch.ones(32) / step,
+        }
 
         def write(scratch: Path, tensors: dict = tensors) -> None:
             writer = checkpoint._Writer(scratch / "actor", sync_files=False)
             torch.distributed.checkpoint.save(tensors, storage_writer=writer)
 
-        manifest = copy.deepcopy(MANIFEST_OF_A_RUN) | {"validation": {"step": step, "validation/accuracy": step / 4}}
-        path = checkpoints.save(folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write)
+        manifest = copy.deepcopy(MANIFEST_OF_A_RUN) | {
+            "validation": {"step": step, "validation/accuracy": step / 4}
+        }
+        path = checkpoints.save(
+            folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write
+        )
         batch = RolloutBatch.from_rows([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]]).tensors()
         sums = {"totals": {"loss": (1.0, 2.0)}, "maxima": {}}
-        own = {"made_with": {"seed": 1}, "batch": batch, "sums": sums, "reshard_bytes": 5, "seconds": {"rollout": 1.0}, "cursor": CURSOR}
+        own = {
+            "made_with": {"seed": 1},
+            "batch": batch,
+            "sums": sums,
+            "reshard_bytes": 5,
+            "seconds": {"rollout": 1.0},
+            "cursor": CURSOR,
+        }
         checkpoints.add(path, "rows", own)
         checkpoints.tell(path, "recorded", {"policy/loss": 0.5, "rate": math.nan})
     return folder
@@ -90,11 +112,17 @@ def load(folder: Path, said: list[str]) -> tuple[str, dict[str, str]]:
     if rows is not None:
         RolloutBatch(**rows[0][0]["batch"]), Sums.from_state(rows[0][0]["sums"])
     recorded = resume.told(path, "recorded", say=said.append, check=recorded_problem)
-    parts = {"manifest": {**manifest, "files": ...}, "tensors": tensors, "rng": resume.own_state(path), "rows": rows, "recorded": recorded}
+    parts = {
+        "manifest": {**manifest, "files": ...},
+        "tensors": tensors,
+        "rng": resume.own_state(path),
+        "rows": rows,
+        "recorded": recorded,
+    }
     return path.name, {name: repr(part) for name, part in parts.items()}
 
 
-# ---- spoiling ---------------------------------------------------------------------------------------------------------
+# ---- spoiling --------------------------------------------------------------------------------------------
 
 
 def flip(path: Path, chance: random.Random) -> None:
@@ -163,7 +191,18 @@ def huge(path: Path) -> None:
     os.truncate(path, 10 * 2**30)
 
 
-SPOILS = [flip] * 4 + [truncate] * 2 + [lengthen, garbage, garbage, nested, remove, *map(put, (a_folder, a_pipe, a_loop, a_device, a_socket, huge))]
+SPOILS = (
+    [flip] * 4
+    + [truncate] * 2
+    + [
+        lengthen,
+        garbage,
+        garbage,
+        nested,
+        remove,
+        *map(put, (a_folder, a_pipe, a_loop, a_device, a_socket, huge)),
+    ]
+)
 VALUES = (None, True, -1, 1.5, 10**400, "text", "\ud800", [], {}, [[]], {"x": None})
 
 
@@ -171,7 +210,10 @@ def spoiled_files(step: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
     files = sorted(path.relative_to(step) for path in step.rglob("*") if path.is_file())
     for number, (name, spoil) in enumerate((name, spoil) for name in files for spoil in SPOILS):
         chance = random.Random(number)
-        yield f"{spoil.__name__} of {name}", lambda path, name=name, spoil=spoil, chance=chance: spoil(path / name, chance)
+        yield (
+            f"{spoil.__name__} of {name}",
+            lambda path, name=name, spoil=spoil, chance=chance: spoil(path / name, chance),
+        )
 
 
 def places(content: dict, above: tuple = ()) -> Iterator[tuple]:
@@ -182,13 +224,18 @@ def places(content: dict, above: tuple = ()) -> Iterator[tuple]:
             yield from places(value, (*above, key))
 
 
-def changed_keys(step: Path, chance: random.Random, *, seal: bool) -> Iterator[tuple[str, Callable[[Path], None]]]:
+def changed_keys(
+    step: Path, chance: random.Random, *, seal: bool
+) -> Iterator[tuple[str, Callable[[Path], None]]]:
     for name in (MANIFEST, "rows.json", "recorded.json"):
         content = json.loads((step / name).read_text())
         for place in places(content):
             for value in ("removed", *chance.sample(VALUES, 3)):
                 text = rewritten(content, place, value, seal=seal)
-                yield f"{name} {'.'.join(place)}: {value!r}", lambda path, name=name, text=text: (path / name).write_text(text)
+                yield (
+                    f"{name} {'.'.join(place)}: {value!r}",
+                    lambda path, name=name, text=text: (path / name).write_text(text),
+                )
 
 
 def rewritten(content: dict, place: tuple, value: object, *, seal: bool) -> str:
@@ -200,10 +247,14 @@ def rewritten(content: dict, place: tuple, value: object, *, seal: bool) -> str:
         del inner[place[-1]]
     else:
         inner[place[-1]] = value
-    return sealed.sealed({key: part for key, part in content.items() if key != sealed.SEAL}) if seal else json.dumps(content)
+    return (
+        sealed.sealed({key: part for key, part in content.items() if key != sealed.SEAL})
+        if seal
+        else json.dumps(content)
+    )
 
 
-# ---- trials -----------------------------------------------------------------------------------------------------------
+# ---- trials ----------------------------------------------------------------------------------------------
 
 
 def trial(whole: Path, folder: Path, spoil: Callable[[Path], None]) -> tuple[str, dict, list[str]]:
@@ -216,7 +267,10 @@ def trial(whole: Path, folder: Path, spoil: Callable[[Path], None]) -> tuple[str
 
 @pytest.mark.timeout(120)
 def test_a_spoiled_file_is_told_by_name_or_changes_nothing(whole, tmp_path):
-    sound, older = trial(whole, tmp_path / "run", lambda path: None)[1], trial(whole, tmp_path / "run", lambda path: shutil.rmtree(path))[1]
+    sound, older = (
+        trial(whole, tmp_path / "run", lambda path: None)[1],
+        trial(whole, tmp_path / "run", lambda path: shutil.rmtree(path))[1],
+    )
     trials = [*spoiled_files(whole / "step_2"), *changed_keys(whole / "step_2", random.Random(1), seal=False)]
     assert len(trials) > 300
     for what, spoil in trials:
@@ -227,7 +281,9 @@ def test_a_spoiled_file_is_told_by_name_or_changes_nothing(whole, tmp_path):
         apart = {part for part in parts if parts[part] != sound[part]}
         assert apart <= {"rows", "recorded"} and all(parts[part] == "None" for part in apart), what
         assert said or not apart or what.startswith("remove of"), f"{what}: nothing was said"
-        assert all(line.startswith("warning: ") and len(line) < 1000 and "\n" not in line for line in said), what
+        assert all(line.startswith("warning: ") and len(line) < 1000 and "\n" not in line for line in said), (
+            what
+        )
 
 
 @pytest.mark.timeout(120)
@@ -276,7 +332,11 @@ def no_folder(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "why"),
-    [(doubled, "a key is there twice"), (another_step, "is of step 1, not of the folder's"), (no_folder, "Not a directory")],
+    [
+        (doubled, "a key is there twice"),
+        (another_step, "is of step 1, not of the folder's"),
+        (no_folder, "Not a directory"),
+    ],
 )
 def test_a_manifest_is_of_its_folder(whole, tmp_path, spoil, why):
     name, _, said = trial(whole, tmp_path / "run", spoil)
@@ -305,7 +365,9 @@ def table_of_objects(path: Path) -> None:
 def table_outside(path: Path) -> None:
     from torch.distributed.checkpoint import filesystem, metadata
 
-    where = {metadata.MetadataIndex("weight"): filesystem._StorageInfo("../../step_1/actor/__0_0.distcp", 0, 9)}
+    where = {
+        metadata.MetadataIndex("weight"): filesystem._StorageInfo("../../step_1/actor/__0_0.distcp", 0, 9)
+    }
     write_table(path, {}, where)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of an export that the disk does not take; the files themselves are compared in tests/distributed/test_reshard.py."""
+"""What becomes of an export that the disk does not take; tests/distributed/test_reshard.py compares the files."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,13 @@ from tests.tiny import write_hf
 def world(monkeypatch):
     """A world of one rank, if this process is in none."""
     joined = dist.is_initialized()
-    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(device._free_port())).items():
+    for name, value in dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(device._free_port()),
+    ).items():
         monkeypatch.setenv(name, value)  # what initialize() would set is taken back afterwards
     device.initialize()
     yield
@@ -50,8 +56,13 @@ def test_an_export_that_cannot_be_written_is_one_error(tmp_path, world, name):
         (path / "in the way").mkdir(parents=True)
     else:
         path.write_text("in the way")
-    with pytest.raises(CheckpointError, match=rf"the model was not exported to {tmp_path}/actor; make room .* \(rank 0\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"the model was not exported to {tmp_path}/actor; make room .* \(rank 0\)"
+    ):
         export(tmp_path / "hf", tmp_path / "actor")
     shutil.rmtree(path) if name else path.unlink()
     export(tmp_path / "hf", tmp_path / "actor")
-    assert load_file(tmp_path / "actor/model.safetensors").keys() == load_file(tmp_path / "hf/model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "actor/model.safetensors").keys()
+        == load_file(tmp_path / "hf/model.safetensors").keys()
+    )

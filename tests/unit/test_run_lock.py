@@ -54,7 +54,10 @@ def test_the_folder_is_free_again_at_the_end_and_after_an_error(tmp_path, world)
 
 def test_a_living_run_keeps_it_and_is_named(tmp_path, world, holder):
     before = (tmp_path / NAME).read_text()
-    with pytest.raises(ValueError, match=rf"is in use by another run: process {holder.pid} on {socket.gethostname()}, since .*; wait for it, end it") as error:
+    with pytest.raises(
+        ValueError,
+        match=rf"is in use by another run: process {holder.pid} on {socket.gethostname()}, since .*; wait for it, end it",
+    ) as error:
         RunLock(tmp_path).__enter__()
     assert str(tmp_path) in str(error.value) and (tmp_path / NAME).read_text() == before
     holder.send_signal(signal.SIGSTOP)  # stopped is not dead
@@ -83,13 +86,26 @@ def test_a_process_id_that_was_given_out_again_does_not_count(tmp_path, world):
         assert json.loads((tmp_path / NAME).read_text())["started"] != 1
 
 
-def test_elsewhere_the_age_of_the_file_decides(tmp_path, world):
-    path = tmp_path / NAME
+def far(path) -> None:
     path.write_text(json.dumps(identity() | {"host": "far", "machine": "another boot", "pid": 1}))
-    with pytest.raises(ValueError, match=rf"process 1 on far, since .* if it is surely gone, remove {path}"):
+
+
+def test_a_run_elsewhere_that_renews_its_file_keeps_the_folder(tmp_path, world, capsys):
+    far(path := tmp_path / NAME)
+    threading.Timer(0.5, os.utime, [path]).start()
+    with pytest.raises(ValueError, match=rf"process 1 on far, since .*; wait for it, .* or remove {path} if it is gone"):
         RunLock(tmp_path).__enter__()
+    assert capsys.readouterr().out.count("waiting until it is renewed or 180 s old") == 1
+
+
+def test_a_run_elsewhere_that_is_silent_is_dead(tmp_path, world, monkeypatch):
+    far(path := tmp_path / NAME)
     os.utime(path, (time.time() - run_lock.SILENT_S - 5,) * 2)
     with RunLock(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    monkeypatch.setattr(run_lock, "SILENT_S", 0.7)
+    far(path)
+    with RunLock(tmp_path):  # after a while
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
@@ -98,11 +114,15 @@ def test_the_next_attempt_of_the_same_torchrun_takes_over_from_another_host():
     far = me | {"machine": "another boot", "attempt": 0}
     assert is_dead(far, me, silent_s=0)
     assert not is_dead(far | {"launch": "other"}, me, silent_s=0)
-    assert not is_dead(far | {"launch": "none"}, me | {"launch": "none"}, silent_s=0)  # what torchrun calls every launch
+    assert not is_dead(
+        far | {"launch": "none"}, me | {"launch": "none"}, silent_s=0
+    )  # what torchrun calls every launch
     assert not is_dead(far | {"attempt": 1}, me, silent_s=0)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[1]", b'{"pid": "1"}', b"[" * 100_000, "folder", "pipe"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\x00", b"[1]", b'{"pid": "1"}', b"[" * 100_000, "folder", "pipe"]
+)
 def test_a_file_that_no_run_has_written_is_named(tmp_path, world, content):
     path = tmp_path / NAME
     if content == "folder":
@@ -111,7 +131,10 @@ def test_a_file_that_no_run_has_written_is_named(tmp_path, world, content):
         os.mkfifo(path)
     else:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"is locked by {path}, which no run has written; if no run is at work there, remove {path}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"is locked by {path}, which no run has written; if no run is at work there, remove {path}",
+    ):
         RunLock(tmp_path).__enter__()
     assert [entry.name for entry in tmp_path.iterdir()] == [NAME]
 
@@ -156,5 +179,8 @@ def test_the_file_is_renewed(tmp_path, world, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"run.output_dir='.*/file/run' cannot be locked for this run \(.*Not a directory.*make it writable"):
+    with pytest.raises(
+        ValueError,
+        match=r"run.output_dir='.*/file/run' cannot be locked for this run \(.*Not a directory.*make it writable",
+    ):
         RunLock(tmp_path / "file/run").__enter__()
