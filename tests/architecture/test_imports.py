@@ -29,6 +29,7 @@ LAYERS = (
     ("run",),
     ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
+    ("manifest", "output_folder"),
     ("presets", "versions", "batch", "config", "log_prob_kernels"),
 )
 

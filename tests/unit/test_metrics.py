@@ -173,6 +173,54 @@ def test_resuming_drops_later_rows_and_a_cut_line_and_appends(tmp_path):
     assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "20.0", "1.0")]
 
 
+GARBAGE = {
+    "metrics.jsonl": [b"{}", b'{"step": "1"}', b'{"step": 1, "x": "text"}', b'{"step": 1e3}', b"[1]", b"\xff\xfe", b"\0" * 9, b"[" * 100_000, b'{"step": -1}', b"text", b""],
+    "metrics.csv": [b"1,2", b"one,0.5,,", b"\xff,1,2,3", b"\0", b'"', b"", b"-1,1,1,1", b"1" * 30 + b",1,1,1", b"x" * 200_000 + b",,,"],
+}
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in GARBAGE.items() for line in lines])
+def test_lines_that_are_no_rows_are_put_aside_and_the_rows_stay(tmp_path, capsys, name, line):
+    with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4) as tracker:
+        for step in range(3):
+            tracker.log(step, {"reward/mean": float(step), "b": 1.0, "c": 2.0})
+    path = tmp_path / name
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + line + b"\n" + b"".join(others))
+    spoiled = path.read_bytes()
+    if name == "metrics.jsonl":
+        with pytest.raises(ValueError, match="has 1 lines that are no rows of metrics"):
+            read_metrics(tmp_path)
+    with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4, first_step=2) as tracker:
+        tracker.log(2, {"reward/mean": 5.0, "new": 1.0})
+    assert capsys.readouterr().out == f"warning: {path} had 1 lines that are no rows of metrics; it is now {path}.damaged\n"
+    assert (tmp_path / f"{name}.damaged").read_bytes() == spoiled
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 5.0)]
+    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "5.0", "1.0")]
+
+
+def test_files_that_are_garbage_from_end_to_end_are_put_aside(tmp_path, capsys):
+    for name in ("metrics.jsonl", "metrics.csv"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 40)
+        (tmp_path / f"{name}.damaged").write_text("of the last time")
+    with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=1) as tracker:
+        tracker.log(0, {"x": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "x": 1.0}] and len(csv_rows(tmp_path)) == 1
+    assert capsys.readouterr().out.count("it is now") == 2 and (tmp_path / "metrics.csv.damaged2").exists()
+    assert (tmp_path / "metrics.csv.damaged").read_text() == "of the last time"
+
+
+@pytest.mark.parametrize("sink", ["jsonl", "csv"])
+def test_a_disk_that_takes_no_rows_is_told_in_a_sentence(tmp_path, sink):
+    with MetricsTracker(tmp_path, [sink], total_steps=2) as tracker:
+        tracker.log(0, {"x": 1.0})
+        path = next(tmp_path.iterdir())
+        path.unlink()
+        path.symlink_to("/dev/full")
+        with pytest.raises(ValueError, match=rf"{tmp_path} does not take what the run writes \(.*No space left on device.*\); make room"):
+            tracker.log(1, {"x": 1.0})
+
+
 def test_console_prints_one_line_per_iteration_above_the_bar_of_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     metrics = {"reward/mean": 0.5, "kl/ref": 0.0123, "rollout/response_tokens_mean": 12.34, "rollout/throughput_tokens_per_sec": 1234.5}
