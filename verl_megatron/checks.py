@@ -15,8 +15,8 @@ from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
 from verl_megatron.limits import check_values, nearest
-from verl_megatron.rewards.pool import check_reward
 from verl_megatron.output_folder import output_problems
+from verl_megatron.rewards.pool import check_reward
 from verl_megatron.tracking import check_sinks
 from verl_megatron.versions import require
 
