@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "verl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
 README = HERE / "README.md"
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]
 
 setup(
     name="verl-megatron",
@@ -14,6 +15,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     packages=find_packages(include=["parallel", "parallel.*", "verl_megatron", "verl_megatron.*"]),
+    license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     install_requires=[
         "hydra-core>=1.3.2,<1.4",
@@ -23,7 +25,6 @@ setup(
         "megatron-core>=0.16,<0.20",
         "networkx>=3.0",
         "numpy>=1.26,<3",
-        "pebble>=5.1,<6",
         "safetensors>=0.5,<1",
         "sentencepiece>=0.2,<0.3",
         "tensorboard>=2.16",
@@ -36,6 +37,8 @@ setup(
         "gpu": ["vllm>=0.20,<0.33", "megatron-core>=0.19,<0.20"],
         "te": ["transformer-engine[pytorch]>=2.10,<3"],  # faster layers on GPUs; used where it is installed
         "ray": ["ray[train]>=2.50,<3"],  # recipes/launch/ray.py
-        "dev": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"],
+        "docs": DOCS,  # mkdocs serve
+        "dev": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"]
+        + DOCS,
     },
 )

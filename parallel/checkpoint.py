@@ -27,8 +27,9 @@ from torch.futures import Future
 
 from parallel import device
 from parallel.checkpoints import writing_threads
-from parallel.convert.metadata import read_metadata
+from parallel.convert.metadata import read_tensor_table
 from parallel.groups import ProcessGroups
+from parallel.sealed import shortened
 
 device.prepare()
 
@@ -269,7 +270,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
     Raises:
         ValueError: the folder's table is broken or names what no checkpoint needs, or the folder lacks a tensor of this model.
     """
-    read_metadata(folder)  # torch's reader unpickles it without a check
+    read_tensor_table(folder)  # torch's reader unpickles it without a check
     parameters = learned(chunks, optimizer, groups) if groups.is_member else []
     kinds = (VALUE, *MOMENTS) if step else (VALUE,)
     mine = [one for one in parameters if one.holder == groups.dp_cp.rank()]
@@ -281,9 +282,11 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
         loaded, cause = TorchDistLoadShardedStrategy().load(wanted, folder), None
     except CheckpointException as error:  # no Exception; with Megatron-Core 0.19 on those ranks alone that it concerns
         cause = str(next(iter(error.failures.values()))[0])
+    except Exception as error:  # what its readers find broken they tell with nearly any
+        cause = f"{type(error).__name__}: {error}"
     dist.all_gather_object(causes, cause)
     if cause := next(filter(None, causes), None):
-        raise ValueError(f"{folder} does not fit this model ({cause}); resume with the version of megatron-core that wrote it, or set run.resume=never")
+        raise ValueError(f"{folder} does not fit this model ({shortened(cause)}); resume with the version of megatron-core that wrote it, or set run.resume=never")
     factories = {name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)}
     loaded = apply_factory_merges(loaded, factories)
     for one in parameters:

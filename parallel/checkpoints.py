@@ -1,14 +1,13 @@
 """A run's checkpoints: folders step_N that are complete or do not exist, with a manifest that tells what is in them.
 
-A checkpoint is written into a scratch folder, its manifest last, and gets its name in one step. Before it is used each file's size and
-SHA-256 are compared with the manifest (about 1.5 GB/s a core; ranks, and their cores, share the files). All functions are collective over the
-world, or over a group of all its ranks where one is given.
+A checkpoint is written into a scratch folder, its manifest last, and gets its name in one step. The manifest has each file's size and
+SHA-256, and a digest of itself; resume.py compares them before it is used (about 1.5 GB/s a core; ranks, and their cores, share the files).
+All functions are collective over the world, or over a group of all its ranks where one is given.
 """
 
 import contextlib
-import hashlib
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import device
+from parallel.sealed import SEAL, described, read_sealed, sealed
 
 MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = "manifest.json", ".partial", ".replaced", ".damaged", ".earlier"
 
@@ -29,8 +29,18 @@ class CheckpointError(ValueError):
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, of the highest step first; not collective."""
-    found = {path.parent.name.removeprefix("step_"): path.parent for path in folder.glob(f"step_*/{MANIFEST}")}
-    return [found[name] for name in sorted((name for name in found if name.isdigit()), key=int, reverse=True)]
+    return [path for path in named(folder) if os.path.lexists(path / MANIFEST)]
+
+
+def named(folder: Path) -> list[Path]:
+    """Everything in `folder` that has the name of a complete checkpoint, of the highest step first; not collective."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [folder / name for name in names if re.fullmatch(r"step_(0|[1-9][0-9]*)", name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 # ---- agreement --------------------------------------------------------------------------------------------------------
@@ -39,28 +49,28 @@ def complete(folder: Path) -> list[Path]:
 Group = dist.ProcessGroup | None
 
 
-def _from_first(value, group: Group = None):
+def from_first(value, group: Group = None):
     """The first rank's value, on every rank."""
     values = [value]
     dist.broadcast_object_list(values, group=group)
     return values[0]
 
 
-def _gathered(value, group: Group = None) -> list:
-    values: list = [None] * dist.get_world_size()
+def gathered(value, group: Group = None) -> list:
+    values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextlib.contextmanager
-def _together(action: str, group: Group = None) -> Iterator[None]:
+def together(action: str, group: Group = None) -> Iterator[None]:
     """At the end of the block every rank knows whether one failed to read or write, and raises the same CheckpointError."""
     problem = None
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk with either
         problem = str(error)
-    for rank, found in enumerate(_gathered(problem, group)):
+    for rank, found in enumerate(gathered(problem, group)):
         if found is not None:
             raise CheckpointError(f"{action}: {found} (rank {rank})")
 
@@ -82,24 +92,22 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
     path, scratch, is_first = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}", dist.get_rank() == 0
     action = f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room or make the folder writable and start again"
     try:
-        with _together(action, group):
+        with together(action, group):
             if is_first:
-                for left in (*folder.glob(f"step_*{PARTIAL}"), *folder.glob(f"step_*{REPLACED}")):  # by a run that was killed
-                    shutil.rmtree(left, ignore_errors=True)
+                clean(folder)
                 scratch.mkdir(parents=True)
         try:
             write(scratch)
         except CheckpointException as error:  # from torch, on every rank alike
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"{action}: {cause} (rank {rank})") from None
-        with _together(action, group):
+        with together(action, group):
             with (scratch / f"rank_{dist.get_rank()}.pt").open("wb") as file:
                 torch.save(own, file)
         files = _describe_files(scratch, action, group)
-        with _together(action, group):
+        with together(action, group):
             if is_first:
-                text = json.dumps({"step": step, "world_size": dist.get_world_size(), **manifest, "files": files}, indent=1)
-                _name(scratch, path, text)
+                _name(scratch, path, sealed({"step": step, "world_size": dist.get_world_size(), **manifest, "files": files}))
     except CheckpointError:
         if is_first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -107,30 +115,47 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
     return path
 
 
+def clean(folder: Path) -> None:
+    """Remove what a run that was killed left half-written or half-removed in the folder of its checkpoints; not collective.
+
+    A checkpoint whose forerunner had made room for it when the run was killed gets its name.
+    """
+    scratch = re.compile(rf"(step_[0-9]+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
+    left = [path for path in folder.iterdir() if scratch.fullmatch(path.name)] if folder.is_dir() else []
+    for path in sorted(left):  # .partial comes before .replaced
+        whole = path.with_suffix("")
+        if path.suffix == PARTIAL and path.with_suffix(REPLACED) in left and (path / MANIFEST).exists() and not whole.exists():
+            os.replace(path, whole)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (part for whole in named(folder) for part in whole.glob(f"*{PARTIAL}") if part.is_file()):
+        path.unlink(missing_ok=True)
+
+
 def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]:
     """Size and digest of every file, each read by one rank, which also makes sure that it is on the disk."""
     sizes, mine = {}, {}
-    with _together(action, group):
+    with together(action, group):
         if dist.get_rank() == 0:
             sizes = {str(path.relative_to(scratch)): path.stat().st_size for path in scratch.rglob("*") if path.is_file()}
-    names = _share(_from_first(sizes, group))
-    with _together(action, group):
-        mine = dict(zip(names, _each(lambda name: _describe_file(scratch / name), names)))
-    return dict(sorted((name, file) for part in _gathered(mine, group) for name, file in part.items()))
+    names = share(from_first(sizes, group))
+    with together(action, group):
+        mine = dict(zip(names, each(lambda name: _describe_file(scratch / name), names)))
+    return dict(sorted((name, file) for part in gathered(mine, group) for name, file in part.items()))
 
 
 def _describe_file(path: Path) -> dict:
     _sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    return described(path)
 
 
-def _share(sizes: dict[str, int]) -> list[str]:
+def share(sizes: dict[str, int]) -> list[str]:
     """Of the files with these bytes, those that this rank reads: about as much as any other."""
     largest_first = sorted(sizes, key=lambda name: (-sizes[name], name))
     return largest_first[dist.get_rank() :: dist.get_world_size()]
 
 
-def _each(read: Callable[[str], dict | str | None], names: list[str]) -> list:
+def each(read: Callable[[str], dict | str | None], names: list[str]) -> list:
     """`read` of every name, on as many cores as write a rank's files."""
     with ThreadPoolExecutor(writing_threads()) as pool:
         return list(pool.map(read, names))
@@ -164,11 +189,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ---- what is added to a checkpoint afterwards -------------------------------------------------------------------------
 
 
@@ -178,52 +198,38 @@ def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
     Raises:
         CheckpointError: a rank could not write; the checkpoint is what it was.
     """
-    action = f"{name} were not added to {path}"
-    with _together(action, group):
+    action, is_first = f"{name} were not added to {path}", dist.get_rank() == 0
+    with together(action, group):
         file = path / f"{name}_{dist.get_rank()}.pt"
+        file.with_suffix(PARTIAL).unlink(missing_ok=True)
         torch.save(own, file.with_suffix(PARTIAL))
-        described = {file.name: _describe_file(file.with_suffix(PARTIAL))}
-    files = {name: description for part in _gathered(described, group) for name, description in part.items()}
-    with _together(action, group):
-        if dist.get_rank() == 0:
+        written = {file.name: _describe_file(file.with_suffix(PARTIAL))}
+    files = {name: description for part in gathered(written, group) for name, description in part.items()}
+    with together(action, group):
+        if is_first:
             (path / f"{name}.json").unlink(missing_ok=True)  # no time at which old digests stand beside new files
-    with _together(action, group):
+    with together(action, group):
         os.replace(file.with_suffix(PARTIAL), file)
-    with _together(action, group):
-        if dist.get_rank() == 0:
+    with together(action, group):
+        if is_first:
             tell(path, name, {"world_size": dist.get_world_size(), "files": files})
 
 
 def tell(path: Path, name: str, told: dict) -> None:
-    """Write `told` (JSON values) into the checkpoint in `path`, whole or not at all; not collective."""
+    """Write `told` (JSON values) into the checkpoint in `path`, whole or not at all; not collective.
+
+    Raises:
+        OSError: it cannot be written, or the checkpoint is no longer what was written.
+    """
     scratch = path / f"{name}{PARTIAL}"
-    scratch.write_text(json.dumps(told, indent=1))
+    try:
+        text = sealed({"of": read_sealed(path / MANIFEST)[SEAL], "told": told})
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    scratch.unlink(missing_ok=True)
+    scratch.write_text(text)
     _sync(scratch)
     os.replace(scratch, path / f"{name}.json")
-
-
-def told(path: Path, name: str) -> dict | None:
-    """What `tell` wrote, on every rank; None: nothing that can be read."""
-
-    def read() -> dict | None:
-        try:
-            return json.loads((path / f"{name}.json").read_text())
-        except (OSError, ValueError):
-            return None
-
-    return _from_first(read() if dist.get_rank() == 0 else None)
-
-
-def added(path: Path, name: str, *, say: Callable[[str], None]) -> tuple[list[dict], int] | None:
-    """What `add` wrote, where it is whole, and on how many ranks: this rank's own part if there are as many as then, else those of all, on each."""
-    described = told(path, name)
-    if described is None:
-        return None
-    if problem := _damage_among(path, described["files"]):
-        say(f"warning: {name} of {path} are not used: {problem}")
-        return None
-    ranks = [dist.get_rank()] if described["world_size"] == dist.get_world_size() else range(described["world_size"])
-    return [torch.load(path / f"{name}_{rank}.pt", map_location="cpu", weights_only=True) for rank in ranks], described["world_size"]
 
 
 def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> None:
@@ -235,8 +241,8 @@ def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> No
     """
     if dist.get_rank() or not keep_last:
         return
-    paths = [path for path in complete(folder) if _step_of(path) <= step]
-    best = sorted((path for path in paths if _accuracy(path) is not None), key=lambda path: (-_accuracy(path), -_step_of(path)))
+    paths = [path for path in complete(folder) if step_of(path) <= step]
+    best = sorted((path for path in paths if _accuracy(path) is not None), key=lambda path: (-_accuracy(path), -step_of(path)))
     for path in set(paths) - set(paths[:keep_last]) - set(best[:keep_best]):
         shutil.rmtree(gone := path.with_name(path.name + REPLACED), ignore_errors=True)
         with contextlib.suppress(OSError):  # one too many does no harm
@@ -244,124 +250,11 @@ def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> No
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
 def _accuracy(path: Path) -> float | None:
+    """What validation found at the step of a checkpoint; None: nothing that can be compared."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        return manifest["validation"]["validation/accuracy"] if manifest["validation"]["step"] == manifest["step"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = read_sealed(path / MANIFEST)
+        accuracy = manifest["validation"]["validation/accuracy"] if manifest["validation"]["step"] == manifest["step"] else None
+        return float(accuracy) if accuracy is not None else None
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
-
-
-# ---- resuming ---------------------------------------------------------------------------------------------------------
-
-
-def newest_sound(folder: Path, *, say: Callable[[str], None]) -> tuple[Path, dict] | None:
-    """The newest complete checkpoint whose files are as they were written, and its manifest; None: there is no checkpoint.
-
-    A damaged one is told of, put aside as step_N.damaged if another can be used, and never loaded.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
-    """
-    damaged, first = [], ""
-    for path in _from_first(complete(folder)):
-        manifest, problem = damage(path)
-        if problem is None:
-            with contextlib.suppress(OSError):  # it only saves the next start the reading
-                _put_aside(damaged, DAMAGED)
-            dist.barrier()
-            return path, manifest
-        damaged.append(path)
-        first = first or f"{path.name}: {problem}"
-        say(f"warning: checkpoint {path} is damaged and not used: {problem}")
-    if damaged:
-        raise CheckpointError(f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew")
-    return None
-
-
-def put_aside_all(folder: Path) -> list[Path]:
-    """For a run that begins anew in the folder of another: the checkpoints there get names under which no run takes them for its own.
-
-    Returns:
-        Their new paths: step_N.earlier, or with a number where that is taken; on every rank.
-
-    Raises:
-        CheckpointError: they cannot be renamed.
-    """
-    paths, suffix, number = complete(folder) if dist.get_rank() == 0 else [], EARLIER, 1
-    while any(path.with_name(path.name + suffix).exists() for path in paths):
-        number += 1
-        suffix = f"{EARLIER}{number}"
-    with _together(f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"):
-        _put_aside(paths, suffix)
-    return _from_first([path.with_name(path.name + suffix) for path in paths])
-
-
-def _put_aside(paths: list[Path], suffix: str) -> None:
-    if dist.get_rank() == 0:
-        for path in paths:
-            shutil.rmtree(aside := path.with_name(path.name + suffix), ignore_errors=True)
-            os.replace(path, aside)
-
-
-def damage(path: Path) -> tuple[dict, str | None]:
-    """The manifest of a checkpoint, and what is wrong with its files: a sentence that is the same on every rank, or None."""
-    manifest, problem = _from_first(_read_manifest(path) if dist.get_rank() == 0 else None)
-    if problem is not None:
-        return {}, problem
-    return manifest, _damage_among(path, manifest["files"])
-
-
-def _damage_among(path: Path, files: dict[str, dict]) -> str | None:
-    """What is wrong with one of these files, if anything is; the same on every rank."""
-    found = _each(lambda name: _file_damage(path / name, files[name]), _share({name: written["bytes"] for name, written in files.items()}))
-    return next((problem for problems in _gathered(found) for problem in problems if problem), None)
-
-
-def _read_manifest(path: Path) -> tuple[dict, str | None]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return {}, f"{MANIFEST} cannot be read ({error})"
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return {}, f"{MANIFEST} lists no files; it was written by another version"
-    return manifest, None
-
-
-def _file_damage(path: Path, written: dict) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != written["bytes"]:
-            return f"{path} has {size} bytes of {written['bytes']}"
-        return None if _digest(path) == written["sha256"] else f"{path} is not what was written: its SHA-256 differs"
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read ({error})"
-
-
-def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> None:
-    """Compare the architectures of the roles that learn.
-
-    Raises:
-        CheckpointError: the checkpoint is of other models, with what differs.
-    """
-    saved, models = manifest["models"], json.loads(json.dumps(models))
-    if saved.keys() != models.keys():
-        raise CheckpointError(f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never")
-    for role, model in models.items():
-        for name in sorted(model.keys() | saved[role].keys()):
-            if model.get(name) != saved[role].get(name):
-                raise CheckpointError(
-                    f"checkpoint {path} holds an {role} with {name}={saved[role].get(name)}, this run's has {name}={model.get(name)};"
-                    f" set {role}.path to the model that it was trained from, or run.resume=never"
-                )
-
-
-def own_state(path: Path) -> dict:
-    """What this rank gave to `save` as its own; only if the number of ranks is the same."""
-    return torch.load(path / f"rank_{dist.get_rank()}.pt", map_location="cpu", weights_only=True)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
+from parallel.checkpoints import together
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture
@@ -46,13 +48,15 @@ def export_folder(
         max_file_bytes: largest size of a file, and of what a rank holds beside its shard; only a single larger tensor exceeds it.
 
     Raises:
-        ValueError: `folder` is the template's.
+        ValueError: `folder` is the template's, or a rank could not write.
         ReshardError: a tensor did not arrive as its owners hold it.
     """
     folder = Path(folder)
     if folder.resolve() == Path(template_folder).resolve():
         raise ValueError(f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original")
-    folder.mkdir(parents=True, exist_ok=True)
+    action = f"the model was not exported to {folder}; make room or make the folder writable"
+    with together(action, group):
+        folder.mkdir(parents=True, exist_ok=True)
     shapes = hf_shapes(arch, head)
     files = deal_into_files({name: _elements(shape) * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
     names = _file_names(len(files))
@@ -64,16 +68,24 @@ def export_folder(
         tensors: dict[str, Tensor] = {target.name: torch.empty(target.shape, dtype=dtype, device=device) for target in targets.get(rank, ())}
         assembled = {(0, name): tensor for name, tensor in tensors.items()}
         Resharder(plan, rank=rank, source=source, destination=assembled, dtype=dtype, group=group, device=device, verify="all").run()
-        if rank in turn:
-            write_safetensors(folder / names[turn[rank]], {name: tensor.cpu() for name, tensor in tensors.items()})
-    if rank == writers[0]:
-        carry_files(template_folder, folder, config=config)
-        for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in names}:
-            old.unlink(missing_ok=True)  # of an earlier export with other files, which a reader would take for these
-        if len(files) > 1:
-            total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
-            write_index(folder, {name: names[number] for number, file in enumerate(files) for name in file}, total)
-    dist.barrier(group=group)  # when it returns, the folder is complete on every rank
+        with together(action, group):
+            if rank in turn:
+                _write(folder / names[turn[rank]], tensors)
+    with together(action, group):  # after it the folder is complete on every rank
+        if rank == writers[0]:
+            carry_files(template_folder, folder, config=config)
+            for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in names}:
+                old.unlink(missing_ok=True)  # of an earlier export with other files, which a reader would take for these
+            if len(files) > 1:
+                total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
+                write_index(folder, {name: names[number] for number, file in enumerate(files) for name in file}, total)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        write_safetensors(path, {name: tensor.cpu() for name, tensor in tensors.items()})
+    except SafetensorError as error:  # how it tells of a full disk
+        raise OSError(str(error)) from None
 
 
 def _file_names(count: int) -> list[str]:

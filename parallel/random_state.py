@@ -23,7 +23,18 @@ def rng_state() -> dict:
 
 
 def set_rng_state(state: dict) -> None:
-    """Continue from `rng_state()`."""
+    """Continue from `rng_state()`.
+
+    Raises:
+        RuntimeError: it is something else.
+    """
+    try:
+        _set_rng_state(state)
+    except Exception as error:  # torch, numpy and Python tell of it with any
+        raise RuntimeError(f"not the random states of a process: {type(error).__name__} {str(error)[:200]}") from None
+
+
+def _set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])

@@ -16,7 +16,7 @@ say() { echo "install: $*" >&2; }
 is_complete() { # python: every package can be found and the versions go together; nothing heavy is imported
   PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$1" - "$PURPOSE" >/dev/null 2>&1 <<'PYTHON'
 import importlib.util, sys
-names = "torch megatron.core vllm transformers hydra omegaconf pebble safetensors sentencepiece matplotlib tensorboard tqdm jinja2 numpy"
+names = "torch megatron.core vllm transformers hydra omegaconf safetensors sentencepiece matplotlib tensorboard tqdm jinja2 numpy"
 names += " pytest" if sys.argv[1] == "dev" else ""
 assert all(importlib.util.find_spec(name) for name in names.split())
 from verl_megatron.versions import check_versions

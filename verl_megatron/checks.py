@@ -15,7 +15,8 @@ from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
 from verl_megatron.limits import check_values, nearest
-from verl_megatron.rewards.functions import load_reward
+from verl_megatron.output_folder import output_problems
+from verl_megatron.rewards.pool import check_reward
 from verl_megatron.tracking import check_sinks
 from verl_megatron.versions import require
 
@@ -86,6 +87,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         path = config.critic.path or (config.actor.path if arch is not None else "")
         critic = replace(config.critic, path=path)
         layouts["critic"], _ = _check_model(critic, "critic", world_size, problems, config.engine)
+    problems += output_problems(config.run, {role: getattr(config, role).path for role in layouts})
     problems += _check_reward(config, world_size)
     problems += _check_rollout(config, arch, world_size)
     problems += _check_rows(config, layouts)
@@ -97,6 +99,7 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     layout, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
+    problems += output_problems(config.run, {"actor": config.actor.path})
     data = config.data
     if layout is not None and data.rows_per_step < layout.dp:
         problems.append(f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; raise it")
@@ -194,7 +197,7 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
     reward = config.reward
     if not reward.function and not reward.path:
         return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
-    problems = _said_by(load_reward, reward.function) if reward.function else []
+    problems = check_reward(reward.function) if reward.function else []
     if reward.path:
         _check_model(reward, "reward", world_size, problems, config.engine)
     return problems

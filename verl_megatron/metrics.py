@@ -18,6 +18,17 @@ from verl_megatron.kl import reference_kl
 
 Scalar = Tensor | float | int
 
+# What the run itself reports of rewards. A reward's own metric of such a name is reported as reward/own_NAME: see `own_metric`.
+REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = ("reward/mean", "reward/max", "reward/failed", "reward/latency_ms")
+
+
+def own_metric(name: str) -> str:
+    """Key of a number that a reward function reports as `name`: reward/NAME, or reward/own_NAME where the run has that key itself."""
+    bare = name
+    while bare.startswith("own_"):  # "own_mean" moves on to own_own_mean: no two names share a key
+        bare = bare.removeprefix("own_")
+    return f"reward/own_{name}" if f"reward/{bare}" in RESERVED else f"reward/{name}"
+
 
 class Sums:
     """Totals with their counts, and maxima, by name. Tensors stay on their device until `reduce`: adding never waits for a GPU."""
@@ -210,7 +221,7 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     tokens_B = mask_BT.sum(-1)
     sums.add("rollout/response_tokens_mean", tokens_B.sum(), rows)
     if batch.rewards is not None:
-        sums.add("reward/mean", batch.rewards.sum(), rows)
+        sums.add(REWARD_MEAN, batch.rewards.sum(), rows)
     kl_BT = reference_kl(batch, estimator=kl_estimator)
     if kl_BT is not None:
         sums.add("kl/ref", kl_BT.sum(), rows)
@@ -222,7 +233,7 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     if rows:
         sums.max("rollout/response_tokens_max", tokens_B.max())
         if batch.rewards is not None:
-            sums.max("reward/max", batch.rewards.max())
+            sums.max(REWARD_MAX, batch.rewards.max())
     return sums
 
 

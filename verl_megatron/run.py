@@ -149,7 +149,10 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
     reward = config.reward
     if not reward.function or not engine.is_home:
         return None
-    return RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
+    pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
+    if pool.refused and dist.get_rank() == 0:
+        print(f"reward workers have no namespaces of their own ({pool.refused}): a reward function may signal any process of this user", flush=True)
+    return pool
 
 
 class _Parts:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 import verl_megatron
-from parallel import checkpoints, device, random_state
+from parallel import checkpoints, device, random_state, resume
 from parallel.background import Background
 from parallel.checkpoint import Snapshot
 from parallel.checkpoints import CheckpointError
 from parallel.collectives import all_max
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.iteration import Collected
+from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, rows_problem
 from verl_megatron.metrics import Sums
 from verl_megatron.roles.role import Role
 from verl_megatron.rollout.sampling import Sampling
@@ -176,9 +177,9 @@ class SavedState:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
-        recorded = checkpoints.told(path, RECORDED)
+        recorded = resume.told(path, RECORDED, say=self.say, check=recorded_problem)
         if recorded is None:
-            return self.say(f"run.resume=verify: the run ended before it had recorded iteration {self.step}; nothing to compare with")
+            return self.say(f"run.resume=verify: there is no sound record of iteration {self.step}, before whose end the run may have ended; nothing to compare with")
         # On GPUs some sums have no order of their own.
         apart = differences(recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2)
         if apart:
@@ -199,26 +200,29 @@ class SavedState:
         """
         begin = time.perf_counter()
         if self.config.run.resume == "never" and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # what torchrun starts again goes on
-            if earlier := checkpoints.put_aside_all(self.folder):
+            if earlier := resume.put_aside_all(self.folder):
                 self.say(f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; remove what is not wanted")
             return
-        found = checkpoints.newest_sound(self.folder, say=self.say)
+        found = resume.newest_sound(self.folder, say=self.say, check=manifest_problem)
         if found is None:
             return
         path, saved = found
         mine = self._manifest()
-        checkpoints.refuse_other_models(path, saved, mine["models"])
+        resume.refuse_other_models(path, saved, mine["models"])
+        if changed := changed_settings(saved["settings"], mine["settings"]):
+            self.say(f"settings changed since {path}: {', '.join(changed)}")
+        self.run.source.cursor.load_state_dict(saved["cursor"])  # first: it refuses other data
         for name, role in self.run.learner.trainable.items():
             self.run.residency.enter_training(role.engine)
             role.engine.load(path / name, saved["roles"][name])
-        self.run.source.cursor.load_state_dict(saved["cursor"])
         self.run.learner.kl.load_state_dict(saved["kl"])
         self.step, self.before, self.validated = saved["step"], saved["before"], saved["validation"]
         self.run.channel.publish(self.step)
         self._newest, how = path, "with its random states"
         self._is_same_layout = saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
         if self._is_same_layout:
-            random_state.set_rng_state(checkpoints.own_state(path)["rng"])
+            with checkpoints.together(f"{path} does not hold the random states of a run; remove it, or set run.resume=never"):
+                random_state.set_rng_state(resume.own_state(path).get("rng"))
         else:
             random_state.seed_anew(self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step)
             how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
@@ -227,7 +231,7 @@ class SavedState:
         self.say(f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)")
 
     def _resume_rows(self, path: Path) -> None:
-        found = checkpoints.added(path, ROWS, say=self.say)
+        found = resume.added(path, ROWS, say=self.say, check=rows_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_sum
+from parallel.run_lock import RunLock
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.normalizers import token_mean
@@ -44,7 +45,8 @@ class SFTTrainer:
 
     def train(self) -> dict[str, float]:
         """All optimizer steps, then the export; returns the last metrics."""
-        with Watchdog(self.config.run.stall_timeout_s, self.config.run.output_dir) as watchdog:
+        run = self.config.run
+        with RunLock(run.output_dir), Watchdog(run.stall_timeout_s, run.output_dir) as watchdog:
             return self._train(watchdog)
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:

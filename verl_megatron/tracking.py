@@ -3,14 +3,16 @@
 Steps count finished iterations: 0 is the state before the first.
 """
 
+import contextlib
 import csv
 import importlib.util
 import io
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -18,20 +20,59 @@ from typing import Protocol, Self
 METRICS_FILE = "metrics.jsonl"
 
 
-def complete_lines(path: Path) -> list[str]:
+def complete_lines(path: Path) -> list[bytes]:
     """Lines of a file that may be absent; what a killed run left without its newline is no line."""
-    text = path.read_text() if path.is_file() else ""
-    return text.split("\n")[:-1]
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, float | None]], int]:
+    """The lines that are rows of metrics, and how many are not."""
+    rows = [row for line in lines if (row := _parsed_row(line)) is not None]
+    return rows, len(lines) - len(rows)
+
+
+def _parsed_row(line: bytes) -> dict[str, float | None] | None:
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return None
+    return row if all(value is None or type(value) is float or _is_small(value) for value in row.values()) else None
+
+
+def _is_small(value: object) -> bool:
+    return type(value) is int and abs(value) <= 2**53  # beyond, not every one is a float
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, float | None]]:
-    """Rows of `metrics.jsonl` in order, each with "step"; None stands for a number that was not finite."""
-    return [json.loads(line) for line in complete_lines(Path(output_dir) / METRICS_FILE)]
+    """Rows of `metrics.jsonl` in order, each with "step"; None stands for a number that was not finite.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    path = Path(output_dir) / METRICS_FILE
+    try:
+        rows, others = parsed_rows(complete_lines(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}); make it readable") from None
+    if others:
+        raise ValueError(f"{path} has {others} lines that are no rows of metrics; take them out")
+    return rows
+
+
+def put_aside(path: Path, others: int) -> None:
+    """Keep a file with lines that are no rows, and say so: the rows go into a new one."""
+    names = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *range(2, 10_000)))
+    aside = next(name for name in names if not os.path.lexists(name))
+    os.replace(path, aside)
+    print(f"warning: {path} had {others} lines that are no rows of metrics; it is now {aside}", flush=True)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a killed run leaves the old or the new one."""
     scratch = path.with_suffix(path.suffix + ".new")
+    scratch.unlink(missing_ok=True)
     scratch.write_text(text)
     os.replace(scratch, path)
 
@@ -58,19 +99,20 @@ class Sink(Protocol):
 
 
 def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
-    """One iteration in one line; what was not measured is left out."""
+    """One iteration in one line; what was not measured is left out, and so are failed rewards where there are none."""
     parts = [
         f"{label} {metrics[key]:{spec}}{unit}"
         for key, label, spec, unit in (
             ("sft/loss", "loss", ".4f", ""),
             ("validation/accuracy", "validation accuracy", ".3f", ""),
             ("reward/mean", "reward", ".3f", ""),
+            ("reward/failed", "failed rewards", ".1%", ""),
             ("kl/ref", "kl", ".4f", ""),
             ("policy/entropy", "entropy", ".3f", ""),
             ("rollout/response_tokens_mean", "length", ".1f", ""),
             ("rollout/throughput_tokens_per_sec", "rollout at", ",.0f", " tokens/s"),
         )
-        if key in metrics
+        if key in metrics and (metrics[key] or key != "reward/failed")
     ]
     seconds = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
     if seconds:
@@ -106,8 +148,10 @@ class JsonLines:
 
     def __init__(self, to: Destination):
         self._path = to.output_dir / METRICS_FILE
-        kept = [row for row in read_metrics(to.output_dir) if row["step"] < to.first_step]
-        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        rows, others = parsed_rows(complete_lines(self._path))
+        if others:
+            put_aside(self._path, others)
+        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] < to.first_step))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         row = {"step": step} | {key: value if math.isfinite(value) else None for key, value in metrics.items()}
@@ -118,14 +162,31 @@ class JsonLines:
         """Every row is on disk already."""
 
 
+def _cells(line: bytes) -> list[str]:
+    """A line of comma-separated values; empty: it is none."""
+    try:
+        return next(csv.reader([line.decode()]), [])
+    except (ValueError, csv.Error):
+        return []
+
+
 class Csv:
     """`metrics.csv`: a column for every key seen so far; a new key rewrites the file with a wider header."""
 
     def __init__(self, to: Destination):
         self._path = to.output_dir / "metrics.csv"
-        reader = csv.DictReader(complete_lines(self._path))
-        self._columns = list(reader.fieldnames or ["step"])
-        self._rewrite([row for row in reader if int(row["step"]) < to.first_step])
+        self._columns, rows, others = self._read()
+        if others:
+            put_aside(self._path, others)
+        self._rewrite([row for row in rows if int(row["step"]) < to.first_step])
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]], int]:
+        """The columns, the rows, and how many lines are none."""
+        header, *lines = [_cells(line) for line in complete_lines(self._path)] or [["step"]]
+        if header[:1] != ["step"] or len(set(header)) < len(header):
+            return ["step"], [], 1 + len(lines)
+        rows = [dict(zip(header, cells)) for cells in lines if len(cells) == len(header) and re.fullmatch(r"[0-9]{1,15}", cells[0])]
+        return header, rows, len(lines) - len(rows)
 
     def _rewrite(self, rows: list[dict]) -> None:
         text = io.StringIO()
@@ -137,7 +198,7 @@ class Csv:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         new_columns = [key for key in metrics if key not in self._columns]
         if new_columns:
-            rows = list(csv.DictReader(complete_lines(self._path)))
+            _, rows, _ = self._read()
             self._columns += new_columns
             self._rewrite(rows)
         with self._path.open("a") as file:
@@ -220,6 +281,15 @@ def check_sinks(names: list[str]) -> None:
             raise ValueError(f"run.track_metrics: {name!r} needs the package {package}; pip install {package} or take {name!r} out")
 
 
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """ValueError with the remedy where the block cannot write to the disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{folder} does not take what the run writes ({error}); make room or make it writable, and start again") from None
+
+
 class MetricsTracker:
     """Writes rows of metrics to every sink asked for. Only one rank makes one.
 
@@ -230,13 +300,16 @@ class MetricsTracker:
     def __init__(self, output_dir: str | Path, sinks: list[str], *, total_steps: int, first_step: int = 0):
         check_sinks(sinks)
         to = Destination(Path(output_dir), first_step, total_steps)
-        to.output_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks = [SINKS[name][0](to) for name in sinks if name in SINKS]
+        with writing_to(to.output_dir):
+            to.output_dir.mkdir(parents=True, exist_ok=True)
+            self._sinks = [SINKS[name][0](to) for name in sinks if name in SINKS]
+        self._folder = to.output_dir
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one row; a step may have several, such as an iteration's and its validation's."""
-        for sink in self._sinks:
-            sink.write(step, metrics)
+        """Write one row; a step may have several, such as an iteration's and its validation's. ValueError if that cannot be done."""
+        with writing_to(self._folder):
+            for sink in self._sinks:
+                sink.write(step, metrics)
 
     def close(self) -> None:
         """Flush and release every sink."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.preemption import Preemption, usual_grace_s
+from parallel.run_lock import RunLock
 from parallel.watchdog import Watchdog
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import batch_arithmetic, check_config, refuse
@@ -24,7 +25,7 @@ from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run, models_of
 from verl_megatron.saved_state import SavedState
 from verl_megatron.timeline import record_timeline, write_timeline
-from verl_megatron.tracking import MetricsTracker
+from verl_megatron.tracking import MetricsTracker, writing_to
 from verl_megatron.versions import check_versions, optional_packages
 
 SLOW_S = 1800.0  # what builds a model, reads or writes a disk may take so long without a sign of progress
@@ -69,7 +70,11 @@ class RLTrainer:
         After a SIGTERM to any rank it saves at the next opportunity and returns early; the same run resumes there.
         """
         config = self.config.run
-        with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=usual_grace_s()) as self.preemption:
+        with (
+            RunLock(self.output_dir),
+            Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog,
+            Preemption(grace_s=usual_grace_s()) as self.preemption,
+        ):
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.run = build_run(self.config, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
@@ -117,11 +122,12 @@ class RLTrainer:
                 self.export()
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             state.finish()
-        write_timeline(self.run.clock, self.output_dir)
-        if tracker is not None:
-            tracker.close()
-            if "jsonl" in config.track_metrics:
-                draw_report(self.output_dir)
+        with writing_to(self.output_dir):
+            write_timeline(self.run.clock, self.output_dir)
+            if tracker is not None:
+                tracker.close()
+                if "jsonl" in config.track_metrics:
+                    draw_report(self.output_dir)
         return metrics | before_and_after(state.before, after)
 
     def _iterate(self) -> dict[str, float] | None:
@@ -144,8 +150,10 @@ class RLTrainer:
             self.save(cursor=drawn_from)
         if collected is not None:
             self.state.keep_rows(collected)
-        how = "the same command goes on from here" if self.config.run.resume != "never" else "with run.resume=newest it goes on from here"
-        self.say(f"ending after iteration {self.state.step}, as SIGTERM asks for; {how}")
+        self.say(f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here")
+
+    def _how_to_go_on(self) -> str:
+        return "the same command goes on" if self.config.run.resume != "never" else "with run.resume=newest it goes on"
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.state.step % interval == 0
@@ -189,21 +197,34 @@ class RLTrainer:
         dist.all_gather_object(gathered, mine)
         if self.is_first:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
             rows = sorted((row for part in gathered for row in part), key=lambda row: row["row"])
-            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            with writing_to(self.output_dir):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""
         for spec in models_of(self.config):
-            if spec.trainable:
+            if not spec.trainable:
+                continue
+            try:
                 with self.watchdog.operation("export", timeout_s=SLOW_S):
                     self.run.learner.roles[spec.name].engine.export(self.output_dir / spec.name, template=spec.model.path)
-                self.say(f"exported {self.output_dir / spec.name}")
+            except ValueError as error:
+                raise ValueError(f"{error}; {self._what_remains()}") from None
+            self.say(f"exported {self.output_dir / spec.name}")
+
+    def _what_remains(self) -> str:
+        """Of a run that cannot export its model: a checkpoint, once it is on the disk, or nothing."""
+        if not self.state.has_checkpoint:
+            return "there is no checkpoint of this step, because run.save_interval=0"
+        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
+            self.state.finish()
+        return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """The validation accuracy of the untrained and of the trained actor."""
-    if not before or not after:
+    if not before or "validation/accuracy" not in after:
         return {}
     return {"validation/before": before["validation/accuracy"], "validation/after": after["validation/accuracy"]}

@@ -79,9 +79,11 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
             (dtype, member), offset, shape, stride = _TensorUnpickler(io.BytesIO(description)).load()
             info = archive.getinfo(pickled.filename.removesuffix("data.pkl") + f"data/{member}")
             at = _content(files, name, start, info)
+        if min(offset, *shape, *stride) < 0:
+            raise ValueError("a size below 0")
+        expected = torch.empty(shape, device="meta")
     except Exception as error:  # a broken archive or pickle raises nearly anything
         raise ValueError(f"{files.folder / name} has no tensor at bytes {start}-{start + length} ({error or type(error).__name__}); copy it again from its source") from None
-    expected = torch.empty(shape, device="meta")
     if stride != expected.stride() and expected.numel() > 1 or info.compress_type != zipfile.ZIP_STORED or (offset + expected.numel()) * dtype.itemsize > info.file_size:
         raise ValueError(f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the checkpoint again with Megatron-Core")
     return ChunkData(dtype, shape, at + offset * dtype.itemsize)

@@ -31,9 +31,14 @@ class Journal:
         except OSError:
             raise ValueError(f"another process is converting into {folder}; wait for it") from None
         self._file.seek(0)
-        whole = [line for line in self._file if line.endswith("\n")]  # the last one may have been cut by a kill
+        try:
+            whole = [line for line in self._file if line.endswith("\n")]  # the last one may have been cut by a kill
+            lines = [json.loads(line) for line in whole]
+            if not all(isinstance(line, dict) for line in lines):
+                raise ValueError("a line is no object")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder {folder}") from None
         self._file.truncate(sum(len(line.encode()) for line in whole))
-        lines = [json.loads(line) for line in whole]
         if not lines:
             self._append({"conversion": conversion})
         elif lines[0] != {"conversion": json.loads(json.dumps(conversion))}:
@@ -56,8 +61,9 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _is_whole(self, entry: Mapping[str, Any]) -> bool:
-        path = self.folder / entry["name"]
-        return path.is_file() and path.stat().st_size == entry["bytes"] and digest_of(path) == entry["sha256"]
+        name = entry.get("name")
+        path = self.folder / name if isinstance(name, str) else self.folder
+        return path.is_file() and path.stat().st_size == entry.get("bytes") and digest_of(path) == entry.get("sha256")
 
 
 def digest_of(path: Path) -> str:

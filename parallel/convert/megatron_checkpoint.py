@@ -1,6 +1,5 @@
 """A Megatron-Core distributed checkpoint (torch_dist) as a source of rows of Hugging Face tensors, however it was sharded."""
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,11 +8,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from parallel.convert import chunk, metadata
 from parallel.convert.keys import LAYER, VOCAB_KEYS, GlobalTensor, global_tensors, places
 from parallel.convert.open_files import OpenFiles
+from parallel.sealed import read_json, shortened
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head, hf_shapes
 
@@ -49,9 +49,12 @@ def checkpoint_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if not tracker.is_file():
         raise ValueError(f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of Megatron-Core")
-    text = tracker.read_text().strip()
-    folder = path / (f"iter_{int(text):07d}" if text.isdigit() else "release")
-    if text != "release" and not text.isdigit() or not (folder / CONFIG).is_file():
+    text = tracker.read_bytes()[:100].decode(errors="replace").strip()
+    is_number = re.fullmatch("[0-9]{1,15}", text)
+    folder = path / (f"iter_{int(text):07d}" if is_number else "release")
+    if pickled := sorted(folder.glob("mp_rank_*/*.pt")):
+        raise ValueError(f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; save the checkpoint with --ckpt-format torch_dist")
+    if text != "release" and not is_number or not (folder / CONFIG).is_file():
         raise ValueError(f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, copy it again")
     return folder
 
@@ -72,9 +75,13 @@ class MegatronCheckpoint:
 
     def __init__(self, path: Path, template: Path | None = None, *, skip_extra: bool = False):
         self.path = checkpoint_folder(Path(path))
-        config = json.loads((self.path / CONFIG).read_text())
+        try:
+            config = read_json(self.path / CONFIG)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}; copy it again from the checkpoint's source") from None
         if config.get("sharded_backend") != "torch_dist":
-            raise ValueError(f"{self.path / CONFIG} names the format {config.get('sharded_backend')!r}; only torch_dist is read, save the checkpoint with --ckpt-format torch_dist")
+            found = shortened(config.get("sharded_backend"), 40)
+            raise ValueError(f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the checkpoint with --ckpt-format torch_dist")
         self.config_folder = self._config_folder(Path(path), template)
         self.arch = read_architecture(self.config_folder)
         self._files = OpenFiles(self.path)
@@ -148,7 +155,7 @@ class MegatronCheckpoint:
         if "output_layer.bias" in table.state_dict_metadata:
             return "token"
         output = table.state_dict_metadata.get("output_layer.weight")
-        return "sequence" if output is not None and output.size[0] == 1 else "lm"
+        return "sequence" if isinstance(output, TensorStorageMetadata) and output.size[:1] == (1,) else "lm"
 
     def _stored(self, table) -> tuple[dict[str, list[StoredChunk]], dict[str, torch.dtype]]:
         """Chunks and dtype by key; keys of single layers and of halves of `linear_fc1` become boxes of the one key."""

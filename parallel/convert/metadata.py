@@ -61,7 +61,7 @@ def read_metadata(folder: Path) -> Metadata:
     """The checkpoint's table of tensors and objects; nothing but its records is ever constructed.
 
     Raises:
-        ValueError: no such file, not such a pickle, or one that names anything else.
+        ValueError: no such file, not such a pickle, one that names anything else, or records that hold something else.
     """
     path = folder / FILE
     if not path.is_file():
@@ -69,10 +69,48 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             found = RestrictedUnpickler(file).load()
-        assert isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict)
+        _check(found)
     except Exception as error:  # a broken pickle raises nearly anything
         raise ValueError(f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it again from its source") from None
     return found
+
+
+def read_tensor_table(folder: Path) -> Metadata:
+    """A table of tensors alone: torch's reader, which unpickles it without a check, would unpickle objects so, too.
+
+    Raises:
+        ValueError: as `read_metadata`, or it has objects.
+    """
+    found = read_metadata(folder)
+    objects = [key for key, entry in found.state_dict_metadata.items() if isinstance(entry, metadata.BytesStorageMetadata)]
+    if objects:
+        raise ValueError(f"{folder / FILE} is refused: it holds objects ({objects[0][:100]!r}), and a run saves none there")
+    return found
+
+
+def _check(found: Metadata) -> None:
+    """Any exception where a record holds what a writer does not put there."""
+    if not (isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict)):
+        raise TypeError("it holds something else")
+    for key, entry in found.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata | metadata.BytesStorageMetadata):
+            raise TypeError("an entry is neither of a tensor nor of an object")
+        if isinstance(entry, TensorStorageMetadata):
+            places = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
+            ranks = {len(_sizes(entry.size)), *(len(part) for place in places for part in place)}
+            if not isinstance(entry.properties.dtype, torch.dtype) or len(ranks) > 1:
+                raise TypeError(f"{key[:100]!r} is no tensor")
+    for index, info in found.storage_data.items():
+        path = PurePosixPath(info.relative_path)
+        if not isinstance(index.fqn, str) or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{str(path)[:100]!r} lies outside the folder")
+        _sizes((info.offset, info.length))
+
+
+def _sizes(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(numbers, tuple) or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise TypeError("a size or an offset is no number")
+    return numbers
 
 
 def write_metadata(folder: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], entries: list[dict]) -> None:

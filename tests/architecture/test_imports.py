@@ -17,7 +17,6 @@ OWNERS = {
     "omegaconf": ("verl_megatron/command_line.py", "verl_megatron/checks.py", "verl_megatron/train.py", "verl_megatron/sft.py"),
     "megatron": ("parallel/megatron.py", "parallel/device.py", "parallel/groups.py", "parallel/checkpoint.py", "verl_megatron/models/", "verl_megatron/roles/"),
     "transformer_engine": ("verl_megatron/models/",),
-    "pebble": ("verl_megatron/rewards/pool.py",),
     "matplotlib": ("verl_megatron/report.py",),
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/log_prob_kernels.py"),
     "transformers": ("verl_megatron/tokenizer.py", "verl_megatron/models/rope.py"),
@@ -31,6 +30,7 @@ LAYERS = (
     ("learner",),
     ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
+    ("manifest", "output_folder"),
     ("presets", "versions", "batch", "config", "log_prob_kernels", "residency"),
 )
 

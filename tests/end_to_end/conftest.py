@@ -23,6 +23,10 @@ def tenth(prompt, response, answer, extra):
     return len(response) / 10
 
 
+def broken(prompt, response, answer, extra):
+    raise RuntimeError("this reward is broken")
+
+
 def bad(prompt, response, answer, extra):
     if extra["kind"] == "raises":
         raise RuntimeError("this reward is broken")

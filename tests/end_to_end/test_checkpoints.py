@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from parallel.run_lock import identity
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run, start
 from verl_megatron.tracking import read_metrics
@@ -23,6 +24,7 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
     ended = run(2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *layouts, folder=tmp_path)
 
     assert ended.stdout.count("is damaged and not used") == 1 and f"{damaged} has" in ended.stdout, ended.text
+    assert re.search(r"settings changed since .*/step_2: actor.layout: \"tp2pp2\" -> \"pp2\", .*run.resume: \"newest\" -> \"verify\"", ended.stdout), ended.text
     assert re.search(r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step, with the rows", ended.stdout), ended.text
     assert re.search(r"run.resume=verify: iteration 3, repeated on the rows of that time, gives all \d\d recorded numbers", ended.stdout), ended.text
     assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_4.damaged"]
@@ -43,12 +45,26 @@ def test_the_manifest_tells_the_run(whole_run):
     assert all(len(file["sha256"]) == 64 for file in manifest["files"].values())
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(toy, tmp_path):
-    """One error from one rank, by name."""
+SMALL = ["run.iterations=1", "run.save_interval=1", "data.validation=", "rollout.max_tokens=4", "actor.layout=tp2", "critic.layout=tp2", "rollout.tp=2"]
+
+
+def refused(toy, tmp_path) -> str:
+    """The one line that a run says of its output folder before it builds anything."""
+    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *SMALL), folder=tmp_path).wait(timeout_s=120)
+    assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
+    assert "command_line.py" not in ended.stderr and "built in" not in ended.stdout, ended.text
+    return ended.error_lines[0]
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused(toy, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").write_text("a file where the folder should be")
-    job = ["run.iterations=1", "run.save_interval=1", "data.validation=", "rollout.max_tokens=4", "actor.layout=tp2", "critic.layout=tp2", "rollout.tp=2"]
-    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *job), folder=tmp_path).wait(timeout_s=120)
-    assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
-    assert "the checkpoint of step 1 was not written to" in ended.error_lines[0] and "make room" in ended.error_lines[0]
-    assert "command_line.py" not in ended.stderr, ended.text
+    assert f"{tmp_path}/run/checkpoint is no folder" in refused(toy, tmp_path)
+
+
+def test_a_folder_in_which_a_run_is_at_work_is_refused(toy, tmp_path):
+    """This process stands for the run."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.lock").write_text(json.dumps(identity()))
+    assert re.search(rf"is in use by another run: process {os.getpid()} on .*, since .*; wait for it", refused(toy, tmp_path))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]

@@ -122,6 +122,17 @@ def test_bad_input_is_refused(refusals, name, nproc, words):
     assert "Traceback" not in found["text"] and "vllm was imported" not in found["text"], found["text"]
 
 
+@pytest.mark.parametrize("validation", [True, False])
+def test_a_reward_that_always_fails(toy, tmp_path, validation):
+    """Nothing can be learnt from it: the run ends where that is known, without a checkpoint or an export."""
+    job = ["rollout.tp=1", "actor.layout=dp2", "critic.layout=dp2", "rollout.max_tokens=4", *([] if validation else ["data.validation="])]
+    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *job, reward="broken"), folder=tmp_path).wait(timeout_s=200)
+    assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
+    rows = 8 if validation else 16
+    assert all(words in ended.error_lines[0] for words in (f"failed on all {rows} rows", "mend the function", "RuntimeError: this reward is broken")), ended.text
+    assert "_check_scores" not in ended.text and not (tmp_path / "run/actor").exists(), ended.text  # the traceback there is torchrun's own
+
+
 def test_a_refusal_under_torchrun(toy, tmp_path):
     """The message comes once, from either rank, and no rank goes on."""
     started = start(2, TRAIN, *settings_of(toy, tmp_path / "run", "rollout.tp=3"), folder=tmp_path)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata
 
-from parallel import checkpoint, checkpoints, device, random_state
+from parallel import checkpoint, checkpoints, device, random_state, resume
 from parallel.checkpoints import MANIFEST, CheckpointError
 from parallel.convert.metadata import read_metadata
 
@@ -65,24 +65,47 @@ def test_what_is_saved_comes_back(tmp_path, world):
     (tmp_path / "step_1.partial").mkdir(parents=True)  # of a run that was killed
     path = save(tmp_path, 3, own={"tensor": torch.arange(6.0)})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]  # nothing partial is left
-    found, manifest = checkpoints.newest_sound(tmp_path, say=pytest.fail)
+    found, manifest = resume.newest_sound(tmp_path, say=pytest.fail)
     assert found == path and manifest["step"] == 3 and manifest["world_size"] == 1
     assert manifest["roles"] == {"actor": {"optimizer_step": 7}} and manifest["before"] == {"x": 0.1}
-    assert torch.equal(checkpoints.own_state(path)["tensor"], torch.arange(6.0))
+    assert torch.equal(resume.own_state(path)["tensor"], torch.arange(6.0))
     assert set(manifest["files"]) == {"actor/weights", "rank_0.pt"} and manifest["files"]["actor/weights"]["bytes"] == 4096
+
+
+def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, world):
+    path = save(tmp_path, 1)
+    for name in ("step_3.partial", "step_4.replaced"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+    (path / "rows_0.partial").write_text("half")
+    others = ["step_backup.partial", "step_5.damaged", "notes.partial", "step_6.earlier", "my_step_3.partial"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["step_1", *others])
+    assert not list(path.glob("*.partial"))
+
+
+def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world):
+    """The old one had made room, the new one was whole, and had not got its name yet."""
+    path = save(tmp_path, 2, own={"value": 1})
+    os.replace(path, tmp_path / "step_2.replaced")
+    os.replace(save(tmp_path / "new", 2, own={"value": 2}), tmp_path / "step_2.partial")
+    (tmp_path / "new").rmdir()
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path and resume.own_state(path) == {"value": 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
         path = save(tmp_path, 1, own={"value": value})
-    assert checkpoints.own_state(path) == {"value": 2} and [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
+    assert resume.own_state(path) == {"value": 2} and [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_what_could_run_code_is_not_loaded(tmp_path, world):
     path = save(tmp_path, 1)
     torch.save({"rng": Harmful()}, path / "rank_0.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        checkpoints.own_state(path)
+    with pytest.raises(ValueError, match=r"rank_0.pt is refused: it is not what a run saves .*posix.mkdir"):
+        resume.own_state(path)
     assert not Path("harmed").exists()
 
 
@@ -156,28 +179,45 @@ def older_format(path: Path) -> str:
 def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
     first, second, said = save(tmp_path, 1), save(tmp_path, 2), []
     why = harm(second)
-    found, manifest = checkpoints.newest_sound(tmp_path, say=said.append)
+    found, manifest = resume.newest_sound(tmp_path, say=said.append)
     assert found == first and manifest["step"] == 1
     assert len(said) == 1 and said[0].startswith(f"warning: checkpoint {second} is damaged and not used: ") and why in said[0]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged"]
     harm(first)
     with pytest.raises(CheckpointError, match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=never"):
-        checkpoints.newest_sound(tmp_path, say=said.append)
+        resume.newest_sound(tmp_path, say=said.append)
     assert first.exists()  # the only one stays where it is
 
 
+def test_what_was_put_aside_before_stays(tmp_path, world):
+    save(tmp_path, 1)
+    for value in (1, 2):
+        harm = save(tmp_path, 2, own={"value": value})
+        truncate(harm)
+        resume.newest_sound(tmp_path, say=lambda _: None)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged", "step_2.damaged2"]
+
+
+def test_a_checkpoint_from_before_digests_is_refused_by_its_format(tmp_path, world):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({name: value for name, value in manifest.items() if name not in ("format", "sha256")}))
+    with pytest.raises(CheckpointError, match="step_1: manifest.json tells no format and no digest, this version reads format 2: it was written by another version; copy"):
+        resume.newest_sound(tmp_path, say=lambda _: None)
+
+
 def test_no_checkpoint_is_no_error(tmp_path, world):
-    assert checkpoints.newest_sound(tmp_path / "absent", say=pytest.fail) is None
+    assert resume.newest_sound(tmp_path / "absent", say=pytest.fail) is None
 
 
 def test_other_models_are_refused_by_name(tmp_path, world):
     path = save(tmp_path, 1)
     manifest = json.loads((path / MANIFEST).read_text())
-    checkpoints.refuse_other_models(path, manifest, MODELS)
+    resume.refuse_other_models(path, manifest, MODELS)
     with pytest.raises(CheckpointError, match=r"holds an actor with hidden_size=64, this run's has hidden_size=128; set actor.path"):
-        checkpoints.refuse_other_models(path, manifest, MODELS | {"actor": {"hidden_size": 128, "rope_theta": 1e4}})
+        resume.refuse_other_models(path, manifest, MODELS | {"actor": {"hidden_size": 128, "rope_theta": 1e4}})
     with pytest.raises(CheckpointError, match="holds actor, critic, this run trains actor; choose the same algorithm"):
-        checkpoints.refuse_other_models(path, manifest, {"actor": MODELS["actor"]})
+        resume.refuse_other_models(path, manifest, {"actor": MODELS["actor"]})
 
 
 # ---- what is written --------------------------------------------------------------------------------------------------
@@ -209,7 +249,7 @@ def test_ranks_read_about_as_many_bytes_each(monkeypatch):
     shares = []
     for rank in range(2):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        shares.append(checkpoints._share(sizes))
+        shares.append(checkpoints.share(sizes))
     assert sorted(sum(shares, [])) == sorted(sizes)
     assert [sum(sizes[name] for name in share) for share in shares] == pytest.approx([1700, 1700], abs=110)
 
@@ -235,7 +275,7 @@ def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
     with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No space left on device.* \(rank 0\)"):
         save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
-    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 1
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 1
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
@@ -249,39 +289,40 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
 
 def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
     path = save(tmp_path, 1)
-    assert checkpoints.added(path, "rows", say=pytest.fail) is None and checkpoints.told(path, "recorded") is None
+    assert resume.added(path, "rows", say=pytest.fail) is None and resume.told(path, "recorded", say=pytest.fail) is None
     for value in (1, 2):
         checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)})
-        (part,), world_size = checkpoints.added(path, "rows", say=pytest.fail)
+        (part,), world_size = resume.added(path, "rows", say=pytest.fail)
         assert world_size == 1 and part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
     checkpoints.tell(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
-    assert checkpoints.told(path, "recorded")["loss"] == 0.1 + 0.2 and math.isnan(checkpoints.told(path, "recorded")["norm"])
-    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[0] == path  # it is no less sound
-    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(checkpoints, "_damage_among", lambda *_: None)  # which asks the other rank, too
-    (part,), world_size = checkpoints.added(path, "rows", say=pytest.fail)
+    assert resume.told(path, "recorded", say=pytest.fail)["loss"] == 0.1 + 0.2 and math.isnan(resume.told(path, "recorded", say=pytest.fail)["norm"])
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path  # it is no less sound
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(resume, "_damage_among", lambda *_: None)  # which asks the other rank, too
+    (part,), world_size = resume.added(path, "rows", say=pytest.fail)
     assert world_size == 1 and part["value"] == 2  # the rows of one rank, to be dealt out to two
 
 
 def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(tmp_path, world):
     for step in (5, 90):
         save(tmp_path, step)
-    assert [path.name for path in checkpoints.put_aside_all(tmp_path)] == ["step_90.earlier", "step_5.earlier"]
-    assert checkpoints.newest_sound(tmp_path, say=pytest.fail) is None and sorted(path.name for path in tmp_path.iterdir()) == ["step_5.earlier", "step_90.earlier"]
+    assert [path.name for path in resume.put_aside_all(tmp_path)] == ["step_90.earlier", "step_5.earlier"]
+    assert resume.newest_sound(tmp_path, say=pytest.fail) is None and sorted(path.name for path in tmp_path.iterdir()) == ["step_5.earlier", "step_90.earlier"]
     save(tmp_path, 10)
-    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10 and checkpoints.put_aside_all(tmp_path / "nothing") == []
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10 and resume.put_aside_all(tmp_path / "nothing") == []
     save(tmp_path, 5)
-    assert [path.name for path in checkpoints.put_aside_all(tmp_path)] == ["step_10.earlier2", "step_5.earlier2"] and (tmp_path / "step_5.earlier/manifest.json").exists()
+    assert [path.name for path in resume.put_aside_all(tmp_path)] == ["step_10.earlier2", "step_5.earlier2"] and (tmp_path / "step_5.earlier/manifest.json").exists()
 
 
 def test_damaged_additions_are_not_used(tmp_path, world):
     path, said = save(tmp_path, 1), []
     checkpoints.add(path, "rows", {"value": 1})
     os.truncate(path / "rows_0.pt", 10)
-    assert checkpoints.added(path, "rows", say=said.append) is None
+    assert resume.added(path, "rows", say=said.append) is None
     assert len(said) == 1 and "rows_0.pt has 10 bytes" in said[0]
     (path / "recorded.json").write_text('{"loss": ')
-    assert checkpoints.told(path, "recorded") is None
+    assert resume.told(path, "recorded", say=said.append) is None
+    assert "recorded of" in said[1] and "recorded.json cannot be read" in said[1]
 
 
 def test_what_cannot_be_added_is_said(tmp_path, world):
@@ -289,7 +330,7 @@ def test_what_cannot_be_added_is_said(tmp_path, world):
     (path / "rows_0.partial").mkdir()
     with pytest.raises(CheckpointError, match=rf"rows were not added to {path}: .*\(rank 0\)"):
         checkpoints.add(path, "rows", {"value": 1})
-    assert checkpoints.newest_sound(tmp_path, say=pytest.fail)[0] == path
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path
 
 
 # ---- how many stay ----------------------------------------------------------------------------------------------------
@@ -326,7 +367,7 @@ def test_random_states_come_back(tmp_path, world):
     path = save(tmp_path, 1, own={"rng": random_state.rng_state()})
     expected = draw()
     assert draw() != expected
-    random_state.set_rng_state(checkpoints.own_state(path)["rng"])
+    random_state.set_rng_state(resume.own_state(path)["rng"])
     assert draw() == expected
 
 

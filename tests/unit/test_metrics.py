@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -8,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.worlds import ROOT
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.metrics import PhaseTimer, Sums, batch_sums, iteration_metrics
+from verl_megatron.metrics import RESERVED, PhaseTimer, Sums, batch_sums, iteration_metrics, own_metric
 from verl_megatron.report import draw_report
 from verl_megatron.tracking import MetricsTracker, check_sinks, console_line, read_metrics
 
@@ -171,6 +173,54 @@ def test_resuming_drops_later_rows_and_a_cut_line_and_appends(tmp_path):
     assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "20.0", "1.0")]
 
 
+GARBAGE = {
+    "metrics.jsonl": [b"{}", b'{"step": "1"}', b'{"step": 1, "x": "text"}', b'{"step": 1e3}', b"[1]", b"\xff\xfe", b"\0" * 9, b"[" * 100_000, b'{"step": -1}', b"text", b""],
+    "metrics.csv": [b"1,2", b"one,0.5,,", b"\xff,1,2,3", b"\0", b'"', b"", b"-1,1,1,1", b"1" * 30 + b",1,1,1", b"x" * 200_000 + b",,,"],
+}
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in GARBAGE.items() for line in lines])
+def test_lines_that_are_no_rows_are_put_aside_and_the_rows_stay(tmp_path, capsys, name, line):
+    with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4) as tracker:
+        for step in range(3):
+            tracker.log(step, {"reward/mean": float(step), "b": 1.0, "c": 2.0})
+    path = tmp_path / name
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + line + b"\n" + b"".join(others))
+    spoiled = path.read_bytes()
+    if name == "metrics.jsonl":
+        with pytest.raises(ValueError, match="has 1 lines that are no rows of metrics"):
+            read_metrics(tmp_path)
+    with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4, first_step=2) as tracker:
+        tracker.log(2, {"reward/mean": 5.0, "new": 1.0})
+    assert capsys.readouterr().out == f"warning: {path} had 1 lines that are no rows of metrics; it is now {path}.damaged\n"
+    assert (tmp_path / f"{name}.damaged").read_bytes() == spoiled
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 5.0)]
+    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "5.0", "1.0")]
+
+
+def test_files_that_are_garbage_from_end_to_end_are_put_aside(tmp_path, capsys):
+    for name in ("metrics.jsonl", "metrics.csv"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 40)
+        (tmp_path / f"{name}.damaged").write_text("of the last time")
+    with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=1) as tracker:
+        tracker.log(0, {"x": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "x": 1.0}] and len(csv_rows(tmp_path)) == 1
+    assert capsys.readouterr().out.count("it is now") == 2 and (tmp_path / "metrics.csv.damaged2").exists()
+    assert (tmp_path / "metrics.csv.damaged").read_text() == "of the last time"
+
+
+@pytest.mark.parametrize("sink", ["jsonl", "csv"])
+def test_a_disk_that_takes_no_rows_is_told_in_a_sentence(tmp_path, sink):
+    with MetricsTracker(tmp_path, [sink], total_steps=2) as tracker:
+        tracker.log(0, {"x": 1.0})
+        path = next(tmp_path.iterdir())
+        path.unlink()
+        path.symlink_to("/dev/full")
+        with pytest.raises(ValueError, match=rf"{tmp_path} does not take what the run writes \(.*No space left on device.*\); make room"):
+            tracker.log(1, {"x": 1.0})
+
+
 def test_console_prints_one_line_per_iteration_above_the_bar_of_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     metrics = {"reward/mean": 0.5, "kl/ref": 0.0123, "rollout/response_tokens_mean": 12.34, "rollout/throughput_tokens_per_sec": 1234.5}
@@ -196,6 +246,26 @@ def test_console_has_no_bar_where_there_is_no_terminal(tmp_path, capsys):
 
 def test_console_line_leaves_out_what_was_not_measured():
     assert console_line(1, 2, {"sft/loss": 1.0, "other": 3.0}) == "step 1/2: loss 1.0000"
+
+
+def test_console_line_says_how_many_rewards_failed():
+    assert console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 0.0}) == "step 1/2: reward 0.500"
+    assert console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 1 / 64}) == "step 1/2: reward 0.500, failed rewards 1.6%"
+
+
+def test_a_reward_s_own_metrics_never_take_the_run_s_names():
+    assert own_metric("length") == "reward/length" and own_metric("own_length") == "reward/own_length"
+    reserved = {name.removeprefix("reward/") for name in RESERVED}
+    own = [*reserved, *(f"own_{name}" for name in reserved), *(f"own_own_{name}" for name in reserved)]
+    assert own_metric("mean") == "reward/own_mean" and len(set(map(own_metric, own))) == len(own)
+    assert not set(map(own_metric, own)) & set(RESERVED)
+
+
+def test_every_reward_metric_of_the_run_is_reserved():
+    """The code that reports them takes their names from the table."""
+    for file in ("run.py", "metrics.py", "ppo.py", "trainer.py", "losses.py"):
+        calls = re.findall(r"(?:add|max)\(f?\"reward/\w+|metrics\[\"reward/\w+", (ROOT / "verl_megatron" / file).read_text())
+        assert calls == [], file
 
 
 def test_tensorboard_holds_the_scalars(tmp_path):

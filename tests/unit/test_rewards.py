@@ -48,8 +48,8 @@ def is_running(pid: int) -> bool:
 
 
 def children_of(pid: int) -> set[int]:
-    listed = subprocess.run(["ps", "--no-headers", "-o", "pid,args", "--ppid", str(pid)], capture_output=True, text=True).stdout.splitlines()
-    return {int(line.split()[0]) for line in listed if "multiprocessing.spawn" in line}
+    listed = subprocess.run(["ps", "-ww", "--no-headers", "-o", "pid,args", "--ppid", str(pid)], capture_output=True, text=True).stdout.splitlines()
+    return {int(line.split()[0]) for line in listed if "verl_megatron.rewards.worker" in line}
 
 
 @pytest.mark.parametrize(

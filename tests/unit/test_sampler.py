@@ -1,6 +1,7 @@
 """Collecting samples with a scripted engine: numbering, seeds, turns, groups that are left out; and what lies on the GPU when."""
 
 import contextlib
+from collections import Counter
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ class FirstToken:
 
     def __init__(self):
         self.rows, self.examples, self.total_ms, self.calls = {}, {}, 0.0, 0
+        self.failures, self.metric_names = Counter(), set()
 
     def submit(self, row_id, prompt, response, answer, extra):
         self.rows[row_id] = Reward(score=float(answer) + len(response) / 100)

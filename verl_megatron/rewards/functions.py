@@ -1,15 +1,20 @@
-"""Reward functions: (prompt, response, ground truth, extra) -> score, or a dict with "score" and other numbers to report.
+"""Reward functions: (prompt, response, ground truth, extra) -> score, or a dict with "score" and metrics.
 
 Worker processes import this file, so it needs only the standard library.
 """
 
 import importlib.util
+import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 RewardFunction = Callable[[str, str, Any, dict[str, Any]], float | dict[str, float]]
+
+OUT_OF_TOP_LEVEL = "take that out of its top level, which runs whenever a worker starts"  # a remedy
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
@@ -42,25 +47,107 @@ REWARDS: dict[str, RewardFunction] = {"match": match, "last_number": last_number
 def load_reward(spec: str) -> RewardFunction:
     """The reward function `spec` names: an entry of REWARDS, or `path.py:function`.
 
+    A file runs here as it is imported, with everything at its top level, so only worker processes call this.
+
     Raises:
-        ValueError: no such name, file or function, or a file that cannot be imported.
+        ValueError: no such name, file or function, a file that cannot be imported, or a function that cannot
+            be called with (prompt, response, ground_truth, extra).
     """
     if spec in REWARDS:
         return REWARDS[spec]
+    setting = f"reward.function={shown(spec)}"
     path, colon, name = spec.rpartition(":")
-    if not colon:
-        raise ValueError(f"reward.function={spec!r} is unknown; choose {', '.join(REWARDS)} or path.py:function")
-    if not Path(path).is_file():
-        raise ValueError(f"reward.function={spec!r}: file {path!r} does not exist")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not colon or not path or not name:
+        raise ValueError(f"{setting} is unknown; choose {', '.join(REWARDS)} or path.py:function")
+    try:
+        module = _import(path)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None
+    function = getattr(module, name, None)
+    if function is None:
+        raise ValueError(
+            f"{setting}: the file has no function {shown(name)} at its top level{_others(module)}"
+        )
+    problem = _unfit(function)
+    if problem:
+        raise ValueError(f"{setting}: {shown(name)} {problem}")
+    return function
+
+
+def _import(path: str) -> ModuleType:
+    """The module in a file; ValueError without the setting's name if there is none."""
+    file, problem = Path(path), ""
+    try:
+        if not file.is_file():
+            problem = "is a folder" if file.is_dir() else "is no file" if file.exists() else "does not exist"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise ValueError(f"file {shown(path)} {problem}; name a Python file")
+    name = f"reward_file_{file.stem}"  # json.py must not stand in for the module of that name
+    module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"reward.function={spec!r}: {path!r} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(module_spec)
+        raise ValueError(f"{shown(path)} is not a Python file; its name must end in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"reward.function={spec!r}: importing {path!r} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+    except BaseException as error:  # SystemExit as well
+        remedy = "mend the file" if isinstance(error, Exception) else OUT_OF_TOP_LEVEL
+        raise ValueError(f"importing the file failed: {described(error)}; {remedy}") from None
+    return module
+
+
+def _others(module: ModuleType) -> str:
+    """The functions a file has, for a message."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    return (
+        f"; it has {', '.join(shown(name, quotes=False) for name in names[:10])}" if names else "; define one"
+    )
+
+
+def _unfit(function: Any) -> str:
+    """Why `function` cannot give a score; empty: it can, as far as is known before it is called."""
+    if inspect.isclass(function):
+        return "is a class; name a function"
     if not callable(function):
-        raise ValueError(f"reward.function={spec!r}: {path!r} has no function {name!r}")
-    return function
+        return f"is of type {shown(type(function).__name__)}; name a function"
+    for code in (function, type(function).__call__):
+        if (
+            inspect.iscoroutinefunction(code)
+            or inspect.isasyncgenfunction(code)
+            or inspect.isgeneratorfunction(code)
+        ):
+            return "is async or a generator, so a call gives no score; make it a function that returns one"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""  # written in C: the first call tells
+    try:
+        signature.bind("prompt", "response", "ground_truth", {})
+    except TypeError as error:
+        taken = shown(str(signature), quotes=False)
+        return f"takes {taken} and is called with (prompt, response, ground_truth, extra): {error}"
+    return ""
+
+
+def described(error: BaseException) -> str:
+    """Type and text of an exception in one line, cut; whatever its text does when it is asked for."""
+    try:
+        text = str(error)
+    except BaseException as worse:
+        text = f"(no text: {type(worse).__name__})"
+    name = shown(type(error).__name__, quotes=False)
+    return f"{name}: {shown(text, quotes=False)}" if text else name
+
+
+def shown(text: str, *, limit: int = 500, quotes: bool = True) -> str:
+    """`text` in one line that any terminal can print, cut after `limit` characters."""
+    cut = text[:limit] + "..." * (len(text) > limit)
+    written = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut
+    )
+    return f"'{written}'" if quotes else written

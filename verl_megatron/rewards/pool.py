@@ -1,31 +1,48 @@
-"""Reward functions in worker processes, so that they run while generation goes on and a bad one cannot stop the run.
+"""Reward functions in worker processes: they run during generation, and a bad one cannot stop the run."""
 
-Worker processes import this file, so it needs only the standard library and pebble.
-"""
-
-import contextlib
-import ctypes
-import functools
-import math
+import json
 import os
+import pickle
 import signal
+import socket
+import subprocess
 import sys
 import time
-import types
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import TimeoutError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing import context, popen_spawn_posix
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
-from pebble import ProcessFuture, ProcessPool
+from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, described, shown
+from verl_megatron.rewards.sandbox import KILLED
+from verl_megatron.rewards.worker import DIED, EXCEPTION, MAX_METRICS, NOT_FINITE, TIMEOUT, WRONG_TYPE
 
-from verl_megatron.rewards.functions import RewardFunction, load_reward
+CHECK_TIMEOUT_S = 45.0  # a reward file that takes longer to import is refused before a model is built
+START_TIMEOUT_S = 600.0  # the workers of all ranks of a host import it at once
+OUTPUT_BYTES = 1 << 16  # of what a worker prints; less of one that replaces another
 
-EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = "exception", "timeout", "not finite", "wrong type", "worker died"  # kinds of failure
+REMEDIES = {
+    EXCEPTION: "mend the function",
+    TIMEOUT: "make the function faster or raise reward.timeout_s",
+    NOT_FINITE: "return a finite number that float32 can hold",
+    WRONG_TYPE: 'return a number, or a dict with a number as "score"',
+    DIED: "the function must not end its process; look for crashes and for memory running out",
+}
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MAIN = (
+    "import sys; sys.path[:] = {path!r}; from verl_megatron.rewards.worker import main; "
+    "main({spec!r}, connection={connection}, parent={parent}, output_bytes={output})"
+)
+_LONGEST_S = 1e6  # that a socket waits
+_LONGEST_ANSWER = 1 << 20  # bytes
+_GRACE_S = 5.0  # between the end of a worker's connection and that of its processes
+_KILLED_BY_OTHERS = (
+    KILLED,
+    -signal.SIGKILL,
+)  # such as the system that is short of memory, which may not do it again
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,16 +65,36 @@ class Failure:
     response: str
 
     def __str__(self) -> str:
-        return f"reward {self.kind} on row {self.row_id}: {self.error}\n  prompt: {self.prompt!r}\n  response: {self.response!r}"
+        example = f"\n  prompt: {shown(self.prompt)}\n  response: {shown(self.response)}"
+        return f"reward {self.kind} on row {self.row_id}: {self.error}{example}"
+
+
+def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
+    """What is wrong with reward.function=`spec`, imported in a worker within `timeout_s`; empty: nothing."""
+    if spec in REWARDS:
+        return []
+    try:
+        worker = _Worker(spec, output_bytes=0)
+    except ValueError as error:
+        return [str(error)]
+    try:
+        worker.wait(timeout_s)
+    except ValueError as error:
+        return [str(error)]
+    finally:
+        worker.end()
+    return []
 
 
 class RewardPool:
-    """Scores rows with the reward function `spec` in `workers` processes, started here and ended by `close` or with this process.
+    """Scores rows with the reward function `spec` in `workers` sandboxed processes.
 
-    A call that raises, takes longer than `timeout_s` (its worker is killed and replaced), returns NaN, infinity or no number,
-    or ends its worker gives `failure_score`. `failures` (count by kind), `total_ms` and `calls` speak of the rows of the
-    last `results()`; `examples` keeps the first failure of each kind. Create the pool in a thread that outlives it, such as
-    the main one: Linux ends the workers with the thread that started them.
+    They start here and end by `close` or with this process. A call that raises, takes longer than `timeout_s`
+    (its worker is killed and replaced), returns NaN, infinity or no number, or ends its worker gives
+    `failure_score`; a call whose worker somebody kills is made once more. `failures` (count by kind),
+    `first_failure`, `total_ms` and `calls` speak of the rows of the last `results()`; `examples` keeps the first
+    failure of each kind. `refused` says why the system gives the workers no namespaces of their own
+    (sandbox.py); empty: they have them.
 
     Raises:
         ValueError: `spec` names no function that can be loaded, or a setting is out of range.
@@ -68,20 +105,24 @@ class RewardPool:
             raise ValueError(f"reward.workers={workers} must be at least 1")
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s={timeout_s} must be greater than 0")
-        self.timeout_s = timeout_s
-        self.failure_score = failure_score
+        self.spec, self.timeout_s, self.failure_score = spec, timeout_s, failure_score
         self.failures: Counter[str] = Counter()
+        self.first_failure: Failure | None = None
         self.examples: dict[str, Failure] = {}
+        self.metric_names: set[str] = set()  # of the rows of the last results()
         self.total_ms = 0.0
         self.calls = 0
-        self._spec = spec
-        self._pending: dict[int, tuple[str, str, ProcessFuture]] = {}
-        self._pool = ProcessPool(workers, initializer=_start_worker, initargs=(spec, os.getpid()), context=_CleanContext())
-        try:
-            self._pool.schedule(_check, args=(spec,)).result()  # a wrong spec is said now, not at the first row
-        except BaseException:
+        self._pending: dict[int, tuple[str, str, Future]] = {}
+        self._tasks: SimpleQueue[tuple[tuple, Future] | None] = SimpleQueue()
+        first: SimpleQueue[str | Exception] = SimpleQueue()
+        self._slots = [_Slot(self, first) for _ in range(workers)]
+        for slot in self._slots:
+            slot.start()
+        started = first.get()  # a wrong spec is said now, not at the first row
+        if isinstance(started, Exception):
             self.close()
-            raise
+            raise started
+        self.refused = started
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -94,113 +135,233 @@ class RewardPool:
         """Mean time of a call, ms, over the rows of the last `results()`."""
         return self.total_ms / max(self.calls, 1)
 
-    def submit(self, row_id: int, prompt: str, response: str, ground_truth: Any, extra: dict[str, Any] | None = None) -> None:
+    def submit(
+        self, row_id: int, prompt: str, response: str, ground_truth: Any, extra: dict[str, Any] | None = None
+    ) -> None:
         """Hand a row to the workers and return at once."""
         assert row_id not in self._pending, f"row {row_id} was submitted twice"
-        future = self._pool.schedule(_score, args=(self._spec, prompt, response, ground_truth, extra or {}), timeout=self.timeout_s)
+        future: Future = Future()
         self._pending[row_id] = (prompt, response, future)
+        self._tasks.put(((prompt, response, ground_truth, extra or {}), future))
 
     def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
-        """Rewards by row_id of all rows submitted since the last call; waits for them, and calls `progress` as they come."""
+        """Rewards by row_id of the rows submitted since the last call; calls `progress` as they come."""
         pending, self._pending = self._pending, {}
         self.failures, self.total_ms, self.calls = Counter(), 0.0, len(pending)
+        self.first_failure, self.metric_names = None, set()
         rewards = {}
         for row_id, row in pending.items():
             rewards[row_id] = self._collect(row_id, *row)
             progress()
         return rewards
 
-    def _collect(self, row_id: int, prompt: str, response: str, future: ProcessFuture) -> Reward:
-        error = future.exception()
-        if error is None:
-            score, metrics, kind, text, elapsed_ms = future.result()
-        elif isinstance(error, TimeoutError):
-            score, metrics, kind, text, elapsed_ms = 0.0, {}, TIMEOUT, f"no answer within {self.timeout_s} s", self.timeout_s * 1000
-        else:
-            score, metrics, kind, text, elapsed_ms = 0.0, {}, DIED, str(error), 0.0
+    def _collect(self, row_id: int, prompt: str, response: str, future: Future) -> Reward:
+        score, metrics, kind, text, elapsed_ms = future.result()
         self.total_ms += elapsed_ms
         if kind is None:
+            self.metric_names |= metrics.keys()
             return Reward(score=score, metrics=metrics)
+        failure = Failure(kind=kind, error=text, row_id=row_id, prompt=prompt, response=response)
         self.failures[kind] += 1
-        self.examples.setdefault(kind, Failure(kind=kind, error=text, row_id=row_id, prompt=prompt, response=response))
+        self.examples.setdefault(kind, failure)
+        self.first_failure = self.first_failure or failure
         return Reward(score=self.failure_score, failure=kind)
+
+    def complaint(self, failed: int, calls: int) -> str:
+        """Why the rows of the last `results()` are of no use; empty: nothing here. All ranks had `calls` rows."""
+        setting = f"reward.function={shown(self.spec)}"
+        if 0 < calls == failed and self.first_failure is not None:
+            problem = f"{setting} failed on all {calls} rows, so nothing can be learnt from them"
+            return f"{problem}; {REMEDIES[self.first_failure.kind]}; {self.first_failure}"
+        if len(self.metric_names) > MAX_METRICS:
+            few = ", ".join(shown(name) for name in sorted(self.metric_names)[:3])
+            problem = f"{setting} reports metrics of {len(self.metric_names)} names ({few}, ...)"
+            return f"{problem}; use at most {MAX_METRICS} names, the same for all rows"
+        return ""
 
     def close(self) -> None:
         """End the workers, whatever they are doing. Rows not yet collected are lost."""
-        self._pool.stop()
-        self._pool.join()
-
-
-# --- in the worker ---
-
-
-@functools.cache
-def _load(spec: str) -> RewardFunction:
-    return load_reward(spec)
-
-
-def _start_worker(spec: str, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # even a call that never gives up the GIL ends with the trainer
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
-    os.setsid()  # torchrun passes SIGTERM on to the trainer's whole process group, and the trainer still wants its answers
-    with contextlib.suppress(ValueError):  # said by the first call; here it only spares that call the import
-        _load(spec)
-
-
-def _check(spec: str) -> None:
-    _load(spec)  # and return nothing: functions of a path.py cannot be pickled
-
-
-def _score(spec: str, prompt: str, response: str, ground_truth: Any, extra: dict) -> tuple[float, dict[str, float], str | None, str, float]:
-    """Score, metrics, kind of failure, its text, and ms of the call."""
-    started = time.perf_counter()
-    try:
-        value = _load(spec)(prompt, response, ground_truth, extra)
-        score, metrics, kind, text = _read(value)
-    except BaseException as error:  # SystemExit as well: user code must not end the run
-        score, metrics, kind, text = 0.0, {}, EXCEPTION, f"{type(error).__name__}: {error}"
-    return score, metrics, kind, text, (time.perf_counter() - started) * 1000
-
-
-def _read(value: Any) -> tuple[float, dict[str, float], str | None, str]:
-    """Score, metrics, kind of failure and its text from what a reward function returned."""
-    entries = value if isinstance(value, dict) else {"score": value}
-    numbers = {name: number for name, entry in entries.items() if (number := _number(entry)) is not None}
-    score = numbers.pop("score", None)
-    if score is None:
-        return 0.0, {}, WRONG_TYPE, f'expected a number or a dict with a number as "score", got {value!r:.200}'
-    if not math.isfinite(score):
-        return 0.0, {}, NOT_FINITE, f"score is {score}"
-    return score, {name: number for name, number in numbers.items() if math.isfinite(number)}, None, ""
-
-
-def _number(entry: Any) -> float | None:
-    """A Python, numpy or one-element tensor number as a float; None for everything else."""
-    try:
-        return float(entry) if hasattr(entry, "__float__") else None
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-
-
-# --- starting workers ---
-
-
-class _CleanProcess(context.SpawnProcess):
-    """A spawned process that does not import the caller's main script, which may import torch or start a training run."""
-
-    @staticmethod
-    def _Popen(process_obj):  # noqa: N802  (multiprocessing's name)
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing looks here for what to import
         try:
-            return popen_spawn_posix.Popen(process_obj)
-        finally:
-            sys.modules["__main__"] = main
+            while True:
+                self._tasks.get_nowait()
+        except Empty:
+            pass
+        for slot in self._slots:
+            slot.closing = True
+            self._tasks.put(None)
+        for slot in self._slots:
+            slot.finish()
 
 
-class _CleanContext(context.SpawnContext):
-    Process = _CleanProcess
+class _Slot(Thread):
+    """One worker, replaced whenever it ends, and the rows it is given.
+
+    Linux ends a worker with the thread that started it: this one.
+    """
+
+    def __init__(self, pool: RewardPool, first: SimpleQueue):
+        super().__init__(daemon=True, name="reward")
+        self._spec, self._timeout_s, self._tasks, self._first = pool.spec, pool.timeout_s, pool._tasks, first
+        self._worker: _Worker | None = None
+        self._starts = 0
+        self.closing = False
+
+    def run(self) -> None:
+        try:
+            self._ensure_worker()
+            self._first.put(self._worker.refused)
+        except Exception as error:
+            self._first.put(error)
+        while (task := self._tasks.get()) is not None:
+            row, future = task
+            future.set_result(self._call(row))
+        self._end_worker()
+
+    def finish(self) -> None:
+        """Called by another thread, after the end was queued: waits until this one has ended."""
+        while self.is_alive():
+            worker = self._worker
+            if worker is not None:
+                worker.stop()  # a call in progress fails by it
+            self.join(0.1)
+
+    def _call(self, row: tuple) -> list:
+        """Score, metrics, kind of failure, its text, and ms."""
+        started = time.perf_counter()
+        for repeated in (False, True):
+            try:
+                self._ensure_worker()
+                score, metrics, kind, text, elapsed_ms = self._worker.ask(pickle.dumps(row), self._timeout_s)
+                return [float(score), metrics, kind, text, elapsed_ms]
+            except TimeoutError:
+                self._end_worker()
+                kind, text = TIMEOUT, f"no answer within {self._timeout_s} s"
+            except _LostWorkerError:
+                code = self._end_worker(grace_s=_GRACE_S)
+                kind, text = DIED, f"its process ended: {_cause(code)}"
+                if code in _KILLED_BY_OTHERS and not repeated:
+                    continue
+            except Exception as error:  # no worker starts, a row is too deep, an answer makes no sense
+                self._end_worker()
+                kind, text = DIED, described(error)
+            break
+        return [0.0, {}, kind, text, (time.perf_counter() - started) * 1000]
+
+    def _ensure_worker(self) -> None:
+        """ValueError if no worker can be started."""
+        if self.closing:
+            raise ValueError("the pool is closed")
+        if self._worker is not None and self._worker.has_ended():
+            self._end_worker()
+        for repeated in (False, True):
+            if self._worker is not None:
+                return
+            self._starts += 1
+            self._worker = _Worker(self._spec, output_bytes=OUTPUT_BYTES // self._starts)
+            try:
+                self._worker.wait(START_TIMEOUT_S)
+            except ValueError:
+                code = self._end_worker()
+                if repeated or code not in _KILLED_BY_OTHERS:
+                    raise
+
+    def _end_worker(self, *, grace_s: float = 0.0) -> int | None:
+        worker, self._worker = self._worker, None
+        return None if worker is None else worker.end(grace_s=grace_s)
 
 
-__all__ = ["Failure", "Reward", "RewardPool"]
+class _LostWorkerError(Exception):
+    """A worker that ended, or said what makes no sense."""
+
+
+class _Worker:
+    """A sandboxed process that imports the reward function `spec`; ValueError if none can be started."""
+
+    def __init__(self, spec: str, *, output_bytes: int):
+        self.refused = ""  # why it has no namespaces of its own
+        self._setting = f"reward.function={shown(spec)}"
+        self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile("rb")
+        command = _MAIN.format(
+            path=sys.path, spec=spec, connection=theirs.fileno(), parent=os.getpid(), output=output_bytes
+        )
+        try:
+            with theirs:
+                # Its own session: torchrun sends SIGTERM to the trainer's group, which still wants answers.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", command],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except (OSError, ValueError) as error:
+            self._close()
+            raise ValueError(
+                f"{self._setting}: no worker process can be started: {described(error)}"
+            ) from None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the import; ValueError if it fails or takes longer than `timeout_s`."""
+        try:
+            answer = self.ask(b"", timeout_s)
+        except TimeoutError:
+            problem = f"takes longer than {timeout_s:.0f} s"
+        except _LostWorkerError:
+            problem = f"ends its process ({_cause(self.end(grace_s=_GRACE_S))})"
+        else:
+            if "problem" in answer:
+                raise ValueError(answer["problem"])
+            self.refused = answer["refused"]
+            return
+        raise ValueError(f"{self._setting}: importing the file {problem}; {OUT_OF_TOP_LEVEL}")
+
+    def ask(self, request: bytes, timeout_s: float) -> Any:
+        """Send a request and wait for the answer.
+
+        Raises:
+            TimeoutError: there is none within `timeout_s`.
+            _LostWorkerError: there will be none.
+        """
+        self._socket.settimeout(min(timeout_s, _LONGEST_S))
+        try:
+            self._socket.sendall(request)
+            return json.loads(self._answers.readline(_LONGEST_ANSWER))
+        except TimeoutError:
+            raise
+        except (OSError, ValueError) as error:
+            raise _LostWorkerError from error
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self, *, grace_s: float = 0.0) -> int | None:
+        """End all its processes; the exit code if they ended by themselves within `grace_s`, else None."""
+        try:
+            code = self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.stop()
+        self._close()
+        return code
+
+    def stop(self) -> None:
+        self._process.terminate()  # the warden ends the others
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+
+
+def _cause(code: int | None) -> str:
+    """How a worker ended, from its exit code."""
+    if code is None:
+        return "it closed its connection"
+    number = -code if code < 0 else code - 128
+    return (
+        f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
+    )

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import all_names, all_sum
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.data import Prompt
-from verl_megatron.metrics import Sums
+from verl_megatron.metrics import REWARD_FAILED, REWARD_LATENCY, Sums, own_metric
 from verl_megatron.rewards.pool import Reward, RewardPool
+from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.rollout.dispatch import ContinueTurn, generate
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
@@ -121,18 +123,22 @@ class Sampler:
         return self.tokenizer.decode(row.token_ids)
 
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
-        """[B] float32: what the reward function gives the samples of the last collection; 0 without a function."""
+        """[B] float32: what the reward function gives the samples of the last collection; 0 without a function.
+
+        Raises:
+            ValueError: the function failed on all samples, or reports metrics without end; the same on every rank.
+        """
         rewards_B = torch.zeros(len(batch))
+        self._wait_for_rewards()
         if self.pool is None:
             return rewards_B
-        self._wait_for_rewards()
-        sums.add("reward/latency_ms", self.pool.total_ms, self.pool.calls)
+        sums.add(REWARD_LATENCY, self.pool.total_ms, self.pool.calls)
         for b, row in enumerate(batch.row_id.tolist()):
             result = self._results[row]
             rewards_B[b] = result.score
-            sums.add("reward/failed", float(result.failure is not None), 1)
+            sums.add(REWARD_FAILED, float(result.failure is not None), 1)
             for name, value in result.metrics.items():
-                sums.add(f"reward/{name}", value, 1)
+                sums.add(own_metric(name), value, 1)
         for kind in self.pool.examples.keys() - self._shown_failures:
             print(f"{self.pool.examples[kind]} (counted as reward/failed; shown once)", flush=True)
             self._shown_failures.add(kind)
@@ -141,6 +147,17 @@ class Sampler:
     def _wait_for_rewards(self) -> None:
         if self.pool is not None:
             self._results |= self.pool.results(progress=self.on_step)
+        self._check_rewards()
+
+    def _check_rewards(self) -> None:
+        """ValueError, the same on every rank, where the reward function failed on all samples or reports metrics without end."""
+        pool = self.pool
+        here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
+        failed, calls, names = all_sum(torch.tensor(here)).tolist()
+        if 0 < failed == calls or names > MAX_METRICS:
+            said = all_names([complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else [])
+            if said:
+                raise ValueError(said[0])
 
     def _kept_groups(self, batch: RolloutBatch, keep_group: KeepGroup) -> list[int]:
         """The groups of this round to keep, in order; the same on every rank. A group's samples may lie on several ranks."""

@@ -1,0 +1,68 @@
+"""What becomes of an export that the disk does not take; tests/distributed/test_reshard.py compares the files."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from parallel import device
+from parallel.checkpoints import CheckpointError
+from parallel.export import _whole, export_folder
+from parallel.weights.architecture import read_architecture
+from tests.tiny import write_hf
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A world of one rank, if this process is in none."""
+    joined = dist.is_initialized()
+    for name, value in dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(device._free_port()),
+    ).items():
+        monkeypatch.setenv(name, value)  # what initialize() would set is taken back afterwards
+    device.initialize()
+    yield
+    if not joined:
+        dist.destroy_process_group()
+
+
+def export(model: Path, folder: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    export_folder(
+        arch=read_architecture(model),
+        source={(0, name): tensor for name, tensor in weights.items()},
+        parameters_of={0: [_whole(name, tuple(tensor.shape)) for name, tensor in weights.items()]},
+        folder=folder,
+        template_folder=model,
+        dtype=next(iter(weights.values())).dtype,
+        rank=0,
+        group=None,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", ""])
+def test_an_export_that_cannot_be_written_is_one_error(tmp_path, world, name):
+    write_hf(tmp_path / "hf", "qwen3")
+    path = tmp_path / "actor" / name
+    if name:
+        (path / "in the way").mkdir(parents=True)
+    else:
+        path.write_text("in the way")
+    with pytest.raises(
+        CheckpointError, match=rf"the model was not exported to {tmp_path}/actor; make room .* \(rank 0\)"
+    ):
+        export(tmp_path / "hf", tmp_path / "actor")
+    shutil.rmtree(path) if name else path.unlink()
+    export(tmp_path / "hf", tmp_path / "actor")
+    assert (
+        load_file(tmp_path / "actor/model.safetensors").keys()
+        == load_file(tmp_path / "hf/model.safetensors").keys()
+    )

@@ -1,0 +1,126 @@
+"""Writes docs/configuration.md: every setting with its default, the values it may have and its meaning.
+
+python tools/make_docs.py [--check]
+
+Settings come from the dataclasses of verl_megatron/config.py, meanings from the comments beside them, ranges and
+choices from verl_megatron/limits.py. With --check nothing is written; exit status 1: the page is stale.
+"""
+
+import argparse
+import ast
+import inspect
+import io
+import json
+import sys
+import tokenize
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
+from verl_megatron import config as schemas
+from verl_megatron.limits import CHOICES, INTERVALS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+<!-- Written by tools/make_docs.py from verl_megatron/config.py: change that file and run it again. -->
+
+A setting has two levels, `section.setting`. A recipe is a YAML file of the settings that differ from the
+defaults. The command line overrides the recipe:
+
+```
+torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.lr=1e-4 rollout.stop=[END]
+```
+
+Lists are written `[a,b]`. All wrong settings are refused together, before a model is built. From Python, the
+sections are attributes of `TrainerConfig`, such as `config.rollout.temperature`.
+"""
+TABLE_HEAD = ("| setting | default | values | meaning |", "|---|---|---|---|")
+SUPERVISED = """
+# Supervised fine-tuning
+
+`verl_megatron.sft` has the sections {sections}. Those listed below differ from the ones above.
+"""
+
+
+def meanings(source: str) -> dict[tuple[str, str], str]:
+    """The comment beside each annotated field, by class and field."""
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    settings = [(kind, node) for kind in classes for node in kind.body if isinstance(node, ast.AnnAssign)]
+    return {(kind.name, node.target.id): comments.get(node.end_lineno, "") for kind, node in settings}
+
+
+def spelled(value: Any) -> str:
+    """A default as a recipe would have it."""
+    if value == schemas.MISSING:
+        return "required"
+    text = json.dumps(value) if not isinstance(value, float) else f"{value:g}"
+    return f"`{text}`"
+
+
+def allowed(section: str, name: str, value: Any) -> str:
+    """Choices, interval or type of a setting."""
+    if choices := CHOICES.get(section, {}).get(name):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if interval := INTERVALS.get(section, {}).get(name):
+        return in_words(interval)
+    kinds = {bool: "true, false", int: "whole number", float: "number", list: "list"}
+    return next((text for kind, text in kinds.items() if isinstance(value, kind)), "text")
+
+
+def in_words(interval: str) -> str:
+    """An interval such as "(0, 1]" as a reader says it."""
+    low, high = interval[1:-1].split(", ")
+    above = "" if low == "-inf" else f"≥ {low}" if interval[0] == "[" else f"> {low}"
+    below = "" if high == "inf" else f"≤ {high}" if interval[-1] == "]" else f"< {high}"
+    return ", ".join(filter(None, (above, below))) or "any number"
+
+
+def section_lines(name: str, section: Any, known: dict[tuple[str, str], str], *, title: str) -> list[str]:
+    """The heading, the docstring and the table of one section."""
+    kind = type(section)
+    lines = [f"\n## {title}\n", inspect.getdoc(kind), "", *TABLE_HEAD]
+    for setting in fields(section):
+        value = getattr(section, setting.name)
+        values = allowed(kind.__name__, setting.name, value)
+        meaning = known[kind.__name__, setting.name].replace("|", "\\|")
+        lines.append(f"| `{name}.{setting.name}` | {spelled(value)} | {values} | {meaning} |")
+    return lines
+
+
+def page() -> str:
+    """The whole of docs/configuration.md."""
+    known = meanings(inspect.getsource(schemas))
+    trainer, supervised = schemas.TrainerConfig(), schemas.SFTConfig()
+    lines = [HEAD.rstrip()]
+    for section in fields(trainer):
+        lines += section_lines(section.name, getattr(trainer, section.name), known, title=section.name)
+    names = [section.name for section in fields(supervised)]
+    lines.append(SUPERVISED.rstrip().format(sections=", ".join(f"`{name}`" for name in names)))
+    for name in names:
+        section = getattr(supervised, name)
+        if section != getattr(trainer, name):
+            lines += section_lines(name, section, known, title=f"{name} (supervised)")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    as_written = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    options.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    if not options.parse_args().check:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; run python tools/make_docs.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""What a manifest and what is added to a checkpoint have to hold; and which settings a resumed run has changed.
+
+A digest tells that a file is the one that was written; what is looked at here tells that a run wrote it.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.sealed import shortened
+from verl_megatron.batch import RolloutBatch
+
+_MOST = 2**53  # integers up to here are floats, too
+_SHOWN = 20
+_ABSENT = "not there"
+_PATHS = {"run.output_dir", "data.train", "data.validation", "actor.path", "critic.path", "reward.path"}
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def is_number(value: Any) -> bool:
+    return is_count(abs(value)) if type(value) is int else type(value) is float
+
+
+def are_numbers(value: Any) -> bool:
+    """Whether it is a dictionary of numbers, NaN among them."""
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(table, dict) for table in value.values())
+
+
+def _is_validation(value: Any) -> bool:
+    return value == {} or (are_numbers(value) and is_count(value.get("step")))
+
+
+def _is_before(value: Any) -> bool:
+    return value == {} or (are_numbers(value) and "validation/accuracy" in value)
+
+
+def _is_kl(value: Any) -> bool:
+    return value == {} or (
+        isinstance(value, dict)
+        and value.keys() == {"coef"}
+        and _is_finite(value["coef"])
+        and value["coef"] >= 0
+    )
+
+
+def _is_cursor(value: Any) -> bool:
+    names = {"epoch", "position", "num_prompts", "seed", "shuffle"}
+    if not (isinstance(value, dict) and value.keys() == names and type(value["seed"]) is int):
+        return False
+    if abs(value["seed"]) >= 2**64:
+        return False
+    return (
+        all(is_count(value[name]) for name in names - {"seed"}) and value["position"] <= value["num_prompts"]
+    )
+
+
+def _is_scheduler(value: Any) -> bool:
+    numbers = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "start_wd", "end_wd", "wd_incr_steps")
+    if not isinstance(value, dict) or not is_count(value.get("num_steps")):
+        return False
+    texts = all(isinstance(value.get(name), str) for name in ("lr_decay_style", "wd_incr_style"))
+    return texts and all(_is_finite(value.get(name)) for name in numbers)
+
+
+def _is_roles(value: Any) -> bool:
+    return _are_tables(value) and all(
+        is_count(role.get("optimizer_step")) and _is_scheduler(role.get("scheduler"))
+        for role in value.values()
+    )
+
+
+_MANIFEST: dict[str, Callable[[Any], bool]] = {
+    "layouts": _are_texts,
+    "models": _are_tables,
+    "versions": _are_texts,
+    "settings": _are_tables,
+    "validation": _is_validation,
+    "before": _is_before,
+    "kl": _is_kl,
+    "cursor": _is_cursor,
+    "roles": _is_roles,
+}
+_ROWS: dict[str, Callable[[Any], bool]] = {
+    "made_with": lambda value: isinstance(value, dict),
+    "batch": lambda value: _is_batch(value),
+    "sums": lambda value: _is_sums(value),
+    "reshard_bytes": _is_finite,
+    "seconds": are_numbers,
+    "cursor": _is_cursor,
+}
+
+
+def manifest_problem(manifest: dict) -> str | None:
+    """What in a manifest no run writes, in a clause; None: nothing."""
+    if problem := _problem(manifest, _MANIFEST):
+        return f"the manifest {problem}"
+    roles, models, layouts = (manifest[name].keys() for name in ("roles", "models", "layouts"))
+    if not (roles == models == layouts) or "actor" not in roles:
+        return "the manifest tells of other models than of roles that learn"
+    missing = [f"{role}/.metadata" for role in roles if f"{role}/.metadata" not in manifest["files"]]
+    if missing:
+        return f"the manifest does not list {missing[0]}"
+    if manifest["validation"].get("step", 0) > manifest["step"]:
+        return f"the manifest tells of a validation of step {manifest['validation']['step']}, which is to come"
+    return None
+
+
+def rows_problem(part: dict) -> str | None:
+    """What in a rank's rows no run writes, in a clause; None: nothing."""
+    return _problem(part, _ROWS)
+
+
+def recorded_problem(recorded: dict) -> str | None:
+    """What in the numbers of an iteration no run writes, in a clause; None: nothing."""
+    return None if are_numbers(recorded) else "they are not all numbers"
+
+
+def _problem(content: dict, wanted: Mapping[str, Callable[[Any], bool]]) -> str | None:
+    for name, is_right in wanted.items():
+        if name not in content:
+            return f"does not tell {name}"
+        if not is_right(content[name]):
+            return f"tells {name}={shortened(content[name], 100)}, which no run writes"
+    return None
+
+
+def _is_batch(value: Any) -> bool:
+    dtypes = dict.fromkeys(("row_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64)
+    dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
+    known = RolloutBatch.__dataclass_fields__.keys()
+    if not isinstance(value, dict) or not dtypes.keys() <= value.keys() <= known:
+        return False
+    if not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+        return False
+    rows, whole = value["row_id"].shape, value["generated_ids"].shape
+    if len(rows) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
+        return False
+    shapes = {name: rows if name in ("row_id", "group_id", "policy_version", "rewards") else whole for name in value}
+    shapes["input_ids"] = (*rows, value["input_ids"].size(1))
+    return all(
+        t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items()
+    )
+
+
+def _is_sums(value: Any) -> bool:
+    if (
+        not isinstance(value, dict)
+        or value.keys() != {"totals", "maxima"}
+        or not isinstance(value["totals"], dict)
+    ):
+        return False
+    return are_numbers(value["maxima"]) and all(map(_is_pair, value["totals"].values()))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
+
+
+# ---- settings --------------------------------------------------------------------------------------------
+
+
+def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[str]:
+    """`section.name: old -> new` for every setting that differs; the same path in other words does not.
+
+    Args:
+        saved: by section and name, as a manifest tells them.
+        present: the same, of this run.
+    """
+    old, new = _by_name(saved), _by_name(json.loads(json.dumps(present)))
+    both = {name: (old.get(name, _ABSENT), new.get(name, _ABSENT)) for name in sorted(old | new)}
+    changed = [name for name, values in both.items() if not _is_same(name, *values)]
+    lines = [f"{name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed[:_SHOWN]]
+    return lines + ([f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else [])
+
+
+def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value for section, values in settings.items() for name, value in values.items()
+    }
+
+
+def _is_same(name: str, old: Any, new: Any) -> bool:
+    if name in _PATHS and isinstance(old, str) and isinstance(new, str) and old and new:
+        return Path(old).absolute() == Path(new).absolute() or Path(old).resolve() == Path(new).resolve()
+    return old == new
+
+
+def _shown(settings: dict[str, Any], name: str) -> str:
+    return shortened(json.dumps(settings[name]), 60) if name in settings else _ABSENT

@@ -1,0 +1,112 @@
+"""A reward worker: imports a reward function in a sandbox, calls it row by row, makes sense of what it returns.
+
+The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: nothing that a reward
+made is unpickled there.
+Worker processes import this file, so it needs only the standard library.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import reprlib
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from verl_megatron.rewards.functions import RewardFunction, described, load_reward, shown
+from verl_megatron.rewards.sandbox import enter
+
+EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = (
+    "exception",
+    "timeout",
+    "not finite",
+    "wrong type",
+    "worker died",
+)  # kinds of failure
+MAX_METRICS = 100  # names of own metrics
+MAX_NAME = 100  # characters of each
+
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+Answer = tuple[float, dict[str, float], str | None, str]  # score, metrics, kind of failure, its text
+
+
+def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoReturn:
+    """Serve rows on the socket with file descriptor `connection` until its other end closes."""
+    refused = enter(parent, connection=connection, output_bytes=output_bytes)
+    os.set_inheritable(connection, False)
+    own_id, trainer = os.getpid(), socket.socket(fileno=connection)
+    sys.argv[:] = [""]
+    sys.stdout.reconfigure(line_buffering=True)  # this process is killed in the end
+    function, answer = None, {"refused": refused}
+    try:
+        function = load_reward(spec)
+    except ValueError as error:
+        answer = {"problem": str(error)}
+    except BaseException as error:  # a file with attributes that raise
+        answer = {
+            "problem": f"reward.function={shown(spec)} cannot be looked at: {described(error)}; mend the file"
+        }
+    with trainer.makefile("rb") as requests, contextlib.suppress(EOFError, OSError):
+        while os.getpid() == own_id:  # a reward that forks and returns twice answers once
+            trainer.sendall(json.dumps(answer).encode() + b"\n")
+            answer = _timed(function, pickle.load(requests))
+    os._exit(0)
+
+
+def _timed(function: RewardFunction, row: tuple) -> list:
+    """An Answer and ms of the call."""
+    started = time.perf_counter()
+    try:
+        answer = _read(function(*row))
+    except BaseException as error:  # SystemExit as well: user code must not end the run
+        answer = 0.0, {}, EXCEPTION, described(error)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    return [*answer, (time.perf_counter() - started) * 1000]
+
+
+def _read(value: Any) -> Answer:
+    """What a reward function's return value says."""
+    entries = value if isinstance(value, dict) else {"score": value}
+    score = _number(entries.get("score"))
+    if score is None:
+        return _wrong(f'expected a number or a dict with a number as "score", got {_shown(value)}')
+    if not abs(score) <= _FLOAT32_MAX:
+        return 0.0, {}, NOT_FINITE, f"score is {score}" + ", beyond float32" * math.isfinite(score)
+    if len(entries) - 1 > MAX_METRICS:
+        return _wrong(f"{len(entries) - 1} entries besides the score; report at most {MAX_METRICS}")
+    metrics = {}
+    for name, entry in entries.items():
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME):
+            return _wrong(
+                f"the name {_shown(name)} of a metric; use printable texts of at most {MAX_NAME} characters"
+            )
+        number = _number(entry)
+        if name != "score" and number is not None and math.isfinite(number):
+            metrics[str(name)] = number
+    return score, metrics, None, ""
+
+
+def _wrong(text: str) -> Answer:
+    return 0.0, {}, WRONG_TYPE, text
+
+
+def _shown(value: Any) -> str:
+    try:
+        return shown(reprlib.repr(value), quotes=False)
+    except BaseException:  # its own text ends the process
+        return f"an object of type {shown(type(value).__name__)}"
+
+
+def _number(entry: Any) -> float | None:
+    """A Python, numpy or one-element tensor number as a float; None for everything else."""
+    try:
+        return float(entry) if hasattr(entry, "__float__") else None
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
