@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+from parallel.weights.json_files import read_object, reason_of
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # a broken one may be passed over
 
 Messages = list[dict[str, str]]  # chat messages: {"role": ..., "content": ...}
 
@@ -63,7 +67,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, the fast one where there is one.
 
     Raises:
-        ValueError: no such folder, or no tokenizer in it.
+        ValueError: no such folder, no tokenizer in it, or one that is broken; the message names the file where it can be told.
     """
     from transformers import AutoTokenizer  # seconds to import: only who needs a tokenizer pays
 
@@ -73,4 +77,29 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     # Without this check transformers may build an empty tokenizer from config.json alone.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it")
-    return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    for name in SMALL_FILES:
+        if (folder / name).exists():
+            read_object(folder / name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        len(tokenizer), tokenizer.get_vocab(), tokenizer.eos_token_id
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # libraries for each format, one of which raises panics that are no Exceptions
+        _name_broken_file(folder)
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded ({reason_of(error)}); copy its files again from their source") from None
+    return Tokenizer(tokenizer)
+
+
+def _name_broken_file(folder: Path) -> None:
+    """ValueError for the first of the large files that is no JSON object or that the tokenizers library does not read."""
+    from tokenizers import Tokenizer as Reader
+
+    for name in ("tokenizer.json", "vocab.json"):
+        if (folder / name).exists():
+            read_object(folder / name)
+    if (path := folder / "tokenizer.json").exists():
+        try:
+            Reader.from_file(str(path))
+        except Exception as error:
+            raise ValueError(f"{path} is no tokenizer ({reason_of(error)}); copy it again from its source") from None
