@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel import device
 from parallel.collectives import all_names
 from parallel.weights.architecture import FAMILIES, HEADS, TABLE, Architecture, read_architecture, read_config
-from parallel.weights.files import CheckpointFolder
+from parallel.weights.files import CheckpointFolder, has_weights
 from parallel.weights.json_files import is_count, read_object, reason_of, shown
 from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.values import check_tied, not_finite
@@ -20,7 +20,7 @@ from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
-from verl_megatron.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from verl_megatron.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 Roles = Mapping[str, tuple[str, Head]]  # the folder and the head of each role that has a folder; "actor" is one of them
 SCORE = ("score.weight", "score.bias")
@@ -58,16 +58,20 @@ def check_folders(roles: Roles, dtypes: Sequence[torch.dtype], *, rollout: bool)
     refuse(all_names(find_not_finite(roles, dtypes, place=dist.get_rank(), of=dist.get_world_size())))
 
 
-def inspect_folders(roles: Roles, *, rollout: bool) -> Findings:
+def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:
     """Everything that keeps the folders from being what their roles need; reads the weights' headers, and values only of tied heads.
 
     Args:
         rollout: vLLM serves the actor.
+        dry: only plans: passes over weights and tokenizers that are not there, and what this machine could not serve.
     """
     findings, architectures = Findings(), {}
     for name, (path, head) in roles.items():
         try:
             arch = read_architecture(path)
+            if dry and not has_weights(path):
+                architectures[name] = arch
+                continue
             check_reading(path, arch)
             architectures[name] = arch
             if new := check_weights(path, head):
@@ -75,9 +79,10 @@ def inspect_folders(roles: Roles, *, rollout: bool) -> Findings:
         except ValueError as error:
             findings.problems.append(f"{name}.path={shown(path)}: {error}")
     if "actor" in architectures:
-        findings.problems += _check_vocabularies(roles, architectures)
-        if rollout:
-            findings.problems += [f"actor.path={shown(roles['actor'][0])}: {said}" for said in _check_served(roles["actor"][0], architectures["actor"])]
+        path, arch = roles["actor"][0], architectures["actor"]
+        findings.problems += _check_vocabularies(roles, architectures, dry=dry)
+        said = _check_served(path, arch, here=not dry) if rollout else []
+        findings.problems += [f"actor.path={shown(path)}: {problem}" for problem in said]
     return findings
 
 
@@ -141,13 +146,13 @@ def check_reading(folder: str, arch: Architecture) -> None:
         raise ValueError(f"{path} is read otherwise by transformers ({', '.join(wrong)}); give these keys explicitly")
 
 
-def _check_served(folder: str, arch: Architecture) -> list[str]:
-    """What keeps vLLM from serving the actor."""
+def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
+    """What keeps vLLM from serving the actor; `here`: on this machine, too."""
     wanted = FAMILIES[arch.model_type].stem + HEADS["lm"]
     problems = []
     if wanted not in (names := read_config(folder).get("architectures") or []):
         problems.append(f'vLLM serves a {wanted}, and config.json has architectures={shown(names)}; set it to ["{wanted}"]')
-    if not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
+    if here and not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         problems.append(f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: use such a model, or GPUs")
     try:
@@ -159,10 +164,10 @@ def _check_served(folder: str, arch: Architecture) -> list[str]:
 
 def _check_stops(folder: str, arch: Architecture) -> list[str]:
     """The ids that end a response, which vLLM reads from generation_config.json, or from config.json where there is none."""
-    from transformers import GenerationConfig
-
     path = Path(folder) / "generation_config.json"
     if path.exists():
+        from transformers import GenerationConfig
+
         settings = read_object(path)
         with _quiet_transformers():
             try:
@@ -178,18 +183,16 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
     return [f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below vocab_size={arch.vocab_size}; correct it"]
 
 
-def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture]) -> list[str]:
+def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture], *, dry: bool) -> list[str]:
     """The actor's token ids go to the critic and the reward model as they are: they have to be there and to mean the same."""
     path, actor = roles["actor"][0], architectures["actor"]
-    try:
-        tokenizer = load_tokenizer(path)
-    except ValueError as error:
-        return [f"actor.path={shown(path)}: {error}"]
-    problems = []
-    if (end := tokenizer.hf.eos_token_id) is not None and end >= actor.vocab_size:
-        problems.append(
-            f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, and the model has vocab_size={actor.vocab_size}; use the model's own tokenizer"
-        )
+    problems, tokenizer = [], None
+    if not dry or has_tokenizer(path):
+        try:
+            tokenizer = load_tokenizer(path)
+            problems += _check_end(tokenizer, path, actor)
+        except ValueError as error:
+            problems.append(f"actor.path={shown(path)}: {error}")
     for name, arch in architectures.items():
         other = roles[name][0]
         if Path(other).resolve() == Path(path).resolve():
@@ -199,12 +202,22 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture])
                 f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, and the actor generates tokens below its vocab_size={actor.vocab_size};"
                 f" use a model of the actor's vocabulary, or widen this one with transformers' resize_token_embeddings({actor.vocab_size})"
             )
-        if any((Path(other) / file).is_file() for file in TOKENIZER_FILES):
+        if tokenizer is not None and has_tokenizer(other):
             try:
                 problems += _compare(tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={shown(other)}")
             except ValueError as error:
                 problems.append(f"{name}.path={shown(other)}: {error}")
     return problems
+
+
+def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]:
+    end = tokenizer.hf.eos_token_id
+    if end is None or end < arch.vocab_size:
+        return []
+    return [
+        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, and the model has vocab_size={arch.vocab_size};"
+        " use the model's own tokenizer"
+    ]
 
 
 def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> list[str]:

@@ -137,6 +137,14 @@ class Architecture:
     def qk_norm(self) -> bool:
         return FAMILIES[self.model_type].qk_norm
 
+    @property
+    def served_positions(self) -> int:
+        """Positions of a row at most: vLLM's table of angles may be shorter than max_positions."""
+        scaling = self.rope_scaling
+        if not isinstance(scaling, YarnRope):
+            return self.max_positions
+        return min(self.max_positions, int(scaling.original_max_position_embeddings * scaling.factor))
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, source: str = "config.json") -> "Architecture":
         """Translate the content of a config.json; `source` names it in errors.
@@ -251,7 +259,10 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
             problems.append(f"{name}={shown(value)} must be an object or null")
             return {}
     where = "rope_scaling" if old else "rope_parameters"
-    given = {key: value for key, value in (old or new or {}).items() if value is not None}
+    given = dict(old or new or {})
+    if nulls := [key for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor") if key in given and given[key] is None]:
+        problems.append(f"{where}.{nulls[0]} is null, which transformers cannot read; remove it")
+        return {}
     if old and new and old != new:
         problems.append(f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of them")
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
@@ -260,9 +271,10 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
     inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         problems.append(f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one of them")
-    theta = _typed("rope_theta", next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems)
+    theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
+    theta = _typed(theta_key, next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems)
     if theta is not None and theta <= 1:
-        problems.append(f"rope_theta={shown(theta)} must be above 1: positions turn by its powers")
+        problems.append(f"{theta_key}={shown(theta)} must be above 1: positions turn by its powers")
     partial = given.pop("partial_rotary_factor", 1.0)
     if partial != 1.0 or isinstance(partial, bool):
         problems.append(f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}")
@@ -271,6 +283,7 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         problems += [
             f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it if it has no effect"
             for key, value in given.items()
+            if value is not None
         ]
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
@@ -282,7 +295,9 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
 def _read_scaling(rope: type, given: dict[str, Any], where: str, max_positions: int, problems: list[str]) -> RopeScaling | None:
     known = {field.name: field for field in fields(rope)}
     problems += [
-        f"{where}.{shown_key(key)}={shown(given[key])} is not understood with rope type {rope.rope_type!r}" for key in given.keys() - known.keys()
+        f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type {rope.rope_type!r}"
+        for key, value in given.items()
+        if key not in known and value is not None
     ]
     if "original_max_position_embeddings" in known:
         given.setdefault("original_max_position_embeddings", max_positions)  # as transformers does

@@ -124,6 +124,11 @@ class CheckpointFolder:
         return self._files[self._file_of[name]].get_slice(name)
 
 
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds weights, or an index of them."""
+    return any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
+
+
 def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParameter], tensors: Mapping[tuple[int, str], Tensor]) -> list[str]:
     """Fill `tensors`, by (chunk, name), in place with a rank's parts of the folder; what no block covers becomes zero.
 

@@ -263,3 +263,11 @@ def test_long_values_are_cut():
     with pytest.raises(ValueError) as error:
         Architecture.from_hf(LLAMA2 | {"hidden_act": "x" * 10**6, "k" * 10**6: 1, "hidden_size": [0] * 10**6, "mlp_bias": 10**4000})
     assert len(str(error.value)) < 2000
+
+
+def test_positions_that_a_rollout_can_use():
+    """vLLM makes a table of the angles of YaRN's positions, whatever max_position_embeddings says."""
+    assert Architecture.from_hf(LLAMA2).served_positions == 4096
+    assert Architecture.from_hf(CONFIGS["qwen25_yarn"]).served_positions == 32768
+    short = YARN | {"factor": 2.5, "original_max_position_embeddings": 1024}
+    assert Architecture.from_hf(LLAMA2 | {"rope_scaling": short}).served_positions == 2560

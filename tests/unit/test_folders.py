@@ -146,6 +146,18 @@ def test_a_head_size_that_vllm_does_not_serve_here(tmp_path, monkeypatch):
     assert inspect_folders(actor, rollout=True).problems == []
 
 
+def test_a_plan_passes_over_what_is_not_there(copies):
+    for name in ("critic", "reward"):
+        for file in (copies / name).iterdir():
+            if file.name != "config.json":
+                file.unlink()
+    assert inspect_folders(roles(copies), rollout=True, dry=True).problems == []
+    assert len(inspect_folders(roles(copies), rollout=True).problems) == 2
+    edit(copies / "critic" / "config.json", vocab_size=100)
+    [problem] = inspect_folders(roles(copies), rollout=True, dry=True).problems
+    assert "has vocab_size=100" in problem
+
+
 def test_head_sizes_are_vllms():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
