@@ -87,24 +87,32 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             read_object(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        len(tokenizer), tokenizer.get_vocab(), tokenizer.eos_token_id
+        tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some faults show at the first use
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # libraries for each format, one of which raises panics that are no Exceptions
-        _name_broken_file(folder)
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded ({reason_of(error)}); copy its files again from their source") from None
+        raise ValueError(f"{_broken_file(folder, error)}; copy the tokenizer's files again from their source") from None
     return Tokenizer(tokenizer)
 
 
-def _name_broken_file(folder: Path) -> None:
-    """ValueError for the first of the large files that is no JSON object or that the tokenizers library does not read."""
+def _broken_file(folder: Path, error: BaseException) -> str:
+    """What is wrong with which file of a tokenizer that fails with `error`."""
     from tokenizers import Tokenizer as Reader
 
-    for name in ("tokenizer.json", "vocab.json"):
-        if (folder / name).exists():
-            read_object(folder / name)
-    if (path := folder / "tokenizer.json").exists():
+    present = [folder / name for name in ("tokenizer.json", "vocab.json") if (folder / name).exists()]
+    try:
+        for path in present:
+            read_object(path)
+        for template in folder.glob("chat_template*"):
+            template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as reason:
+        return f"{template} is no UTF-8 text ({reason_of(reason)})"
+    except ValueError as reason:
+        return str(reason).rpartition(";")[0]
+    if present and present[0].name == "tokenizer.json":
         try:
-            Reader.from_file(str(path))
-        except Exception as error:
-            raise ValueError(f"{path} is no tokenizer ({reason_of(error)}); copy it again from its source") from None
+            Reader.from_file(str(present[0]))
+        except Exception as reason:
+            return f"{present[0]} is no tokenizer ({reason_of(reason)})"
+        return f"{folder / SMALL_FILES[0]} does not go with {present[0].name} ({reason_of(error)})"
+    return f"the tokenizer in {folder} cannot be loaded ({reason_of(error)})"

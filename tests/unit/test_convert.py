@@ -15,6 +15,7 @@ from parallel.convert.compare import describe, differences
 from parallel.convert.journal import NAME, Journal
 from parallel.convert.megatron_checkpoint import MegatronCheckpoint
 from parallel.convert.metadata import read_metadata
+from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.weights.files import CheckpointFolder, carry_files
@@ -263,6 +264,18 @@ def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(model, tmp_
         to_mcore(model / "hf", model / "mcore")
     with pytest.raises(ValueError, match="raise it"):
         to_mcore(model / "hf", tmp_path / "mcore", budget=Budget(slab_bytes=16, workers=1))
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path):
+    write_hf(tmp_path / "hf", "llama_tied_llama3")
+    weights = tensors_of(tmp_path / "hf")
+    for head, is_right in ((weights["model.embed_tokens.weight"].clone(), True), (weights["model.embed_tokens.weight"] * 2, False)):
+        save_file(weights | {"lm_head.weight": head}, tmp_path / "hf" / "model.safetensors")
+        if is_right:
+            HuggingFace(tmp_path / "hf")
+        else:
+            with pytest.raises(ValueError, match="holds an lm_head.weight that is not the embedding"):
+                to_mcore(tmp_path / "hf", tmp_path / "mcore")
 
 
 def test_the_beginning_of_another_conversion_is_refused(tmp_path):

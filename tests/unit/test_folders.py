@@ -194,6 +194,23 @@ def test_broken_tokenizer_files_are_named(folders, tmp_path, name, content):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("change", [dict(eos_token=3), dict(pad_token=[]), dict(tokenizer_class=1), dict(model_max_length="x"), dict(extra_special_tokens=[1])], ids=str)
+def test_tokenizer_settings_of_another_type_are_named(folders, tmp_path, change):
+    for file in (folders / "actor").glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit(tmp_path / "tokenizer_config.json", **change)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json does not go with tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_chat_template_that_is_no_text_is_named(folders, tmp_path):
+    for file in (folders / "actor").glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is no UTF-8 text"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
 def test_a_cut_tokenizer_is_named(folders, tmp_path, share):
     for file in (folders / "actor").glob("*token*"):
