@@ -228,10 +228,10 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
     if vocab % rollout.tp:
         problems.append(f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of {VOCAB_MULTIPLE}); choose a divisor")
     tokens = config.data.max_prompt_tokens + rollout.max_tokens
-    if tokens > arch.max_positions:
+    if tokens > arch.served_positions:
         problems.append(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_tokens={rollout.max_tokens} make rows of {tokens} tokens, "
-            f"more than the model's {arch.max_positions} positions; lower one of them"
+            f"more than the model's {arch.served_positions} positions; lower one of them"
         )
     return problems
 

@@ -21,12 +21,13 @@ from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import refuse
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.data import Prompt, PromptCursor, PromptDataset
+from verl_megatron.folders import check_folders, roles_of
 from verl_megatron.kl import KLController, make_controller
 from verl_megatron.metrics import REWARD_FAILED, REWARD_LATENCY, PhaseTimer, Sums, own_metric, reduce_over_world
 from verl_megatron.models.build import Head
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
-from verl_megatron.roles.engine import Engine, check_weights, compute_of
+from verl_megatron.roles.engine import Engine, compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.generate import generate_rows
@@ -192,12 +193,12 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
     Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
     the actor comes first.
     """
-    arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
     if not config.critic.path:
         config.critic.path = config.actor.path
+    check_folders(roles_of(config), (compute_of(config.engine).dtype, _rollout_dtype(config)), rollout=True)
+    arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
     prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
     algorithm = get_algorithm(config.algorithm.name)
-    _check_weights_of(config, algorithm)
     parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
         vllm = parts.vllm()
@@ -267,12 +268,6 @@ class _Parts:
     def vllm(self, shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
         with self.clock.phase("vllm"):
             return make_vllm(self.config, self.rollout, shared_weights)
-
-
-def _check_weights_of(config: TrainerConfig, algorithm: Algorithm) -> None:
-    for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
-        if model is not None and model.path:
-            check_weights(model.path, head)
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import check_sft_config, refuse
 from verl_megatron.config import SFTConfig
 from verl_megatron.data import Demonstration, DemonstrationDataset, PromptCursor
+from verl_megatron.folders import check_folders
 from verl_megatron.losses import cross_entropy
 from verl_megatron.metrics import PhaseTimer, reduce_over_world
 from verl_megatron.planner import check_supervised_fits, machine_here
 from verl_megatron.profiling import record_profile
-from verl_megatron.roles.engine import check_weights
+from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.timeline import record_timeline, write_timeline
@@ -50,11 +51,11 @@ class SFTTrainer:
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
+        check_folders({"actor": (config.actor.path, "lm")}, (compute_of(config.engine).dtype,), rollout=False)
         tokenizer = load_tokenizer(config.actor.path)
         rows = DemonstrationDataset(config.data.train, tokenizer, config.data)
         held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
         arch = read_architecture(config.actor.path)
-        check_weights(config.actor.path, "lm")
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning)
         gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)

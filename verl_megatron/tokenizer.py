@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+from parallel.weights.json_files import read_object, reason_of
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # a broken one may be passed over
 
 Messages = list[dict[str, str]]  # chat messages: {"role": ..., "content": ...}
 
@@ -59,11 +63,16 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=True)
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, the fast one where there is one.
 
     Raises:
-        ValueError: no such folder, or no tokenizer in it.
+        ValueError: no such folder, no tokenizer in it, or one that is broken; the message names the file where it can be told.
     """
     from transformers import AutoTokenizer  # seconds to import: only who needs a tokenizer pays
 
@@ -71,6 +80,39 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist; give a local Hugging Face folder")
     # Without this check transformers may build an empty tokenizer from config.json alone.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ValueError(f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it")
-    return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    for name in SMALL_FILES:
+        if (folder / name).exists():
+            read_object(folder / name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some faults show at the first use
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # libraries for each format, one of which raises panics that are no Exceptions
+        raise ValueError(f"{_broken_file(folder, error)}; copy the tokenizer's files again from their source") from None
+    return Tokenizer(tokenizer)
+
+
+def _broken_file(folder: Path, error: BaseException) -> str:
+    """What is wrong with which file of a tokenizer that fails with `error`."""
+    from tokenizers import Tokenizer as Reader
+
+    present = [folder / name for name in ("tokenizer.json", "vocab.json") if (folder / name).exists()]
+    try:
+        for path in present:
+            read_object(path)
+        for template in folder.glob("chat_template*"):
+            template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as reason:
+        return f"{template} is no UTF-8 text ({reason_of(reason)})"
+    except ValueError as reason:
+        return str(reason).rpartition(";")[0]
+    if present and present[0].name == "tokenizer.json":
+        try:
+            Reader.from_file(str(present[0]))
+        except Exception as reason:
+            return f"{present[0]} is no tokenizer ({reason_of(reason)})"
+        return f"{folder / SMALL_FILES[0]} does not go with {present[0].name} ({reason_of(error)})"
+    return f"the tokenizer in {folder} cannot be loaded ({reason_of(error)})"
