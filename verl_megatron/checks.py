@@ -127,7 +127,7 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             existing = existing.parent
         if not os.access(existing, os.W_OK | os.X_OK):
             problems.append(f"run.output_dir={run.output_dir!r} cannot be written: {existing} is read-only; make it writable or name another folder")
-    if data.train == MISSING:
+    if data.train in ("", MISSING):
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
         path = getattr(data, name)

@@ -23,15 +23,16 @@ from verl_megatron.data import Prompt, PromptCursor, PromptDataset
 from verl_megatron.kl import KLController, make_controller
 from verl_megatron.metrics import PhaseTimer, Sums, reduce_over_world
 from verl_megatron.models.build import Head
+from verl_megatron.preflight import Inputs
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.roles.engine import Engine, check_weights, compute_of
+from verl_megatron.roles.engine import Engine, compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.generate import generate_rows
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
-from verl_megatron.tokenizer import Tokenizer, load_tokenizer
+from verl_megatron.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)
@@ -169,18 +170,16 @@ class Run:
         self.vllm.close()
 
 
-def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
-    """All parts of a run from its (checked) settings; `watchdog` hears of its phases and its progress. Collective over the world.
+def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
+    """All parts of a run from its settings and what was read (`inspect_run`); `watchdog` hears of its phases and its progress. Collective over the world.
 
     Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
     the actor comes first.
     """
-    arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
+    arch = read_architecture(config.actor.path)
     if not config.critic.path:
         config.critic.path = config.actor.path
-    prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
     algorithm = get_algorithm(config.algorithm.name)
-    _check_weights_of(config, algorithm)
     parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
         vllm = parts.vllm()
@@ -201,10 +200,10 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         sync.attach(vllm)
     return Run(
         config=config,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        validation=validation,
-        cursor=PromptCursor(num_prompts=len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.train,
+        validation=inputs.validation,
+        cursor=PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=config.data.shuffle),
         vllm=vllm,
         actor=actor,
         critic=critic,
@@ -249,12 +248,6 @@ class _Parts:
             return make_vllm(self.config, self.rollout, shared_weights)
 
 
-def _check_weights_of(config: TrainerConfig, algorithm: Algorithm) -> None:
-    for model, head in ((config.actor, "lm"), (config.critic if algorithm.needs_critic else None, "token"), (config.reward, "sequence")):
-        if model is not None and model.path:
-            check_weights(model.path, head)
-
-
 @contextmanager
 def phase_around(watchdog: Watchdog, name: str) -> Iterator[None]:
     """What a phase is known by to those who look from outside."""
@@ -277,22 +270,6 @@ def make_vllm(config: TrainerConfig, rollout: Layout, shared_weights: Mapping[st
     )
     vllm.sleep()
     return vllm
-
-
-def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture, *, validation: bool = False) -> PromptDataset | None:
-    """The prompts to learn from or to validate with (None: none are given).
-
-    Raises:
-        ValueError: as PromptDataset, or a token that the model has no embedding for.
-    """
-    path = config.data.validation if validation else config.data.train
-    if validation and not path:
-        return None
-    prompts = PromptDataset(path, tokenizer, config.data)
-    largest = max(max(prompt.prompt_token_ids) for prompt in prompts)
-    if largest >= arch.vocab_size:
-        raise ValueError(f"the tokenizer in {config.actor.path} gives token {largest} for {path}, and the model has vocab_size={arch.vocab_size}; use the model's own tokenizer")
-    return prompts
 
 
 def _rollout_dtype(config: TrainerConfig) -> torch.dtype:

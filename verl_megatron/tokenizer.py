@@ -59,6 +59,11 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=True)
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, the fast one where there is one.
 
@@ -71,6 +76,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist; give a local Hugging Face folder")
     # Without this check transformers may build an empty tokenizer from config.json alone.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ValueError(f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it")
     return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))

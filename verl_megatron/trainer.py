@@ -11,12 +11,13 @@ from parallel import device
 from parallel.preemption import Preemption, usual_grace_s
 from parallel.watchdog import Watchdog
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import batch_arithmetic, check_config, refuse
+from verl_megatron.checks import batch_arithmetic, refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data import Prompt
 from verl_megatron.metrics import Sums
-from verl_megatron.planner import Case, check_fits, kv_bytes_per_token, machine_here, rows_together
+from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, rows_together
 from verl_megatron.ppo import Collected, collect, learn
+from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.profiling import record_profile
 from verl_megatron.report import draw_report
 from verl_megatron.roles.rows import RowTable
@@ -51,8 +52,8 @@ class RLTrainer:
         check_versions()
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
-        refuse(check_config(config, world_size=dist.get_world_size()))
-        refuse(check_fits(config, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
+        self.inputs = Inputs()
+        refuse(inspect_run(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs))
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         self.say(batch_arithmetic(config, dist.get_world_size()))
@@ -71,7 +72,7 @@ class RLTrainer:
         config = self.config.run
         with Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog, Preemption(grace_s=usual_grace_s()) as self.preemption:
             with self.watchdog.operation("build", timeout_s=SLOW_S):
-                self.run = build_run(self.config, self.watchdog)
+                self.run = build_run(self.config, self.inputs, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
             record_timeline(self.run.clock, config.track_metrics)
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)

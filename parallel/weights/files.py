@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel.weights.architecture import read_config
+from parallel.weights.architecture import read_architecture, read_config
+from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -103,6 +104,21 @@ class CheckpointFolder:
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds weights, or an index of them."""
+    return any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
+
+
+def check_weights(folder: str, head: Head) -> None:
+    """Compare a folder's weights with its config.json; reads no weights.
+
+    Raises:
+        ValueError: a file is missing or broken, or a tensor is missing, unknown or of another shape.
+    """
+    with CheckpointFolder(folder) as files:
+        files.check_shapes(hf_shapes(read_architecture(folder), head), optional={"score.weight", "score.bias"} if head != "lm" else set())
 
 
 def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParameter], tensors: Mapping[tuple[int, str], Tensor]) -> list[str]:

@@ -70,7 +70,7 @@ random_weights() { # shape, options of make_random.py: its folder with model, tr
 train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts of 512 tokens and responses of exactly 512, for measuring
   if [[ -n ${MODEL:-} ]]; then
     [[ -n ${DATA:-}$DRY_RUN ]] || stop "DATA is not set; name the .jsonl file on which MODEL=$MODEL is trained"
-    settings+=(actor.path="$MODEL" data.train="${DATA:-$0}") # a plan needs a file and reads none
+    settings+=(actor.path="$MODEL" data.train="${DATA:-}") # a plan needs none
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")
     echo "MODEL is not set: planned for the shape $1, with rows as long as the recipe allows" >&2

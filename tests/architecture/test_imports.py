@@ -28,7 +28,7 @@ LAYERS = (
     ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
     ("ppo",),
     ("run",),
-    ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner"),
+    ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner", "preflight"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
     ("presets", "versions", "batch", "config", "log_prob_kernels"),
 )
