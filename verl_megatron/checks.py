@@ -10,11 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel.layout import Layout, parse_devices
+from parallel.refusal import nearest, readable, shown
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
-from verl_megatron.limits import check_values, nearest
+from verl_megatron.limits import check_types, check_values
 from verl_megatron.rewards.functions import load_reward
 from verl_megatron.tracking import check_sinks
 from verl_megatron.versions import require
@@ -25,9 +26,9 @@ Schema = TypeVar("Schema")
 def refuse(problems: list[str]) -> None:
     """ValueError that lists the problems, if there are any."""
     if len(problems) == 1:
-        raise ValueError(problems[0])
+        raise ValueError(readable(problems[0]))
     if problems:
-        raise ValueError(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ValueError(readable(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems)))
 
 
 # ---- names and types --------------------------------------------------------------------------------------------------
@@ -39,14 +40,14 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     Raises:
         ValueError: unknown sections and settings, values of a wrong type and settings that have to be given, all at once.
     """
-    given = OmegaConf.to_container(overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)), resolve=True)
+    given = _resolved(overrides)
     merged = OmegaConf.structured(schema)
     problems = []
     for section, values in given.items():
         if section not in merged:
-            problems.append(f"{section} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}")
+            problems.append(f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}")
         elif not isinstance(values, dict):
-            problems.append(f"{section}={values!r} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}")
+            problems.append(f"{section}={shown(values)} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}")
         else:
             problems += [problem for name, value in values.items() if (problem := _put(merged[section], section, name, value))]
     problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
@@ -54,16 +55,23 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     return OmegaConf.to_object(merged)
 
 
+def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); give the value itself, or a ${{section.setting}} that exists") from None
+
+
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
     """Set one setting; the problem with it, or nothing."""
     known = list(section.keys())
     if name not in known:
-        return f"{section_name}.{name} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
+        return f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
     try:
         section[name] = value
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        return f"{section_name}.{name}={value!r} has a wrong type ({reason}); give a value like {_example(section, name)}"
+        return f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); give a value like {_example(section, name)}"
     return ""
 
 
@@ -77,6 +85,8 @@ def _example(section: DictConfig, name: str) -> str:
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a reinforcement-learning run on `world_size` ranks; empty: nothing."""
+    if problems := check_types(config):
+        return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
     needs_critic = algorithm is not None and algorithm.needs_critic
@@ -95,6 +105,8 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
 
 def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
+    if problems := check_types(config):
+        return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     layout, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     data = config.data

@@ -3,13 +3,31 @@
 Two levels: a section, a setting. Each part of the program receives only its own section.
 """
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
+
+from parallel.refusal import nearest
 
 MISSING = "???"  # OmegaConf's mark of a setting that has to be given
 
 
+class UnknownSettingError(AttributeError, ValueError):
+    """A name that is no setting of its section: Python's error of an attribute, and the user's of a value."""
+
+
+class Section:
+    """Settings by name. Setting another name is refused; a pathlib.Path becomes its text."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = type(self).__dataclass_fields__
+        if name not in known:
+            raise UnknownSettingError(f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; it has {', '.join(known)}")
+        super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """The run as a whole."""
 
     output_dir: str = "outputs/run"  # logs, checkpoints and the exported models
@@ -27,7 +45,7 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Prompts: JSON lines with at least a prompt and the ground truth its reward needs."""
 
     train: str = MISSING  # .jsonl file
@@ -44,7 +62,7 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A model that learns: where its weights come from, how it is split and its learning rate."""
 
     path: str = ""  # Hugging Face folder; the critic's may be empty: it starts from the actor's
@@ -55,7 +73,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class EngineConfig:
+class EngineConfig(Section):
     """How every Megatron-Core model computes, and how those that learn are optimized (AdamW)."""
 
     dtype: str = "auto"  # bfloat16 (with float32 master weights), fp8 (the same, layers' products in fp8), float32; auto: bfloat16 on GPUs, float32 on CPUs
@@ -73,7 +91,7 @@ class EngineConfig:
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """Where scores come from: a Python function, a reward model, or both (added)."""
 
     function: str = "match"  # a built-in name or path.py:function; empty: none
@@ -86,7 +104,7 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """vLLM and how it samples."""
 
     tp: int = 1  # ranks of one replica; replicas are what the world leaves
@@ -107,7 +125,7 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """The policy-gradient algorithm. Sources stand beside the formulas in advantages.py, losses.py and kl.py."""
 
     name: str = "ppo"  # ppo, grpo
@@ -132,7 +150,7 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True)
-class ReshardConfig:
+class ReshardConfig(Section):
     """Weights from Megatron's shards into vLLM's."""
 
     mode: str = "keep"  # keep: vLLM's weights beside Megatron's; share: equal shards are one; swap: vLLM's lie over Megatron's, which return after rollout
@@ -142,7 +160,7 @@ class ReshardConfig:
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """All sections of a reinforcement-learning run."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -157,7 +175,7 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig:
+class SFTDataConfig(Section):
     """Demonstrations: JSON lines with a prompt and the response to imitate."""
 
     train: str = MISSING
@@ -171,7 +189,7 @@ class SFTDataConfig:
 
 
 @dataclass(kw_only=True)
-class SFTConfig:
+class SFTConfig(Section):
     """All sections of a supervised run; `run.iterations` counts optimizer steps."""
 
     run: RunConfig = field(default_factory=RunConfig)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_sum
+from parallel.refusal import agree, shown, speak_once
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.batch import RolloutBatch
@@ -34,11 +35,14 @@ class SFTTrainer:
     """
 
     def __init__(self, config: SFTConfig):
+        speak_once()
+        if not isinstance(config, SFTConfig):
+            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give an SFTConfig")
         check_versions(vllm=False)
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
         self.inputs = Inputs()
-        refuse(inspect_supervised(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs))
+        agree(lambda: refuse(inspect_supervised(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs)))
 
     def train(self) -> dict[str, float]:
         """All optimizer steps, then the export; returns the last metrics."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.preemption import Preemption, usual_grace_s
+from parallel.refusal import agree, shown, speak_once
 from parallel.watchdog import Watchdog
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import batch_arithmetic, refuse
@@ -43,9 +44,12 @@ class RLTrainer:
     """
 
     def __init__(self, config: TrainerConfig | None = None, *, actor_model: str = "", reward_model: str = "", reward_function: str = "", use_vllm: bool = True):
-        if not use_vllm:
-            raise ValueError("use_vllm=False: rollouts come from vLLM only; leave use_vllm at True")
-        config = config or TrainerConfig()
+        speak_once()
+        if use_vllm is not True:
+            raise ValueError(f"use_vllm={shown(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True")
+        config = TrainerConfig() if config is None else config
+        if not isinstance(config, TrainerConfig):
+            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, such as that of get_trainer_config()")
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
         config.reward.function = reward_function or config.reward.function
@@ -53,7 +57,7 @@ class RLTrainer:
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
         self.inputs = Inputs()
-        refuse(inspect_run(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs))
+        agree(lambda: refuse(inspect_run(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs)))
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         self.say(batch_arithmetic(config, dist.get_world_size()))

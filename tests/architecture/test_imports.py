@@ -25,7 +25,7 @@ OWNERS = {
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
     ("train", "sft"),
-    ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
+    ("command_line", "recipe", "trainer", "sft_trainer", "saved_state", "dry_run"),
     ("ppo",),
     ("run",),
     ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner", "preflight"),
