@@ -126,6 +126,11 @@ def used_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def host_memory_bytes() -> int:
+    """Memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def release_cached_memory() -> None:
     """Give freed blocks back to the GPU: another allocator (vLLM's) is about to need them."""
     if is_gpu():
