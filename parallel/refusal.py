@@ -94,7 +94,8 @@ def complain(text: str, *, agreed: bool = False) -> NoReturn:
     if rank != "0":
         let_others_speak(REFUSED, seconds=5)
     if rank == "0" or not agreed:
-        print(f"error: {text}" + f" (rank {rank})" * (rank != "0"), file=sys.stderr, flush=True)
+        # Not sys.stderr: while torch shows an exception it collects what is written there.
+        print(f"error: {text}" + f" (rank {rank})" * (rank != "0"), file=sys.__stderr__, flush=True)
     leave(REFUSED)
 
 

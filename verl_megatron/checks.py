@@ -135,14 +135,16 @@ def _said_by(check, *args, **kwargs) -> list[str]:
 def _check_run(run: RunConfig, data: Any) -> list[str]:
     """Files that are read, sinks that are written, and when validation happens."""
     problems = _said_by(check_sinks, run.track_metrics)
+    if twice := sorted({name for name in run.track_metrics if run.track_metrics.count(name) > 1}):
+        problems.append(f"run.track_metrics names {', '.join(twice)} twice, which would write every row twice; take one out")
     if reason := _why_no_folder(run.output_dir):
         problems.append(f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made if need be)")
     if data.train in ("", MISSING):
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
         path = getattr(data, name)
-        if path not in ("", MISSING) and not _is_file(path):
-            problems.append(f"data.{name}={shown(path)} does not exist or is no file; name a .jsonl file")
+        if path not in ("", MISSING) and (reason := _why_no_file(path)):
+            problems.append(f"data.{name}={shown(path)} {reason}; name a .jsonl file")
     if run.validate_interval > 0 and not data.validation:
         problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
     if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
@@ -153,11 +155,14 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
     return problems
 
 
-def _is_file(path: str) -> bool:
+def _why_no_file(path: str) -> str:
+    """What keeps `path` from being a file to read from, or nothing."""
     try:
-        return Path(path).is_file()
-    except OSError:  # too long a name
-        return False
+        if Path(path).is_file():
+            return "" if os.access(path, os.R_OK) else "cannot be read; change its permissions"
+        return "is no file" if Path(path).exists() else "does not exist"
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
 
 
 def _why_no_folder(path: str) -> str:
