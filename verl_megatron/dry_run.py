@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel.layout import Layout, parse_devices
 from parallel.placement import described, place
+from parallel.refusal import shown
 from parallel.reshard.plan import compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
@@ -91,10 +92,10 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
         for role in ("actor", "critic", "reward"):
             section = complete.get(role)
             name = section.get("path", "") if isinstance(section, dict) else ""
-            if not name or not isinstance(name, str) or Path(name).is_dir():
+            if name in ("", MISSING) or not isinstance(name, str) or _is_folder(name):
                 continue
             if name not in SHAPES:
-                raise ValueError(f"{role}.path={name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+                raise ValueError(f"{role}.path={shown(name)} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(shape(name)))
@@ -107,6 +108,13 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
             prompts.touch()
             data["train"] = str(prompts)
         yield complete, rows
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return Path(name).is_dir()
+    except OSError:  # too long a name
+        return False
 
 
 def _title(world_size: int, ranks_per_host: int) -> str:

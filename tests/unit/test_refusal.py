@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -110,7 +111,10 @@ def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> li
         own |= {"TORCHELASTIC_RUN_ID": "test"} if torchrun else {}
         running.append(subprocess.Popen([sys.executable, file], env=base | own, stderr=subprocess.PIPE, text=True))
     ended = []
+    running[0].wait(timeout=60)
+    time.sleep(0.5)
     for rank, process in enumerate(running):
+        process.terminate()  # as torchrun does when one has ended
         text = process.communicate(timeout=60)[1]
         report = tmp_path / f"error_{rank}.json"
         ended.append((process.returncode, text, json.loads(report.read_text())["message"]["message"] if report.exists() else ""))
