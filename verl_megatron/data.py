@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,13 @@ def read_rows(path: str | Path) -> list[dict]:
 class _Rows(Sequence):
     """Rows of a file that are short enough; `dropped` counts the others."""
 
-    def __init__(self, path: str | Path, *, limit: int, limit_name: str, overlong: str):
+    def __init__(self, path: str | Path, *, limit: int, limit_name: str, overlong: str, rows: int | None):
         if overlong not in ("error", "drop"):
             raise ValueError(f"data.overlong={overlong!r} is unknown; choose error or drop")
         self.path = path
         self.dropped = 0
         self._items = []
-        for line, row in numbered_rows(path):
+        for line, row in islice(numbered_rows(path), rows):
             item, length = self._parse(row, f"{path}, line {line}")
             if length <= limit:
                 self._items.append(item)
@@ -103,16 +104,16 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Any, where: str) -> list[int]:
 
 
 class PromptDataset(_Rows):
-    """`Prompt`s of a file, in its order. An empty `answer_key` means rows without ground truth.
+    """`Prompt`s of a file, in its order, of its first `rows` if given. An empty `answer_key` means rows without ground truth.
 
     Raises:
         ValueError: an unreadable row, a missing key, a prompt over the limit (if overlong is "error"), or no prompt left.
     """
 
-    def __init__(self, path: str | Path, tokenizer: Tokenizer, config: DataConfig):
+    def __init__(self, path: str | Path, tokenizer: Tokenizer, config: DataConfig, *, rows: int | None = None):
         self._tokenizer = tokenizer
         self._config = config
-        super().__init__(path, limit=config.max_prompt_tokens, limit_name="max_prompt_tokens", overlong=config.overlong)
+        super().__init__(path, limit=config.max_prompt_tokens, limit_name="max_prompt_tokens", overlong=config.overlong, rows=rows)
 
     def _parse(self, row: dict, where: str) -> tuple[Prompt, int]:
         config = self._config
@@ -124,16 +125,16 @@ class PromptDataset(_Rows):
 
 
 class DemonstrationDataset(_Rows):
-    """`Demonstration`s of a file, in its order.
+    """`Demonstration`s of a file, in its order, of its first `rows` if given.
 
     Raises:
         ValueError: an unreadable row, a missing key, a row over the limit (if overlong is "error"), or no row left.
     """
 
-    def __init__(self, path: str | Path, tokenizer: Tokenizer, config: SFTDataConfig):
+    def __init__(self, path: str | Path, tokenizer: Tokenizer, config: SFTDataConfig, *, rows: int | None = None):
         self._tokenizer = tokenizer
         self._config = config
-        super().__init__(path, limit=config.max_tokens, limit_name="max_tokens", overlong=config.overlong)
+        super().__init__(path, limit=config.max_tokens, limit_name="max_tokens", overlong=config.overlong, rows=rows)
 
     def _parse(self, row: dict, where: str) -> tuple[Demonstration, int]:
         ids = _prompt_ids(self._tokenizer, _value(row, self._config.prompt_key, setting="prompt_key", where=where), where)

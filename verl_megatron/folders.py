@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallel import device
-from parallel.collectives import all_names
 from parallel.weights.architecture import FAMILIES, HEADS, TABLE, Architecture, read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, has_weights
 from parallel.weights.json_files import is_count, read_object, reason_of, shown
 from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.values import check_tied, not_finite
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.checks import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 from verl_megatron.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -42,20 +39,6 @@ def roles_of(config: TrainerConfig) -> Roles:
     if config.reward.path:
         roles["reward"] = (config.reward.path, "sequence")
     return roles
-
-
-def check_folders(roles: Roles, dtypes: Sequence[torch.dtype], *, rollout: bool) -> None:
-    """Refuse folders that are not what their roles need, and say what starts new. Collective over the world.
-
-    Raises:
-        ValueError: what any rank has found, the same on all.
-    """
-    findings = inspect_folders(roles, rollout=rollout)
-    refuse(all_names(findings.problems))
-    if dist.get_rank() == 0:
-        for note in findings.notes:
-            print(note, flush=True)
-    refuse(all_names(find_not_finite(roles, dtypes, place=dist.get_rank(), of=dist.get_world_size())))
 
 
 def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:

@@ -13,6 +13,7 @@ from parallel import device
 from parallel.collectives import all_max, all_names, all_sum
 from parallel.layout import Layout
 from parallel.placement import place
+from parallel.refusal import agree
 from parallel.reshard.execute import ReshardReport
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
@@ -21,10 +22,11 @@ from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import refuse
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.data import Prompt, PromptCursor, PromptDataset
-from verl_megatron.folders import check_folders, roles_of
+from verl_megatron.folders import find_not_finite, roles_of
 from verl_megatron.kl import KLController, make_controller
 from verl_megatron.metrics import REWARD_FAILED, REWARD_LATENCY, PhaseTimer, Sums, own_metric, reduce_over_world
 from verl_megatron.models.build import Head
+from verl_megatron.preflight import Inputs
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.roles.engine import Engine, compute_of
@@ -34,7 +36,7 @@ from verl_megatron.rollout.generate import generate_rows
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
-from verl_megatron.tokenizer import Tokenizer, load_tokenizer
+from verl_megatron.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)
@@ -187,17 +189,17 @@ class Run:
         self.vllm.close()
 
 
-def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
-    """All parts of a run from its (checked) settings; `watchdog` hears of its phases and its progress. Collective over the world.
+def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
+    """All parts of a run from its settings and what was read (`inspect_run`); `watchdog` hears of its phases and its progress. Collective over the world.
 
     Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
     the actor comes first.
     """
     if not config.critic.path:
         config.critic.path = config.actor.path
-    check_folders(roles_of(config), (compute_of(config.engine).dtype, _rollout_dtype(config)), rollout=True)
-    arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
-    prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
+    dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
+    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=dist.get_rank(), of=dist.get_world_size())))
+    arch = read_architecture(config.actor.path)
     algorithm = get_algorithm(config.algorithm.name)
     parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
@@ -221,10 +223,10 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
         sync.attach(vllm)
     return Run(
         config=config,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        validation=validation,
-        cursor=PromptCursor(num_prompts=len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.train,
+        validation=inputs.validation,
+        cursor=PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=config.data.shuffle),
         vllm=vllm,
         actor=actor,
         critic=critic,
@@ -292,22 +294,6 @@ def make_vllm(config: TrainerConfig, rollout: Layout, shared_weights: Mapping[st
     )
     vllm.sleep()
     return vllm
-
-
-def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture, *, validation: bool = False) -> PromptDataset | None:
-    """The prompts to learn from or to validate with (None: none are given).
-
-    Raises:
-        ValueError: as PromptDataset, or a token that the model has no embedding for.
-    """
-    path = config.data.validation if validation else config.data.train
-    if validation and not path:
-        return None
-    prompts = PromptDataset(path, tokenizer, config.data)
-    largest = max(max(prompt.prompt_token_ids) for prompt in prompts)
-    if largest >= arch.vocab_size:
-        raise ValueError(f"the tokenizer in {config.actor.path} gives token {largest} for {path}, and the model has vocab_size={arch.vocab_size}; use the model's own tokenizer")
-    return prompts
 
 
 def _rollout_dtype(config: TrainerConfig) -> torch.dtype:

@@ -24,10 +24,10 @@ OWNERS = {
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
     ("train", "sft"),
-    ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
+    ("command_line", "recipe", "trainer", "sft_trainer", "saved_state", "dry_run"),
     ("ppo",),
     ("run",),
-    ("timeline", "profiling", "roles", "rollout", "checks", "folders", "report", "planner"),
+    ("timeline", "profiling", "roles", "rollout", "checks", "folders", "report", "planner", "preflight"),
     ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
     ("manifest", "output_folder"),
     ("presets", "versions", "batch", "config", "log_prob_kernels"),
