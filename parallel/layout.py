@@ -62,7 +62,7 @@ class Layout:
         parts = _COMPACT.findall(body)
         names = [name for name, _ in parts]
         if "".join(name + size for name, size in parts) != body or len(set(names)) != len(names):
-            raise ValueError(f'layout {shown(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2')
+            raise ValueError(f"layout {shown(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2")
         sizes = {name: int(size) for name, size in parts}
         if 0 in sizes.values():
             raise ValueError(f'layout "{text}" has a size of 0; sizes start at 1')
@@ -136,7 +136,7 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
             raise ValueError(f"devices {shown(text)} must name distinct ranks below the {world_size} that were started")
         ranks += range(int(match[1]), last + 1)
     if ranks != sorted(ranks):  # torch sorts a group's ranks, so that Megatron would take them for others
-        raise ValueError(f'devices {shown(text)} must name ranks in increasing order; write them so')
+        raise ValueError(f"devices {shown(text)} must name ranks in increasing order; write them so")
     if len(set(ranks)) != len(ranks) or not ranks:
-        raise ValueError(f'devices {shown(text)} must name distinct ranks below the {world_size} that were started')
+        raise ValueError(f"devices {shown(text)} must name distinct ranks below the {world_size} that were started")
     return tuple(ranks)
