@@ -14,6 +14,7 @@ from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.json_lines import file_problem, shown
 from verl_megatron.limits import check_values, nearest
 from verl_megatron.rewards.functions import load_reward
 from verl_megatron.tracking import check_sinks
@@ -131,8 +132,8 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
         path = getattr(data, name)
-        if path not in ("", MISSING) and not Path(path).is_file():
-            problems.append(f"data.{name}={path!r} does not exist; name a .jsonl file")
+        if path not in ("", MISSING) and (problem := file_problem(path)):
+            problems.append(f"data.{name}={shown(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
     if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):

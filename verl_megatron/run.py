@@ -59,6 +59,11 @@ class Run:
     shown_failures: set[str] = field(default_factory=set)
 
     @property
+    def notes(self) -> list[str]:
+        """What was left out of the data, for the user to read."""
+        return self.prompts.notes + (self.validation.notes if self.validation is not None else [])
+
+    @property
     def num_rows(self) -> int:
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
 
@@ -283,16 +288,12 @@ def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture
     """The prompts to learn from or to validate with (None: none are given).
 
     Raises:
-        ValueError: as PromptDataset, or a token that the model has no embedding for.
+        ValueError: as PromptDataset.
     """
     path = config.data.validation if validation else config.data.train
     if validation and not path:
         return None
-    prompts = PromptDataset(path, tokenizer, config.data)
-    largest = max(max(prompt.prompt_token_ids) for prompt in prompts)
-    if largest >= arch.vocab_size:
-        raise ValueError(f"the tokenizer in {config.actor.path} gives token {largest} for {path}, and the model has vocab_size={arch.vocab_size}; use the model's own tokenizer")
-    return prompts
+    return PromptDataset(path, tokenizer, config.data, vocab_size=arch.vocab_size)
 
 
 def _rollout_dtype(config: TrainerConfig) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel import device
 from parallel.collectives import all_sum
 from parallel.watchdog import Watchdog
-from parallel.weights.architecture import read_architecture
+from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.checks import check_sft_config, refuse
 from verl_megatron.config import SFTConfig
@@ -22,7 +22,7 @@ from verl_megatron.roles.engine import check_weights
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.timeline import record_timeline, write_timeline
-from verl_megatron.tokenizer import load_tokenizer
+from verl_megatron.tokenizer import Tokenizer, load_tokenizer
 from verl_megatron.tracking import MetricsTracker
 from verl_megatron.versions import check_versions
 
@@ -49,9 +49,8 @@ class SFTTrainer:
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
         tokenizer = load_tokenizer(config.actor.path)
-        rows = DemonstrationDataset(config.data.train, tokenizer, config.data)
-        held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
         arch = read_architecture(config.actor.path)
+        rows, held_out = (self._demonstrations(path, tokenizer, arch) for path in (config.data.train, config.data.validation))
         check_weights(config.actor.path, "lm")
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning)
@@ -77,6 +76,15 @@ class SFTTrainer:
         if tracker is not None:
             tracker.close()
         return metrics
+
+    def _demonstrations(self, path: str, tokenizer: Tokenizer, arch: Architecture) -> DemonstrationDataset | None:
+        """The rows of a file, with what was left out said by the first rank; None without a file."""
+        if not path:
+            return None
+        rows = DemonstrationDataset(path, tokenizer, self.config.data, vocab_size=arch.vocab_size)
+        for note in rows.notes if self.is_first else []:
+            print(note, flush=True)
+        return rows
 
     def _step(self, actor: Role, rows: list[Demonstration]) -> dict[str, float]:
         batch, table = spread(rows)

@@ -78,6 +78,8 @@ class RLTrainer:
             self.say(f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}")
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.sync.plan}")
             self.say(self._generation())
+            for note in self.run.notes:
+                self.say(note)
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
             gc.enable()
             try:
@@ -189,7 +191,8 @@ class RLTrainer:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = sorted((row for part in gathered for row in part), key=lambda row: row["row"])
-            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair, as JSON writes it
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""

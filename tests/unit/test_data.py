@@ -4,25 +4,30 @@ import json
 from collections import Counter
 
 import pytest
+import tokenizers
+import torch  # noqa: F401  (transformers looks for it when it is imported)
+from transformers import PreTrainedTokenizerFast
 
 from verl_megatron.config import DataConfig, SFTDataConfig
-from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset, read_rows
+from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset
+from verl_megatron.json_lines import read_rows
 from verl_megatron.tokenizer import Tokenizer
 
 
-class Characters:
-    """The part of a Hugging Face tokenizer that is used here, with one id a character; 1 begins, 2 ends."""
+def characters(chat_template: str) -> Tokenizer:
+    """One id a character, its code point; 1 begins, 2 ends, 0 is unknown."""
+    vocabulary = {chr(code): code for code in (10, *range(32, 127))} | {"<unk>": 0, "<s>": 1, "</s>": 2}
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    built.decoder = tokenizers.decoders.Fuse()
+    built.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=built, chat_template=chat_template, **special))
 
-    name_or_path, eos_token_id, chat_template = "characters", 2, "<role>content"
 
-    def encode(self, text, *, add_special_tokens):
-        return [1] * add_special_tokens + [ord(letter) for letter in text]
-
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
-
-
-TOKENIZER = Tokenizer(Characters())
+LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+TEMPLATE = LOOP + "{% if add_generation_prompt %}<assistant>{% endif %}"
+TOKENIZER = characters(TEMPLATE)
 
 
 def write(path, rows) -> str:
@@ -67,7 +72,8 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
         ([], "it has no rows"),
         (["", "  "], "it has no rows"),
         ([{"prompt": "a", "answer": ""}, "{'prompt'"], "line 2: not valid JSON"),
-        ([["a"]], "line 1: expected a JSON object, got list"),
+        ([["a"]], "is a JSON array, not JSON lines; write one object a line"),
+        (["3"], "line 1: expected a JSON object, got int"),
         ([{"question": "a", "answer": ""}], r"line 1: no key 'prompt' \(data.prompt_key\); the row has 'question', 'answer'"),
         ([{"prompt": "a"}], "line 1: no key 'answer'"),
         ([{"prompt": 3, "answer": ""}], "line 1: a prompt must be a string"),
