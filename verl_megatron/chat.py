@@ -1,16 +1,19 @@
 """Chat messages and what a chat template makes of them: checked before, bounded meanwhile, checked behind."""
 
-import contextlib
+import functools
+import itertools
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from verl_megatron.json_lines import shown
 
 RENDER_S = 5.0  # CPU seconds that a template may take for one prompt; usual ones take less than a thousandth
 RENDER_BYTES = 1 << 30  # memory that it may take
+_RENDERS_A_MEASURE = 64  # the system takes as long to tell the memory in use as a template takes for a prompt
+_renders = itertools.count()
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and what else the template reads
 Messages = list[Message]
@@ -90,9 +93,13 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
     Raises:
         ValueError: it fails, refuses, takes too much time or memory, writes nothing, or leaves a message out.
     """
+    write = functools.partial(hf.apply_chat_template, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     try:
-        with _bounded():
-            text = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        try:
+            text = _limited(write)
+        except MemoryError:
+            _address_space.cache_clear()  # the process may have grown since it was measured
+            text = _limited(write)
     except _OutOfTime:
         raise ValueError(f"the chat template took more than {RENDER_S:g} s for these messages; mend it") from None
     except (MemoryError, OverflowError):
@@ -139,31 +146,35 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
     return before, behind
 
 
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """RENDER_S of CPU time (in the main thread, where Python hears signals) and RENDER_BYTES of new memory."""
-
-    def stop(*_) -> None:
-        raise _OutOfTime
-
+def _limited(write: Callable[[], str]) -> str:
+    """`write()` within RENDER_S of CPU time (in the main thread, where Python hears signals) and RENDER_BYTES of new memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = _address_space() + RENDER_BYTES
+    most = _address_space(next(_renders) // _RENDERS_A_MEASURE) + RENDER_BYTES
     timed = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGVTALRM, stop) if timed else None
+    if timed:
+        _hear_timer()
     try:
         resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-        if timed:
-            # Again and again, as it may come while Python runs code whose exceptions go nowhere.
+        if timed:  # again and again, as it may come while code runs whose exceptions go nowhere
             signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S, 0.5)
-        yield
+        return write()
     finally:
         if timed:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, previous)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _address_space() -> int:
-    """Bytes of address space that this process has."""
+def _stop(*_) -> None:
+    raise _OutOfTime
+
+
+@functools.cache
+def _hear_timer() -> None:
+    signal.signal(signal.SIGVTALRM, _stop)  # of a timer that only `_limited` sets
+
+
+@functools.lru_cache(maxsize=1)
+def _address_space(measure: int) -> int:
+    """Bytes of address space that this process has, anew for each `measure`."""
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[0]) * resource.getpagesize()

@@ -159,8 +159,10 @@ class DemonstrationDataset(_Rows):
         before, behind = tokenizer.demonstration_text(prompt, self._response(row, answers))
         if (fewest := self._fewest_tokens(before, behind)) > self._limit:
             return None, fewest
-        ids = tokenizer.encode_text(before, is_chat=not isinstance(prompt, str))
-        response_ids = tokenizer.encode_response(behind) if isinstance(prompt, str) else tokenizer.encode_continuation(before, behind, ids)
+        if isinstance(prompt, str):
+            ids, response_ids = tokenizer.encode_text(before, is_chat=False), tokenizer.encode_response(behind)
+        else:
+            ids, response_ids = tokenizer.encode_chat(before, behind)
         self._check_tokens(ids + response_ids)
         return Demonstration(prompt_token_ids=ids, response_token_ids=response_ids), len(ids) + len(response_ids)
 
