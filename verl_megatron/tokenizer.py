@@ -101,10 +101,12 @@ class Tokenizer:
         """
         if not text.strip():
             raise ValueError("the prompt is empty; give it text, or leave the row out")
-        (ids,) = self._encode(text, add_special_tokens=not is_chat)
+        ids = self._encode(text, add_special_tokens=not is_chat)
         while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:  # some tokenizers end every text; a prompt has to go on
             ids.pop()
-        return self._checked_prompt(ids, text)
+        if self._special.issuperset(ids):
+            raise ValueError(f"the prompt {shown(text)} has special or unknown tokens only; give it text, or leave the row out")
+        return ids
 
     def encode_response(self, response: str) -> list[int]:
         """Token ids of a response to a string, ended by one token that stops generation.
@@ -112,20 +114,14 @@ class Tokenizer:
         Raises:
             ValueError: it is empty, or such a token stands inside it.
         """
-        (ids,) = self._encode(response, add_special_tokens=False)
-        return self._ended(ids)
+        return self._ended(self._encode(response, add_special_tokens=False))
 
     def encode_chat(self, before: str, behind: str) -> tuple[list[int], list[int]]:
         """Token ids of a chat's prompt and of the response behind it, ended and refused as in `encode_response`."""
-        ids, whole = self._encode(before, before + behind, add_special_tokens=False)
+        ids, whole = self.encode_text(before, is_chat=True), self._encode(before + behind, add_special_tokens=False)
         if whole[: len(ids)] != ids:  # a token spans the border, and the prompt's are given
-            return self._checked_prompt(ids, before), self.encode_response(behind)
-        return self._checked_prompt(ids, before), self._ended(whole[len(ids) :])
-
-    def _checked_prompt(self, ids: list[int], text: str) -> list[int]:
-        if self._special.issuperset(ids):
-            raise ValueError(f"the prompt {shown(text)} has special or unknown tokens only; give it text, or leave the row out")
-        return ids
+            return ids, self.encode_response(behind)
+        return ids, self._ended(whole[len(ids) :])
 
     def _ended(self, ids: list[int]) -> list[int]:
         stops = self.stop_token_ids
@@ -141,12 +137,11 @@ class Tokenizer:
     def _special(self) -> frozenset[int]:
         return frozenset(self.hf.all_special_ids)
 
-    def _encode(self, *texts: str, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; ValueError if one cannot be encoded."""
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            return self.hf(list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
+            return self.hf.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # of transformers, tokenizers or sentencepiece, whatever its kind
-            raise ValueError(f"the tokenizer cannot encode {shown(texts[-1])} ({type(error).__name__}); remove what is no text") from None
+            raise ValueError(f"the tokenizer cannot encode {shown(text)} ({type(error).__name__}); remove what is no text") from None
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""
