@@ -4,30 +4,14 @@ import json
 from collections import Counter
 
 import pytest
-import tokenizers
-import torch  # noqa: F401  (transformers looks for it when it is imported)
-from transformers import PreTrainedTokenizerFast
 
+from tests.characters import characters
 from verl_megatron.config import DataConfig, SFTDataConfig
 from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset
 from verl_megatron.json_lines import read_rows
-from verl_megatron.tokenizer import Tokenizer
 
 
-def characters(chat_template: str) -> Tokenizer:
-    """One id a character, its code point; 1 begins, 2 ends, 0 is unknown."""
-    vocabulary = {chr(code): code for code in (10, *range(32, 127))} | {"<unk>": 0, "<s>": 1, "</s>": 2}
-    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    built.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    built.decoder = tokenizers.decoders.Fuse()
-    built.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    special = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=built, chat_template=chat_template, **special))
-
-
-LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-TEMPLATE = LOOP + "{% if add_generation_prompt %}<assistant>{% endif %}"
-TOKENIZER = characters(TEMPLATE)
+TOKENIZER = characters()
 
 
 def write(path, rows) -> str:
