@@ -16,6 +16,8 @@ def characters(chat_template: str = TEMPLATE) -> Tokenizer:
     built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     built.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     built.decoder = tokenizers.decoders.Fuse()
-    built.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    built.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     special = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=built, chat_template=chat_template, **special))

@@ -21,7 +21,18 @@ Messages = list[Message]
 _NO_PROMPT = "a prompt must be a string or a non-empty list of messages with role and content"
 _USUAL_ROLES = ("system", "user", "assistant")  # templates write these without naming each of them
 # What else a message may say; a template that does not read it would leave it out without a word.
-_SAID_BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "images", "image", "audio", "video", "videos")
+_SAID_BESIDE = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "images",
+    "image",
+    "audio",
+    "video",
+    "videos",
+)
 
 
 class _OutOfTime(BaseException):
@@ -29,7 +40,7 @@ class _OutOfTime(BaseException):
 
 
 def split_answer(messages: Any) -> tuple[Any, Messages]:
-    """`messages` without the assistant's turns at their end, and those turns; what is no list of messages stays as it is.
+    """`messages` without the assistant's turns at their end, and those turns; what is no list stays as it is.
 
     Raises:
         ValueError: nothing is left before them.
@@ -40,7 +51,9 @@ def split_answer(messages: Any) -> tuple[Any, Messages]:
     while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") == "assistant":
         end -= 1
     if messages and not end:
-        raise ValueError("the messages have assistant turns only; a prompt needs a turn of the user before them")
+        raise ValueError(
+            "the messages have assistant turns only; a prompt needs a turn of the user before them"
+        )
     return messages[:end], messages[end:]
 
 
@@ -48,25 +61,35 @@ def checked(messages: Any, template: str) -> Messages:
     """`messages` as the template takes them: text parts joined to one text, empty keys left out.
 
     Raises:
-        ValueError: no list of messages, or a message with a role or content that the template would drop or stumble over.
+        ValueError: no list of messages, or a role or content that the template would drop or stumble over.
     """
-    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+    if not (
+        isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    ):
         raise ValueError(f"{_NO_PROMPT}, got {shown(messages)}")
-    return [_checked(message, f"message {number}", template) for number, message in enumerate(messages, start=1)]
+    return [
+        _checked(message, f"message {number}", template) for number, message in enumerate(messages, start=1)
+    ]
 
 
 def _checked(message: Message, which: str, template: str) -> Message:
     role = message.get("role")
     if "role" not in message or not ("content" in message or message.get("tool_calls")):
         raise ValueError(f"{_NO_PROMPT}, and {which} is {shown(message)}")
-    if not isinstance(role, str) or not (role in _USUAL_ROLES or f"'{role}'" in template or f'"{role}"' in template):
+    if not isinstance(role, str) or not (
+        role in _USUAL_ROLES or f"'{role}'" in template or f'"{role}"' in template
+    ):
         raise ValueError(
-            f"{which} has role {shown(role)}, which the chat template does not know; use {', '.join(_USUAL_ROLES)}"
+            f"{which} has role {shown(role)}, which the chat template does not know;"
+            f" use {', '.join(_USUAL_ROLES)}"
         )
     kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [], {})}
     for key in _SAID_BESIDE:
         if key in kept and key not in template:
-            raise ValueError(f"{which} has {key}, which the chat template does not read; write it into content or remove it")
+            raise ValueError(
+                f"{which} has {key}, which the chat template does not read;"
+                " write it into content or remove it"
+            )
     if not (kept.get("content") is None and kept.get("tool_calls")):
         kept["content"] = text_of(kept.get("content"), which)
     return kept
@@ -82,7 +105,10 @@ def text_of(content: Any, which: str) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
         if not isinstance(text, str):
-            raise ValueError(f"{which} has the part {shown(part)}; only parts such as {{'type': 'text', 'text': ...}} are read")
+            raise ValueError(
+                f"{which} has the part {shown(part)};"
+                " only parts such as {'type': 'text', 'text': ...} are read"
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -93,7 +119,9 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
     Raises:
         ValueError: it fails, refuses, takes too much time or memory, writes nothing, or leaves a message out.
     """
-    write = functools.partial(hf.apply_chat_template, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    write = functools.partial(
+        hf.apply_chat_template, messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     try:
         try:
             text = _limited(write)
@@ -101,19 +129,25 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
             _address_space.cache_clear()  # the process may have grown since it was measured
             text = _limited(write)
     except _OutOfTime:
-        raise ValueError(f"the chat template took more than {RENDER_S:g} s for these messages; mend it") from None
+        raise ValueError(
+            f"the chat template took more than {RENDER_S:g} s for these messages; mend it"
+        ) from None
     except (MemoryError, OverflowError):
-        raise ValueError(f"the chat template takes more than {RENDER_BYTES >> 30} GiB for these messages; mend it") from None
+        raise ValueError(
+            f"the chat template takes more than {RENDER_BYTES >> 30} GiB for these messages; mend it"
+        ) from None
     except Exception as error:  # templates are programs of others
         said = f"{type(error).__name__}: {str(error)[:300]}"
-        raise ValueError(f"the chat template does not take these messages ({said}); change them or mend the template") from None
+        raise ValueError(
+            f"the chat template does not take these messages ({said}); change them or mend the template"
+        ) from None
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the chat template writes nothing for these messages; mend it")
     for number, message in enumerate(messages, start=1):
         if message["role"] in ("system", "user") and not contains(text, message.get("content") or ""):
             raise ValueError(
-                f"the chat template leaves out message {number} (role {message['role']!r}); leave it out of the data,"
-                " or use a template that writes it"
+                f"the chat template leaves out message {number} (role {message['role']!r});"
+                " leave it out of the data, or use a template that writes it"
             )
     return text
 
@@ -134,8 +168,9 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
     if not whole.startswith(before):
         same = next((at for at, (a, b) in enumerate(zip(before, whole)) if a != b), len(whole))
         raise ValueError(
-            f"the chat template writes {shown(before[same:])} before an answer is generated and {shown(whole[same:])} once it"
-            " is there, so that the answer does not continue the prompt; write prompt and response as strings, or mend the template"
+            f"the chat template writes {shown(before[same:])} before an answer is generated and"
+            f" {shown(whole[same:])} once it is there, so that the answer does not continue the prompt;"
+            " write prompt and response as strings, or mend the template"
         )
     behind = whole[len(before) :]
     if not contains(behind, answer.get("content") or ""):
@@ -147,7 +182,7 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
 
 
 def _limited(write: Callable[[], str]) -> str:
-    """`write()` within RENDER_S of CPU time (in the main thread, where Python hears signals) and RENDER_BYTES of new memory."""
+    """`write()` within RENDER_S of CPU time (in the main thread) and RENDER_BYTES of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _address_space(next(_renders) // _RENDERS_A_MEASURE) + RENDER_BYTES
     timed = threading.current_thread() is threading.main_thread()

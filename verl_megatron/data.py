@@ -64,8 +64,12 @@ class _Rows(Sequence):
                 self._add(row)
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from None
-        if not self._items:
-            why = f"all {self.dropped} rows are longer than data.{self._limit_name}={self._limit}" if self.dropped else "it has no rows"
+        if not self._items and self.dropped != max_rows:  # else later rows may be short enough
+            why = (
+                f"all {self.dropped} rows are longer than data.{self._limit_name}={self._limit}"
+                if self.dropped
+                else "it has no rows"
+            )
             raise ValueError(f"data file {path} gives nothing to train on: {why}")
 
     def __len__(self) -> int:
@@ -77,8 +81,11 @@ class _Rows(Sequence):
     @property
     def notes(self) -> list[str]:
         """What was left out of the file, for the user to read."""
-        dropped = f"{self.path}: {self.dropped} rows longer than data.{self._limit_name}={self._limit} left out (data.overlong=drop)"
-        cut = f"{self.path}: {self.cut} prompts ended in an assistant turn, which is an answer and was cut off"
+        limit = f"data.{self._limit_name}={self._limit}"
+        dropped = f"{self.path}: {self.dropped} rows longer than {limit} left out (data.overlong=drop)"
+        cut = (
+            f"{self.path}: {self.cut} prompts ended in an assistant turn, which is an answer and was cut off"
+        )
         return [dropped] * bool(self.dropped) + [cut] * bool(self.cut)
 
     def _add(self, row: dict) -> None:
@@ -89,7 +96,10 @@ class _Rows(Sequence):
             self.dropped += 1
         else:
             length_said = f"{length} tokens" if item is not None else f"at least {length} tokens"
-            raise ValueError(f"{length_said}, more than data.{self._limit_name}={self._limit}; raise the limit or set data.overlong=drop")
+            raise ValueError(
+                f"{length_said}, more than data.{self._limit_name}={self._limit};"
+                " raise the limit or set data.overlong=drop"
+            )
 
     def _parse(self, row: dict) -> tuple[Any, int]:
         """The item of a row and its tokens; no item where its characters alone are too many."""
@@ -99,7 +109,9 @@ class _Rows(Sequence):
         key = getattr(self._config, setting)
         if key not in row:
             names = ", ".join(map(shown, islice(row, 20))) or "no keys"
-            raise ValueError(f"no key {shown(key)} (data.{setting}); the row has {names}{', ...' * (len(row) > 20)}")
+            raise ValueError(
+                f"no key {shown(key)} (data.{setting}); the row has {names}{', ...' * (len(row) > 20)}"
+            )
         return row[key]
 
     def _fewest_tokens(self, *texts: str) -> int:
@@ -109,8 +121,8 @@ class _Rows(Sequence):
     def _check_tokens(self, ids: list[int]) -> None:
         if self._vocab_size is not None and max(ids) >= self._vocab_size:
             raise ValueError(
-                f"the tokenizer in {self._tokenizer.hf.name_or_path} gives token {max(ids)}, and the model has"
-                f" vocab_size={self._vocab_size}; use the model's own tokenizer"
+                f"the tokenizer in {self._tokenizer.hf.name_or_path} gives token {max(ids)},"
+                f" and the model has vocab_size={self._vocab_size}; use the model's own tokenizer"
             )
 
 
@@ -118,7 +130,7 @@ class PromptDataset(_Rows):
     """`Prompt`s of a file, in its order. An empty `answer_key` means rows without ground truth.
 
     Raises:
-        ValueError: an unreadable row, a missing key, a prompt over the limit (if overlong is "error"), or no prompt left.
+        ValueError: an unreadable row, a missing key, a prompt over the limit (unless overlong is "drop"), or none left.
     """
 
     _limit_name = "max_prompt_tokens"
@@ -126,7 +138,8 @@ class PromptDataset(_Rows):
     def __init__(self, path: str | Path, tokenizer: Tokenizer, config: DataConfig, **options: int | None):
         if config.answer_key and config.answer_key == config.prompt_key:
             raise ValueError(
-                f"data.prompt_key and data.answer_key are both {shown(config.answer_key)}; name two keys, or leave answer_key empty"
+                f"data.prompt_key and data.answer_key are both {shown(config.answer_key)};"
+                " name two keys, or leave answer_key empty"
             )
         super().__init__(path, tokenizer, config, **options)
 
@@ -140,15 +153,18 @@ class PromptDataset(_Rows):
         ids = tokenizer.encode_text(text, is_chat=not isinstance(prompt, str))
         self._check_tokens(ids)
         self.cut += bool(given)
-        extra = {key: value for key, value in row.items() if key not in (config.prompt_key, config.answer_key)}
+        extra = {
+            key: value for key, value in row.items() if key not in (config.prompt_key, config.answer_key)
+        }
         return Prompt(prompt_token_ids=ids, text=text, answer=answer, extra=extra), len(ids)
 
 
 class DemonstrationDataset(_Rows):
-    """`Demonstration`s of a file, in its order. Messages that end in an assistant turn have their response in it.
+    """`Demonstration`s of a file, in its order; an assistant turn at the end of messages is the response.
 
     Raises:
-        ValueError: an unreadable row, a missing key, two responses, a row over the limit (if overlong is "error"), or no row left.
+        ValueError: an unreadable row, a missing key, two responses, a row over the limit (unless overlong is "drop"),
+            or none left.
     """
 
     _limit_name = "max_tokens"
@@ -160,11 +176,16 @@ class DemonstrationDataset(_Rows):
         if (fewest := self._fewest_tokens(before, behind)) > self._limit:
             return None, fewest
         if isinstance(prompt, str):
-            ids, response_ids = tokenizer.encode_text(before, is_chat=False), tokenizer.encode_response(behind)
+            ids, response_ids = (
+                tokenizer.encode_text(before, is_chat=False),
+                tokenizer.encode_response(behind),
+            )
         else:
             ids, response_ids = tokenizer.encode_chat(before, behind)
         self._check_tokens(ids + response_ids)
-        return Demonstration(prompt_token_ids=ids, response_token_ids=response_ids), len(ids) + len(response_ids)
+        return Demonstration(prompt_token_ids=ids, response_token_ids=response_ids), len(ids) + len(
+            response_ids
+        )
 
     def _response(self, row: dict, answers: Messages) -> str | Message:
         """The text or the assistant's turn to imitate, of which a row has to have one."""
@@ -175,11 +196,15 @@ class DemonstrationDataset(_Rows):
             given = row.get(key) if key != prompt_key else None
             if given is not None and given != text_of(answers[0].get("content"), "the assistant turn"):
                 raise ValueError(
-                    f"{shown(prompt_key)} ends in an assistant turn, and {shown(key)} (data.response_key) is another response; remove one of them"
+                    f"{shown(prompt_key)} ends in an assistant turn, and {shown(key)} (data.response_key) is another"
+                    " response; remove one of them"
                 )
             return answers[0]
         if key == prompt_key:
-            raise ValueError(f"data.prompt_key and data.response_key are both {shown(key)}, which holds no messages that end in an assistant turn")
+            raise ValueError(
+                f"data.prompt_key and data.response_key are both {shown(key)},"
+                " which holds no messages that end in an assistant turn"
+            )
         response = self._value(row, "response_key")
         if not isinstance(response, str):
             raise ValueError(f"{shown(key)} must be a string, got {shown(response)}")

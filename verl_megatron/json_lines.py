@@ -1,4 +1,4 @@
-"""JSON-lines files: one object a line, read strictly and within bounds, so that each line is a row or an error that names it."""
+"""JSON-lines files: one object a line, read strictly within bounds; what is no row is named with its line."""
 
 import io
 import json
@@ -14,7 +14,9 @@ MAX_DEPTH = 64  # pickle and json recurse, from stacks of any height
 UTF8_MARK = b"\xef\xbb\xbf"
 
 # What files that are taken for JSON lines begin with, what they are, and what to do.
-_TO_LINES = "write its rows as JSON lines, such as with pandas: to_json('train.jsonl', orient='records', lines=True)"
+_TO_LINES = (
+    "write its rows as JSON lines, such as with pandas: to_json('train.jsonl', orient='records', lines=True)"
+)
 _UNPACK = "unpack it first"
 _FORMATS = (
     (b"PAR1", "a Parquet file", _TO_LINES),
@@ -47,7 +49,12 @@ _FORMATS = (
     (b"<", "HTML or XML", "write its rows as JSON lines, or download the file itself"),
     (b"[", "a JSON array", "write one object a line, such as with jq -c '.[]'"),
 )
-_KINDS = ((stat.S_ISDIR, "is a folder"), (stat.S_ISFIFO, "is a named pipe"), (stat.S_ISSOCK, "is a socket"), (stat.S_ISREG, ""))
+_KINDS = (
+    (stat.S_ISDIR, "is a folder"),
+    (stat.S_ISFIFO, "is a named pipe"),
+    (stat.S_ISSOCK, "is a socket"),
+    (stat.S_ISREG, ""),
+)
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -61,7 +68,7 @@ def shown(value: Any) -> str:
 
 
 def file_problem(path: str | Path) -> str:
-    """What keeps `path` from being read as JSON lines, seen from its kind and its first bytes ("does not exist; ..."); empty: nothing."""
+    """What keeps `path` from being read, by its kind and first bytes ("does not exist; ..."); or nothing."""
     try:
         with _opened(path) as file:
             return _other_format(path, file.peek(512))
@@ -73,7 +80,7 @@ def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
     """Line numbers (from 1) and objects of a JSON-lines file; empty lines are passed over.
 
     Raises:
-        ValueError: no regular file that can be read, another format, or a line that is not a JSON object, with file and line.
+        ValueError: no regular file that can be read, another format, or a line that is no JSON object, with both.
     """
     if problem := file_problem(path):
         raise ValueError(f"data file {_name(path)} {problem}")
@@ -83,7 +90,10 @@ def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 line += 1
                 if len(raw) > MAX_LINE_BYTES:
-                    raise ValueError(f"longer than {MAX_LINE_BYTES >> 20} MiB; each line must be one JSON object, and a row has to be smaller")
+                    raise ValueError(
+                        f"longer than {MAX_LINE_BYTES >> 20} MiB;"
+                        " each line must be one JSON object, and a row has to be smaller"
+                    )
                 if line == 1:
                     raw = raw.removeprefix(UTF8_MARK)
                 if raw.strip():
@@ -99,7 +109,7 @@ def read_rows(path: str | Path) -> list[dict]:
     return [row for _, row in numbered_rows(path)]
 
 
-# ---- files ------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------
 
 
 def _opened(path: str | Path) -> io.BufferedReader:
@@ -145,7 +155,7 @@ def _other_format(path: str | Path, head: bytes) -> str:
     return ""
 
 
-# ---- lines ------------------------------------------------------------------------------------------------------------
+# ---- lines ---------------------------------------------------------------------------------------------
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -175,9 +185,14 @@ def _parsed(raw: bytes) -> dict:
     try:
         row = _DECODER.decode(raw.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"not valid JSON (byte {error.object[error.start]:#04x} at {error.start} is not UTF-8); save the file as UTF-8") from None
+        raise ValueError(
+            f"not valid JSON (byte {error.object[error.start]:#04x} at {error.start} is not UTF-8);"
+            " save the file as UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos + 1}); each line must be one JSON object") from None
+        raise ValueError(
+            f"not valid JSON ({error.msg} at character {error.pos + 1}); each line must be one JSON object"
+        ) from None
     except RecursionError:
         raise ValueError(_too_deep()) from None
     except ValueError as error:
@@ -189,7 +204,9 @@ def _parsed(raw: bytes) -> dict:
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(row) > MAX_DEPTH:
         raise ValueError(_too_deep())
     if (b"\\ud" in raw or b"\\uD" in raw) and (lone := _lone_surrogate(row)):
-        raise ValueError(f"has half a surrogate pair ({lone!r}), which is no character; write both halves or remove it")
+        raise ValueError(
+            f"has half a surrogate pair ({lone!r}), which is no character; write both halves or remove it"
+        )
     return row
 
 

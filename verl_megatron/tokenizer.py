@@ -33,7 +33,7 @@ class Tokenizer:
 
     @functools.cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """Tokens at which vLLM ends a response: the end-of-sequence token and those that the model's folder names.
+        """Tokens at which vLLM ends a response: the end-of-sequence token and those that the folder names.
 
         Raises:
             ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is no JSON.
@@ -55,7 +55,7 @@ class Tokenizer:
         """What the model reads: a string as it is, chat messages through the chat template with the generation prompt.
 
         Raises:
-            ValueError: neither a string nor messages, an answer at their end, or messages that the chat template does not take.
+            ValueError: neither a string nor messages, an answer at their end, or what the chat template does not take.
         """
         if isinstance(prompt, str):
             return prompt
@@ -65,10 +65,10 @@ class Tokenizer:
         return render(self.hf, messages, add_generation_prompt=True)
 
     def demonstration_text(self, prompt: str | Messages, answer: str | Message) -> tuple[str, str]:
-        """What the model reads and what it is to write: for messages, what the chat template adds for the assistant's turn.
+        """What the model reads and is to write: for messages, what the chat template adds for the answer.
 
         Raises:
-            ValueError: as in `prompt_text`, an empty answer, or one that the chat template does not write behind the prompt.
+            ValueError: as in `prompt_text`, an empty answer, or one that the template does not write behind the prompt.
         """
         if isinstance(answer, str):
             if not answer.strip():
@@ -80,7 +80,7 @@ class Tokenizer:
         if not ((answer.get("content") or "").strip() or answer.get("tool_calls")):
             raise ValueError("the assistant turn is empty; give it content, or leave the row out")
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("the messages of a prompt are missing or end in an assistant turn, beside the response; leave one of them out")
+            raise ValueError("beside a response, the prompt must be messages that end in a turn of the user")
         return continuation(self.hf, messages, answer)
 
     def _checked(self, messages: Messages) -> Messages:
@@ -94,7 +94,7 @@ class Tokenizer:
         return self.encode_text(self.prompt_text(prompt), is_chat=not isinstance(prompt, str))
 
     def encode_text(self, text: str, *, is_chat: bool) -> list[int]:
-        """Token ids of a prompt's text. Strings get the special tokens the tokenizer puts in front; a chat template wrote its own.
+        """Token ids of a prompt's text; before a string stand the tokenizer's special tokens, a template writes its own.
 
         Raises:
             ValueError: there is nothing in it, or it cannot be encoded.
@@ -102,10 +102,11 @@ class Tokenizer:
         if not text.strip():
             raise ValueError("the prompt is empty; give it text, or leave the row out")
         ids = self._encode(text, add_special_tokens=not is_chat)
-        while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:  # some tokenizers end every text; a prompt has to go on
+        # Some tokenizers end every text; a prompt has to go on.
+        while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
             ids.pop()
         if self._special.issuperset(ids):
-            raise ValueError(f"the prompt {shown(text)} has special or unknown tokens only; give it text, or leave the row out")
+            raise ValueError(f"the prompt {shown(text)} has special or unknown tokens only; give it text")
         return ids
 
     def encode_response(self, response: str) -> list[int]:
@@ -117,7 +118,7 @@ class Tokenizer:
         return self._ended(self._encode(response, add_special_tokens=False))
 
     def encode_chat(self, before: str, behind: str) -> tuple[list[int], list[int]]:
-        """Token ids of a chat's prompt and of the response behind it, ended and refused as in `encode_response`."""
+        """Token ids of a chat's prompt and of the response, ended and refused as in `encode_response`."""
         ids, whole = self.encode_text(before, is_chat=True), self._encode(before + behind, add_special_tokens=False)
         if whole[: len(ids)] != ids:  # a token spans the border, and the prompt's are given
             return ids, self.encode_response(behind)
@@ -128,7 +129,8 @@ class Tokenizer:
         end = next((at for at, token in enumerate(ids) if token in stops), len(ids))
         rest = [token for token in ids[end:] if token not in stops]
         if rest and (text := self.decode(rest)).strip():
-            raise ValueError(f"the response has {shown(self.hf.decode(ids[end]))}, which ends generation, before {shown(text)}; remove it")
+            stop = shown(self.hf.decode(ids[end]))
+            raise ValueError(f"the response has {stop}, which ends generation, before {shown(text)}; remove it")
         if self._special.issuperset(ids[:end]):
             raise ValueError("the response is empty; give one, or leave the row out")
         return ids[: end + 1] if end < len(ids) else [*ids, self.eos_token_id]
@@ -141,7 +143,8 @@ class Tokenizer:
         try:
             return self.hf.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # of transformers, tokenizers or sentencepiece, whatever its kind
-            raise ValueError(f"the tokenizer cannot encode {shown(text)} ({type(error).__name__}); remove what is no text") from None
+            said = type(error).__name__
+            raise ValueError(f"the tokenizer cannot encode {shown(text)} ({said}); remove what is no text") from None
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""

@@ -29,7 +29,8 @@ LAYERS = (
     ("ppo",),
     ("run",),
     ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner"),
-    ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "chat", "limits"),
+    ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing",
+     "data", "tokenizer", "chat", "limits"),
     ("presets", "versions", "batch", "config", "log_prob_kernels", "json_lines"),
 )
 

@@ -1,4 +1,4 @@
-"""Chat messages: what a template makes of them, the answer apart from the prompt, and templates that fail or never end."""
+"""Chat messages: what a template makes of them, answers apart from prompts, templates that fail."""
 
 import json
 import time
@@ -24,10 +24,20 @@ def write(path, *rows) -> str:
 
 
 def test_answers_are_cut_off_prompts_and_counted(tmp_path):
-    path = write(tmp_path / "a.jsonl", *({"prompt": turns, "answer": 1} for turns in ([USER], [USER, ANSWER], [USER, ANSWER, ANSWER], [USER, ANSWER, USER])))
+    path = write(
+        tmp_path / "a.jsonl",
+        *(
+            {"prompt": turns, "answer": 1}
+            for turns in ([USER], [USER, ANSWER], [USER, ANSWER, ANSWER], [USER, ANSWER, USER])
+        ),
+    )
     dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path))
-    assert [prompt.text for prompt in dataset] == ["<user>hi<assistant>"] * 3 + ["<user>hi<assistant>ho</s>\n<user>hi<assistant>"]
-    assert dataset.cut == 2 and dataset.notes == [f"{path}: 2 prompts ended in an assistant turn, which is an answer and was cut off"]
+    assert [prompt.text for prompt in dataset] == ["<user>hi<assistant>"] * 3 + [
+        "<user>hi<assistant>ho</s>\n<user>hi<assistant>"
+    ]
+    assert dataset.cut == 2 and dataset.notes == [
+        f"{path}: 2 prompts ended in an assistant turn, which is an answer and was cut off"
+    ]
     with pytest.raises(ValueError, match="end in an assistant turn"):
         TOKENIZER.encode_prompt([USER, ANSWER])
     with pytest.raises(ValueError, match="assistant turns only"):
@@ -42,22 +52,45 @@ def test_answers_are_cut_off_prompts_and_counted(tmp_path):
         ({"prompt": [USER, ANSWER], "response": "ho"}, {}),
         ({"prompt": [USER, ANSWER], "response": None}, {}),
         ({"messages": [USER, ANSWER]}, {"prompt_key": "messages", "response_key": "messages"}),
-        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]}, {}),
+        (
+            {
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+                    },
+                    ANSWER,
+                ]
+            },
+            {},
+        ),
     ],
 )
 def test_the_assistant_turn_is_the_response_as_the_template_writes_it(tmp_path, row, keys):
     path = write(tmp_path / "a.jsonl", row)
     (row,) = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, **keys))
     assert row.prompt_token_ids == ids("<user>hi<assistant>")
-    assert row.response_token_ids == [*ids("ho"), 2]  # and not the line end that the template writes before the next turn
+    assert row.response_token_ids == [
+        *ids("ho"),
+        2,
+    ]  # and not the line end that the template writes before the next turn
 
 
 def test_a_response_ends_in_one_token_that_stops_generation(tmp_path):
     """What ends the turn, if generation stops there; else the end-of-sequence token behind it."""
-    path = write(tmp_path / "a.jsonl", {"prompt": [USER, ANSWER]}, {"prompt": "hi", "response": "ho"}, {"prompt": "hi", "response": "ho</s>"})
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": [USER, ANSWER]},
+        {"prompt": "hi", "response": "ho"},
+        {"prompt": "hi", "response": "ho</s>"},
+    )
     other = characters(TEMPLATE.replace("</s>", "~"))
     by_eos = DemonstrationDataset(path, other, SFTDataConfig(train=path))
-    assert [row.response_token_ids for row in by_eos] == [[*ids("ho~\n"), 2], [*ids("ho"), 2], [*ids("ho"), 2]]
+    assert [row.response_token_ids for row in by_eos] == [
+        [*ids("ho~\n"), 2],
+        [*ids("ho"), 2],
+        [*ids("ho"), 2],
+    ]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ord("~")]}))
     other = characters(TEMPLATE.replace("</s>", "~"))
     other.hf.name_or_path = str(tmp_path)
@@ -81,7 +114,7 @@ def test_a_response_ends_in_one_token_that_stops_generation(tmp_path):
         ({"prompt": "hi", "response": "a</s>b"}, "'</s>', which ends generation, before 'b'"),
         ({"prompt": [USER], "response": "\t"}, "the response is empty"),
         ({"prompt": [USER, ANSWER | {"content": ""}]}, "the assistant turn is empty"),
-        ({"prompt": [], "response": "ho"}, "missing"),
+        ({"prompt": [], "response": "ho"}, "must be messages that end in a turn of the user"),
         ({"prompt": 5, "response": "ho"}, "a prompt must be"),
         ({"prompt": "", "response": "ho"}, "the prompt is empty"),
     ],
@@ -104,11 +137,17 @@ def test_bad_demonstrations_are_refused(tmp_path, row, said):
         ([{"content": "hi"}], "role and content"),
         ([USER, "hi"], "a non-empty list of messages"),
         ([{"role": None, "content": "hi"}], "message 1 has role None"),
-        ([{"role": "human", "content": "hi"}], "message 1 has role 'human', which the chat template does not know; use system, user, assistant"),
+        (
+            [{"role": "human", "content": "hi"}],
+            "message 1 has role 'human', which the chat template does not know; use system, user, assistant",
+        ),
         ([USER, {"role": "user", "content": None}], "message 2 has content None"),
         ([{"role": "user", "content": 7}], "content 7"),
         ([{"role": "user", "content": {"text": "hi"}}], "content {'text': 'hi'}"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "the part {'image_url': 'x', 'type': 'image_url'}"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "the part {'image_url': 'x', 'type': 'image_url'}",
+        ),
         ([USER | {"tool_calls": [{"name": "f"}]}], "tool_calls, which the chat template does not read"),
         ([USER | {"content": "x" * 10**6, "role": "y" * 10**6}], "message 1 has role 'yyy"),
     ],
@@ -137,14 +176,19 @@ def test_labels_and_empty_keys_beside_a_message_change_nothing(tmp_path):
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
         ("{{ messages[0].__class__.__mro__ }}", "does not take these messages"),
         ("{% if false %}hi{% endif %}", "writes nothing"),
-        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "leaves out message 1 (role 'system')"),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "leaves out message 1 (role 'system')",
+        ),
         ("{{ 'a' * 10 ** 10 }}", "takes more than 1 GiB"),
         ("{{ 'a'.center(10 ** 10) }}", "takes more than 1 GiB"),
         ("{{ 'a' * 10 ** 20 }}", "takes more than 1 GiB"),
     ],
 )
 def test_templates_that_fail_are_said(tmp_path, template, said):
-    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "system", "content": "be brief"}, USER], "answer": ""})
+    path = write(
+        tmp_path / "a.jsonl", {"prompt": [{"role": "system", "content": "be brief"}, USER], "answer": ""}
+    )
     started = time.monotonic()
     with pytest.raises(ValueError, match="line 1: the chat template") as error:
         PromptDataset(path, characters(template), DataConfig(train=path))
@@ -152,7 +196,13 @@ def test_templates_that_fail_are_said(tmp_path, template, said):
     assert time.monotonic() - started < RENDER_S
 
 
-@pytest.mark.parametrize("template", ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 7 ** (10 ** 10) }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 7 ** (10 ** 10) }}",
+    ],
+)
 def test_templates_that_never_end_are_ended(monkeypatch, template):
     monkeypatch.setattr("verl_megatron.chat.RENDER_S", 0.2)
     with pytest.raises(ValueError, match="took more than 0.2 s"):
@@ -162,8 +212,14 @@ def test_templates_that_never_end_are_ended(monkeypatch, template):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (LOOP + "{% if add_generation_prompt %}<assistant><think>{% endif %}", "so that the answer does not continue the prompt"),
-        (LOOP.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else 'hm' }}"), "changes the answer"),
+        (
+            LOOP + "{% if add_generation_prompt %}<assistant><think>{% endif %}",
+            "so that the answer does not continue the prompt",
+        ),
+        (
+            LOOP.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else 'hm' }}"),
+            "changes the answer",
+        ),
     ],
 )
 def test_templates_that_write_answers_otherwise_are_refused(template, said):

@@ -128,7 +128,13 @@ def test_only_regular_files_are_opened_and_nothing_waits(tmp_path):
 
 
 def test_what_is_shown_is_one_short_line():
-    for value in ("x" * 10**7, list(range(10**6)), {str(i): "y" * 1000 for i in range(1000)}, [[[[[[["deep"]]]]]]], "\n\ud800"):
+    for value in (
+        "x" * 10**7,
+        list(range(10**6)),
+        {str(i): "y" * 1000 for i in range(1000)},
+        [[[[[[["deep"]]]]]]],
+        "\n\ud800",
+    ):
         text = shown(value)
         assert len(text) <= 300 and text.isprintable()
     assert shown("short") == "'short'" and json.loads(shown([1, 2])) == [1, 2]
