@@ -61,7 +61,7 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """What was left out of the data, for the user to read."""
-        return self.prompts.notes + (self.validation.notes if self.validation is not None else [])
+        return list(dict.fromkeys(self.prompts.notes + (self.validation.notes if self.validation is not None else [])))
 
     @property
     def num_rows(self) -> int:
