@@ -16,6 +16,7 @@ from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import MISSING, EngineConfig, RolloutConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.json_lines import file_problem
 from verl_megatron.limits import check_types, check_values
 from verl_megatron.output_folder import output_problems
 from verl_megatron.rewards.pool import check_reward
@@ -146,8 +147,8 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
         path = getattr(data, name)
-        if path not in ("", MISSING) and (reason := _why_no_file(path)):
-            problems.append(f"data.{name}={shown(path)} {reason}; name a .jsonl file")
+        if path not in ("", MISSING) and (problem := file_problem(path)):
+            problems.append(f"data.{name}={shown(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
     if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
@@ -156,16 +157,6 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             f" is no multiple of run.validate_interval={run.validate_interval}; make it one, or leave keep_best_k at 0"
         )
     return problems
-
-
-def _why_no_file(path: str) -> str:
-    """What keeps `path` from being a file to read from, or nothing."""
-    try:
-        if Path(path).is_file():
-            return "" if os.access(path, os.R_OK) else "cannot be read; change its permissions"
-        return "is no file" if Path(path).exists() else "does not exist"
-    except OSError as error:
-        return f"cannot be used ({error.strerror})"
 
 
 def _why_no_folder(path: str) -> str:

@@ -1,7 +1,6 @@
 """Everything that is wrong with a run, found before anything of it is built: settings, memory, tokenizer, data and weights' headers."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from parallel import device
 from parallel.weights.architecture import read_architecture
@@ -66,16 +65,9 @@ def _inspect_data(config: TrainerConfig | SFTConfig, dataset: type, rows: int | 
     for name, path in (("train", config.data.train), ("validation", config.data.validation)):
         if path:
             try:
-                data = dataset(path, inputs.tokenizer, config.data, rows=rows)
-                _check_tokens(data, config.actor.path, vocab_size)
+                data = dataset(path, inputs.tokenizer, config.data, vocab_size=vocab_size, max_rows=rows)
+                inputs.notes += [note for note in data.notes if note not in inputs.notes]
                 setattr(inputs, name, data)
             except ValueError as error:
                 problems.append(str(error))
     return problems
-
-
-def _check_tokens(data: PromptDataset | DemonstrationDataset, folder: str, vocab_size: int) -> None:
-    """ValueError for a token that the model has no embedding for."""
-    largest = max(max(max(row.prompt_token_ids), max(getattr(row, "response_token_ids", [0]))) for row in data)
-    if largest >= vocab_size:
-        raise ValueError(f"the tokenizer in {Path(folder)} gives token {largest} for {data.path}, and the model has vocab_size={vocab_size}; use the model's own tokenizer")

@@ -203,9 +203,10 @@ class RLTrainer:
         if self.is_first:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
             rows = sorted((row for part in gathered for row in part), key=lambda row: row["row"])
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             with writing_to(self.output_dir):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair, as JSON writes it
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""

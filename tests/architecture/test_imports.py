@@ -28,9 +28,10 @@ LAYERS = (
     ("ppo",),
     ("run",),
     ("timeline", "profiling", "roles", "rollout", "checks", "folders", "report", "planner", "preflight"),
-    ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
+    ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing",
+     "data", "tokenizer", "chat", "limits"),
     ("manifest", "output_folder"),
-    ("presets", "versions", "batch", "config", "log_prob_kernels"),
+    ("presets", "versions", "batch", "config", "log_prob_kernels", "json_lines"),
 )
 
 
