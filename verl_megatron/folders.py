@@ -48,8 +48,10 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
         rollout: vLLM serves the actor.
         dry: only plans: passes over weights and tokenizers that are not there, and what this machine could not serve.
     """
-    findings, architectures = Findings(), {}
+    findings, architectures, broken = Findings(), {}, set()
     for name, (path, head) in roles.items():
+        if path in broken:  # said already
+            continue
         try:
             arch = read_architecture(path)
             if dry and not has_weights(path):
@@ -61,6 +63,7 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
                 findings.notes.append(f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, all zeros")
         except ValueError as error:
             findings.problems.append(f"{name}.path={shown(path)}: {error}")
+            broken.add(path)
     if "actor" in architectures:
         path, arch = roles["actor"][0], architectures["actor"]
         findings.problems += _check_vocabularies(roles, architectures, dry=dry)

@@ -138,7 +138,7 @@ BAD = [
     (dict(run__output_dir="a\0b"), ["run.output_dir='a\\x00b'", "no name"]),
     (dict(run__output_dir="a\nb"), ["run.output_dir='a\\nb'", "no name"]),
     (dict(data__train=""), ["data.train has to be given"]),
-    (dict(data__train="/"), ["data.train='/' is no file"]),
+    (dict(data__train="/"), ["data.train='/' is a folder"]),
     (dict(data__train="a" * 10**6), ["data.train='aaa", "File name too long"]),
 ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.weights.files import INDEX
-from tests.tiny import write_hf, write_tokenizer
+from tests.tiny import SERVED, write_hf, write_tokenizer
 from verl_megatron.config import SFTConfig, TrainerConfig
 from verl_megatron.dry_run import supervised_plan, training_plan
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
@@ -16,7 +16,7 @@ from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_su
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    write_hf(folder / "model", "llama")
+    write_hf(folder / "model", "llama", **SERVED["llama"])
     write_tokenizer(folder / "model")
     return folder
 
@@ -64,7 +64,7 @@ def spoil(folder: Path, how: str) -> None:
     elif how == "data":
         (folder / "train.jsonl").write_text('{"prompt": "w5", "answer": 1, "response": "w6"}\n[1, 2]\n')
     elif how == "both files":
-        (folder / "train.jsonl").write_text("[1]\n")
+        (folder / "train.jsonl").write_text("1\n")
         (folder / "validation.jsonl").write_text("")
     elif how == "vocabulary":
         config = json.loads((folder / "model/config.json").read_text())
@@ -80,7 +80,7 @@ def spoil(folder: Path, how: str) -> None:
         ("tokenizer", ["has no tokenizer"], False),
         ("data", ["train.jsonl, line 2"], True),
         ("both files", ["train.jsonl, line 1", "validation.jsonl gives nothing"], True),
-        ("vocabulary", ["do not belong", "token 12", "token 12"], True),
+        ("vocabulary", ["do not belong"], True),
     ],
 )
 def test_each_file_is_named(schema, inspect, how, words, dry, folder):
