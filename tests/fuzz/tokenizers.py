@@ -1,0 +1,2 @@
+def mutations():
+    return []
