@@ -2,7 +2,11 @@
 
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}  # before torch: a pool of threads does not survive a fork
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}  # before torch: a pool of threads does not survive a fork
 
 import argparse
 import random
@@ -15,7 +19,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from tests.fuzz import checkpoints, command_lines, configs, data, demonstrations, environment, layouts, paths, pools, recipes, rewards, settings, tokenizers, weights
+from tests.fuzz import (
+    checkpoints,
+    command_lines,
+    configs,
+    data,
+    demonstrations,
+    environment,
+    layouts,
+    paths,
+    pools,
+    recipes,
+    rewards,
+    settings,
+    tokenizers,
+    weights,
+)
 from tests.fuzz.case import ACCEPTED, EITHER, FAULTS, REFUSED, Case, Ended, verdict
 from tests.fuzz.job import Job, make_job_base
 from tests.fuzz.runner import run_cases
@@ -65,15 +84,19 @@ def warm_up() -> None:
     import verl_megatron.sft_trainer
     import verl_megatron.trainer  # noqa: F401
 
-    transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast  # noqa: B018 (imported when they are first touched)
+    transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast  # noqa: B018 (imported now)
 
 
-def run(names: list[str], *, seed: int, scratch: Path, at_once: int) -> Iterator[tuple[str, Case, Ended, str]]:
+def run(
+    names: list[str], *, seed: int, scratch: Path, at_once: int
+) -> Iterator[tuple[str, Case, Ended, str]]:
     """Make the toy job, run the cases and tell what came of each."""
     make_job_base(scratch / "toy")
     warm_up()
     (scratch / "logs").mkdir()
-    cases: list[tuple[str, Callable[[], Case]]] = [(name, partial(make_case, name, seed=seed, toy=scratch / "toy", scratch=scratch)) for name in names]
+    cases: list[tuple[str, Callable[[], Case]]] = [
+        (name, partial(make_case, name, seed=seed, toy=scratch / "toy", scratch=scratch)) for name in names
+    ]
     for name, case, ended in run_cases(cases, logs=scratch / "logs", at_once=at_once):
         shutil.rmtree(scratch / name.replace(":", "_"), ignore_errors=True)
         yield name, case, ended, verdict(case, ended)
@@ -82,15 +105,26 @@ def run(names: list[str], *, seed: int, scratch: Path, at_once: int) -> Iterator
 def counts_line(seed: int, found: Counter[str], seconds: float) -> str:
     """All in one line."""
     right = {REFUSED: "refused as they should", ACCEPTED: "accepted as they should", EITHER: "either way"}
-    parts = [f"{found[what]:,} {text}" for what, text in right.items()] + [f"{found[fault]:,} {fault}" for fault in FAULTS]
+    parts = [f"{found[what]:,} {text}" for what, text in right.items()] + [
+        f"{found[fault]:,} {fault}" for fault in FAULTS
+    ]
     return f"fuzz seed {seed}: {sum(found.values()):,} cases in {seconds:.0f} s: {', '.join(parts)}"
 
 
 def show(name: str, case: Case, ended: Ended, came: str, *, whole: bool) -> None:
     """What a case was and what came of it; `whole`: with all that it printed."""
-    print(f"{name} {came}: {case.name} (should be {case.expected}; ended with {ended.code} after {ended.seconds:.1f} s; should name {list(case.names)})")
+    print(
+        f"{name} {came}: {case.name} (should be {case.expected} and name {list(case.names)};"
+        f" ended with {ended.code} after {ended.seconds:.1f} s)"
+    )
     text = "\n".join(ended.left) + ended.stdout + ended.stderr
-    print("    " + (text if whole or len(text) <= SHOWN else f"{text[: SHOWN // 3]} ... {text[-2 * SHOWN // 3 :]}").replace("\n", "\n    "), flush=True)
+    print(
+        "    "
+        + (
+            text if whole or len(text) <= SHOWN else f"{text[: SHOWN // 3]} ... {text[-2 * SHOWN // 3 :]}"
+        ).replace("\n", "\n    "),
+        flush=True,
+    )
 
 
 def main() -> int:
@@ -99,13 +133,17 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000, help="at least so many")
     parser.add_argument("--kind", choices=KINDS, help="of this kind only")
     parser.add_argument("--case", metavar="KIND:NUMBER", help="this one, with all that it prints")
-    parser.add_argument("--show", action="store_true", help="what each case printed, not only those that fail")
+    parser.add_argument(
+        "--show", action="store_true", help="what each case printed, not only those that fail"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="processes side by side")
     given = parser.parse_args()
     names = [given.case] if given.case else names_of([given.kind] if given.kind else list(KINDS), given.cases)
     began, found = time.monotonic(), Counter()
     with tempfile.TemporaryDirectory(prefix="fuzz_") as scratch:
-        for name, case, ended, came in run(names, seed=given.seed, scratch=Path(scratch), at_once=given.at_once):
+        for name, case, ended, came in run(
+            names, seed=given.seed, scratch=Path(scratch), at_once=given.at_once
+        ):
             found[came] += 1
             if came in FAULTS or given.show or given.case:
                 show(name, case, ended, came, whole=bool(given.case))

@@ -23,7 +23,7 @@ Names = tuple[str | tuple[str, ...], ...]
 class Case:
     """A mutation, in words, with what it runs in a process of its own.
 
-    `names` is what the output must hold: of each tuple of texts, one. A case of EITHER holds them whether it is refused or accepted.
+    `names` is what the output must hold, of each tuple of texts one; of EITHER, refused or accepted.
     """
 
     name: str
@@ -73,7 +73,11 @@ def _of_the_code(case: Case, ended: Ended) -> str:
         return SILENT
     if case.expected == ACCEPTED and ended.code:
         return WRONGLY
-    return case.expected if all(any(text in ended.text for text in _options(name)) for name in case.names) else UNNAMED
+    return (
+        case.expected
+        if all(any(text in ended.text for text in _options(name)) for name in case.names)
+        else UNNAMED
+    )
 
 
 def _options(name: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""Checkpoints that were changed after they were written: the newest is passed over by name, and the sound one before it is used."""
+"""Checkpoints changed after they were written: passed over by name for the sound one before."""
 
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +16,43 @@ from tests.fuzz.job import Job, clear
 OLD, NEW = 3, 7  # steps
 WEIGHTS, OWN, MANIFEST = "actor/__0_0.distcp", "rank_0.pt", "manifest.json"
 VALUES: tuple[Any, ...] = (None, -1, 10**30, "text", [], {}, True, 1.5)
-KEYS = ("step", "world_size", "files", "models", "roles", "cursor", "kl", "before", "validation", "layouts", "settings", "versions")
-INNER = (("kl", "coef"), ("roles", "actor", "optimizer_step"), ("cursor", "position"), ("cursor", "epoch"), ("before", "validation/accuracy"), ("settings", "run", "seed"), ("models", "actor", "hidden_size"))
+KEYS = (
+    "step",
+    "world_size",
+    "files",
+    "models",
+    "roles",
+    "cursor",
+    "kl",
+    "before",
+    "validation",
+    "layouts",
+    "settings",
+    "versions",
+)
+INNER = (
+    ("kl", "coef"),
+    ("roles", "actor", "optimizer_step"),
+    ("cursor", "position"),
+    ("cursor", "epoch"),
+    ("before", "validation/accuracy"),
+    ("settings", "run", "seed"),
+    ("models", "actor", "hidden_size"),
+)
 
 
 def mutations() -> list[Mutation]:
-    found: list[Mutation] = [partial(of_the_manifest, path=(key,), value=value) for key in KEYS for value in (*VALUES, ...)]
-    found += [partial(of_the_manifest, path=path, value=value) for path in INNER for value in (*VALUES, ..., 0.5)]
-    found += [partial(of_a_file, file=file, what=what, make=make) for file in (WEIGHTS, OWN, MANIFEST) for what, make in FILES.items()]
+    found: list[Mutation] = [
+        partial(of_the_manifest, path=(key,), value=value) for key in KEYS for value in (*VALUES, ...)
+    ]
+    found += [
+        partial(of_the_manifest, path=path, value=value) for path in INNER for value in (*VALUES, ..., 0.5)
+    ]
+    found += [
+        partial(of_a_file, file=file, what=what, make=make)
+        for file in (WEIGHTS, OWN, MANIFEST)
+        for what, make in FILES.items()
+    ]
     found += [partial(of_a_described_file, change=change) for change in DESCRIBED]
     return found + [flipped] * 8 + [cut] * 6 + [added, untouched, untouched, untouched]
 
@@ -34,8 +64,6 @@ def _case(job: Job, what: str, *, expected: str = REFUSED) -> Case:
 
 def _written(job: Job) -> Path:
     """The newer of two checkpoints, which a process of its own has written for all cases."""
-    import shutil
-
     if not (job.toy / "checkpoint").exists():
         _in_a_process(partial(_write, job.toy / "checkpoint.new"))
         os.rename(job.toy / "checkpoint.new", job.toy / "checkpoint")
@@ -58,7 +86,14 @@ def _world() -> None:
     """A world of this process alone."""
     from parallel import device
 
-    os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(device._free_port()))
+    os.environ |= dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(device._free_port()),
+    )
     device.initialize()
 
 
@@ -88,7 +123,9 @@ def _write(folder: Path) -> None:
             "cursor": {"epoch": 0, "position": 16 * step, "num_prompts": 100, "seed": 1, "shuffle": 1},
             "roles": {"actor": {"optimizer_step": step}},
         }
-        checkpoints.save(folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=weights)
+        checkpoints.save(
+            folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=weights
+        )
 
 
 def resume(folder: Path) -> None:
@@ -173,7 +210,9 @@ def of_a_file(job: Job, rng: random.Random, *, file: str, what: str, make: Calla
     clear(path)
     make(path)
     if file == MANIFEST and what == "gone":  # a checkpoint without a manifest was never finished
-        return Case(name=f"{file} is gone", expected=REFUSED, act=partial(unfinished, job.folder / "checkpoint"))
+        return Case(
+            name=f"{file} is gone", expected=REFUSED, act=partial(unfinished, job.folder / "checkpoint")
+        )
     return _case(job, f"{file} is {what}")
 
 

@@ -1,4 +1,4 @@
-"""config.json of a model folder: keys removed, of another type, extreme, unknown; files that are no JSON object."""
+"""config.json: keys removed, of another type, extreme or unknown; files that are no JSON object."""
 
 import json
 import os
@@ -12,14 +12,32 @@ from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 
 ROLES = ("actor", "critic")
-REQUIRED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+REQUIRED = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 # What no size, rate or flag may be, as JSON holds it.
 OF_ANOTHER_TYPE = ("text", "4", [], [4], {}, {"a": 1})
 NO_NUMBER = (True, -1, 0, 1e300, float("nan"), float("inf"), -0.5, 10**30, 10**400)
 NO_FLAG = (1, 0, 2.5, "true", "false")
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
 OTHER_SIZES = (1, 2, 3, 5, 7, 64, 96, 1000, 10**6, 10**9, 10**15)
-# Keys that Hugging Face models of other kinds have, and that change what is computed, whatever they are set to.
+# Keys of other kinds of Hugging Face models, which change what is computed.
 COMPUTED = {
     "is_causal": (False,),
     "use_bias": (True,),
@@ -55,18 +73,52 @@ OTHER_FIXED = {
     "attention_dropout": (0.1, "0", [0]),
 }
 ROPES = (
-    *(3, "default", [], [1], {"rope_type": "nothing"}, {"rope_type": ["default"]}, {"rope_type": None, "factor": 2}, {"rope_type": "linear"}, {"rope_type": "linear", "factor": "two"}),
-    *({"rope_type": "linear", "factor": -2.0}, {"rope_type": "linear", "factor": 0}, {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}),
-    *({"rope_type": "llama3", "factor": 8.0}, {"rope_type": "default", "factor": 2.0}, {"rope_type": "yarn", "factor": {"a": 1}}, {"rope_type": "default", "rope_theta": "big"}),
-    *({"rope_type": "default", "rope_theta": -1}, {"rope_type": "default", "rope_theta": float("nan")}, {"rope_type": "default", "partial_rotary_factor": 0.5}, {"full_attention": {"rope_type": "default"}}),
+    *(
+        3,
+        "default",
+        [],
+        [1],
+        {"rope_type": "nothing"},
+        {"rope_type": ["default"]},
+        {"rope_type": None, "factor": 2},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": "two"},
+    ),
+    *(
+        {"rope_type": "linear", "factor": -2.0},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]},
+    ),
+    *(
+        {"rope_type": "llama3", "factor": 8.0},
+        {"rope_type": "default", "factor": 2.0},
+        {"rope_type": "yarn", "factor": {"a": 1}},
+        {"rope_type": "default", "rope_theta": "big"},
+    ),
+    *(
+        {"rope_type": "default", "rope_theta": -1},
+        {"rope_type": "default", "rope_theta": float("nan")},
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+        {"full_attention": {"rope_type": "default"}},
+    ),
 )
-WINDOWS = (({"sliding_window": 8, "model_type": "mistral"}, "sliding_window"), ({"layer_types": ["sliding_attention"] * 4}, "layer_types"), ({"layer_types": 3}, "layer_types"), ({"layer_types": "full_attention"}, "layer_types"))
+WINDOWS = (
+    ({"sliding_window": 8, "model_type": "mistral"}, "sliding_window"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ({"layer_types": 3}, "layer_types"),
+    ({"layer_types": "full_attention"}, "layer_types"),
+)
 TYPES = ("gpt2", "LLAMA", "llama4", "gemma2", "mixtral", "", None, 3, [], ["llama"], {}, True)
 FINE = {
     "rms_norm_eps": (1e-5, 1e-6),
     "max_position_embeddings": (64, 4096, 131072),
     "initializer_range": (0.02, 0.5),
-    "rope_parameters": ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, None),
+    "rope_parameters": (
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        None,
+    ),
     "hidden_act": ("silu",),
     "architectures": (["LlamaForCausalLM"],),
     "pad_token_id": (0, None),
@@ -78,9 +130,21 @@ FINE = {
 def mutations() -> list[Mutation]:
     found: list[Mutation] = [partial(removed, key=key) for key in REQUIRED]
     for key, (_, kind, _) in TABLE.items():
-        found += [partial(changed, key=key, value=value) for value in OF_ANOTHER_TYPE + (NO_FLAG if kind is bool else NO_NUMBER)]
-    found += [partial(changed, key=key, value=value) for table in (COMPUTED, OTHER_FIXED) for key, values in table.items() for value in values]
-    found += [partial(changed, key=key, value=value) for key in ("rope_scaling", "rope_parameters") for value in ROPES]
+        found += [
+            partial(changed, key=key, value=value)
+            for value in OF_ANOTHER_TYPE + (NO_FLAG if kind is bool else NO_NUMBER)
+        ]
+    found += [
+        partial(changed, key=key, value=value)
+        for table in (COMPUTED, OTHER_FIXED)
+        for key, values in table.items()
+        for value in values
+    ]
+    found += [
+        partial(changed, key=key, value=value)
+        for key in ("rope_scaling", "rope_parameters")
+        for value in ROPES
+    ]
     found += [partial(several, changes=changes, key=key) for changes, key in WINDOWS]
     found += [partial(changed, key="model_type", value=value) for value in TYPES]
     found += [partial(other_size, key=key, value=value) for key in SIZES for value in OTHER_SIZES]
@@ -90,12 +154,28 @@ def mutations() -> list[Mutation]:
     return found + [flipped] * 8
 
 
-def _case(job: Job, rng: random.Random, config: dict[str, Any] | str | bytes, what: str, expected: str, key: str = "") -> Case:
+def _case(
+    job: Job,
+    rng: random.Random,
+    config: dict[str, Any] | str | bytes,
+    what: str,
+    expected: str,
+    key: str = "",
+) -> Case:
     """A model folder with this config.json as the actor's or the critic's."""
     role = rng.choice(ROLES)
     job.write(job.model() / "config.json", config)
-    names = () if expected != REFUSED else (("config.json", f"{role}.path", str(job.model())), *((key,) if key else ()))
-    return Case(name=f"{role}: {what}"[:160], expected=expected, names=names, act=job.dry_run(f"{role}.path={job.model()}"))
+    names = (
+        ()
+        if expected != REFUSED
+        else (("config.json", f"{role}.path", str(job.model())), *((key,) if key else ()))
+    )
+    return Case(
+        name=f"{role}: {what}"[:160],
+        expected=expected,
+        names=names,
+        act=job.dry_run(f"{role}.path={job.model()}"),
+    )
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -113,7 +193,14 @@ def changed(job: Job, rng: random.Random, *, key: str, value: Any) -> Case:
     if key == "rope_scaling":
         del config["rope_parameters"]
     absent = key.startswith("rope") and value in ([], {})
-    return _case(job, rng, config | {key: value}, f"{key}={value!r:.60}", EITHER if absent else REFUSED, key)
+    return _case(
+        job,
+        rng,
+        config | {key: value},
+        f"{key}={repr(value)[:60]}",
+        EITHER if absent else REFUSED,
+        "rope" if key.startswith("rope") else key,
+    )
 
 
 def several(job: Job, rng: random.Random, *, changes: dict[str, Any], key: str) -> Case:
@@ -157,7 +244,14 @@ NO_OBJECTS: dict[str, Callable[[str], str | bytes]] = {
 
 
 def no_object(job: Job, rng: random.Random, *, what: str, make: Callable[[str], str | bytes]) -> Case:
-    case = _case(job, rng, make((job.toy / "model/config.json").read_text()), f"config.json is {what}", REFUSED, "config.json")
+    case = _case(
+        job,
+        rng,
+        make((job.toy / "model/config.json").read_text()),
+        f"config.json is {what}",
+        REFUSED,
+        "config.json",
+    )
     if rng.random() < 0.2:  # in its place something that is no file
         path = job.model() / "config.json"
         path.unlink()

@@ -17,7 +17,7 @@ RECIPES = {"train": "ppo_toy_cpu", "sft": "sft_toy_cpu"}
 
 
 class Job:
-    """The toy job with few rows: model folder, data files and settings. What a case writes stays in `folder`."""
+    """The toy job with few rows: model folder, data files and settings; a case writes into `folder`."""
 
     def __init__(self, toy: Path, folder: Path):
         self.toy, self.folder = toy, folder
@@ -38,7 +38,7 @@ class Job:
             return [json.loads(line) for _, line in zip(range(ROWS), file)]
 
     def write(self, path: Path | str, content: str | bytes | Any) -> Path:
-        """Write a file of the job: text, bytes, or else JSON; what had that name before, in whatever form, is replaced."""
+        """Write a file of the job, text, bytes or else JSON, in place of what had that name."""
         path = self.folder / path
         path.parent.mkdir(parents=True, exist_ok=True)
         clear(path)
@@ -57,9 +57,20 @@ class Job:
         common = [f"run.output_dir={self.folder}/out", f"actor.path={self.toy}/model"]
         if program == "sft":
             return [*common, f"data.train={self.toy}/few_sft.jsonl"]
-        return [*common, f"data.train={self.toy}/few_train.jsonl", f"data.validation={self.toy}/few_val.jsonl"]
+        return [
+            *common,
+            f"data.train={self.toy}/few_train.jsonl",
+            f"data.validation={self.toy}/few_val.jsonl",
+        ]
 
-    def dry_run(self, *more: str, program: str = "train", recipe: tuple[str, ...] | None = None, env: dict[str, str | None] | None = None, settings: list[str] | None = None):
+    def dry_run(
+        self,
+        *more: str,
+        program: str = "train",
+        recipe: tuple[str, ...] | None = None,
+        env: dict[str, str | None] | None = None,
+        settings: list[str] | None = None,
+    ):
         """The command line of a dry run with `more` settings, to be called in a process of its own.
 
         Args:
@@ -67,7 +78,11 @@ class Job:
             env: variables that differ from those of a world of four ranks; None: unset.
             settings: all settings, in place of the toy's.
         """
-        named = ("--config-path", str(ROOT / "recipes"), "--config-name", RECIPES[program]) if recipe is None else recipe
+        named = (
+            ("--config-path", str(ROOT / "recipes"), "--config-name", RECIPES[program])
+            if recipe is None
+            else recipe
+        )
         own = self.settings(program) if settings is None else settings
         return partial(run_program, program, [*named, "--dry-run", *own, *more], WORLD | (env or {}))
 

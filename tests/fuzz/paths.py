@@ -10,7 +10,10 @@ from pathlib import Path
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 
-READ = {"train": ("data.train", "data.validation", "actor.path", "critic.path", "reward.path"), "sft": ("data.train", "actor.path")}
+READ = {
+    "train": ("data.train", "data.validation", "actor.path", "critic.path", "reward.path"),
+    "sft": ("data.train", "actor.path"),
+}
 
 
 def _socket(path: Path) -> Path:
@@ -56,34 +59,83 @@ NOTHING: dict[str, Callable[[Path], object]] = {
     "a variable": lambda path: "$HOME/no/such/thing",
     "a surrogate": lambda path: f"{path}\udcff",
 }
-NO_FILES: dict[str, Callable[[Path], object]] = {"a folder": lambda path: path.mkdir() or path, "the root": lambda path: "/", "this folder": lambda path: "."}
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a folder": lambda path: path.mkdir() or path,
+    "the root": lambda path: "/",
+    "this folder": lambda path: ".",
+}
 
 
 def mutations() -> list[Mutation]:
     found: list[Mutation] = []
     for program, settings in READ.items():
         for setting in settings:
-            tables = (NOWHERE, NOTHING, NO_FILES) if setting.startswith("data") else (NOWHERE, NOTHING, NO_FILES, {"a file": lambda path: path.write_text("x") and path})
-            found += [partial(unreadable, program=program, setting=setting, what=what, make=make) for table in tables for what, make in table.items()]
-        found += [partial(unwritable, program=program, what=what, make=make) for what, make in NOWHERE.items()]
-        found += [partial(unwritable, program=program, what="a file", make=lambda path: path.write_text("x") and path)]
+            tables = (
+                (NOWHERE, NOTHING, NO_FILES)
+                if setting.startswith("data")
+                else (NOWHERE, NOTHING, NO_FILES, {"a file": lambda path: path.write_text("x") and path})
+            )
+            found += [
+                partial(unreadable, program=program, setting=setting, what=what, make=make)
+                for table in tables
+                for what, make in table.items()
+            ]
+        found += [
+            partial(unwritable, program=program, what=what, make=make) for what, make in NOWHERE.items()
+        ]
+        found += [
+            partial(
+                unwritable, program=program, what="a file", make=lambda path: path.write_text("x") and path
+            )
+        ]
     return found + [named_oddly] * 6 + [garbage_inside] * 12
 
 
-def unreadable(job: Job, rng: random.Random, *, program: str, setting: str, what: str, make: Callable[[Path], object]) -> Case:
+def unreadable(
+    job: Job, rng: random.Random, *, program: str, setting: str, what: str, make: Callable[[Path], object]
+) -> Case:
     given = f"{setting}={make(job.folder / 'thing')}"
-    return Case(name=f"{setting} is {what}", expected=REFUSED, names=(setting,), act=job.dry_run(given, program=program))
+    return Case(
+        name=f"{setting} is {what}",
+        expected=REFUSED,
+        names=(setting,),
+        act=job.dry_run(given, program=program),
+    )
 
 
-def unwritable(job: Job, rng: random.Random, *, program: str, what: str, make: Callable[[Path], object]) -> Case:
+def unwritable(
+    job: Job, rng: random.Random, *, program: str, what: str, make: Callable[[Path], object]
+) -> Case:
     given = f"run.output_dir={make(job.folder / 'thing')}"
-    return Case(name=f"run.output_dir is {what}", expected=REFUSED, names=("run.output_dir",), act=job.dry_run(given, program=program))
+    return Case(
+        name=f"run.output_dir is {what}",
+        expected=REFUSED,
+        names=("run.output_dir",),
+        act=job.dry_run(given, program=program),
+    )
 
 
 def named_oddly(job: Job, rng: random.Random) -> Case:
     """Folders and files with names that are unusual and right."""
-    name = rng.choice(("with blanks", "ünïcödé", "a'b", "dots...", "-dash", "percent%20", "[brackets]", "a{b}", "#hash", "step_3"))
-    given = (f"run.output_dir={_quoted(job.folder / name)}", f"data.train={_quoted(job.write_rows(job.rows('train'), f'{name}/{name}.jsonl'))}", f"actor.path={_quoted(job.model(name + '_model'))}")
+    name = rng.choice(
+        (
+            "with blanks",
+            "ünïcödé",
+            "a'b",
+            "dots...",
+            "-dash",
+            "percent%20",
+            "[brackets]",
+            "a{b}",
+            "#hash",
+            "step_3",
+        )
+    )
+    given = (
+        f"run.output_dir={_quoted(job.folder / name)}",
+        f"data.train={_quoted(job.write_rows(job.rows('train'), f'{name}/{name}.jsonl'))}",
+        f"actor.path={_quoted(job.model(name + '_model'))}",
+    )
     return Case(name=f"paths with {name!r}", expected=ACCEPTED, act=job.dry_run(*given))
 
 
@@ -94,7 +146,18 @@ def _quoted(path: Path) -> str:
 
 def garbage_inside(job: Job, rng: random.Random) -> Case:
     """An output folder in which there is already something of another kind."""
-    name = rng.choice(("metrics.jsonl", "metrics.csv", "checkpoint", "checkpoint/step_1", "actor", "critic", "tensorboard", "timeline"))
+    name = rng.choice(
+        (
+            "metrics.jsonl",
+            "metrics.csv",
+            "checkpoint",
+            "checkpoint/step_1",
+            "actor",
+            "critic",
+            "tensorboard",
+            "timeline",
+        )
+    )
     kind = rng.choice(("file", "folder", "pipe"))
     path = job.write(f"out/{name}", b"\xff\x00garbage")
     if kind != "file":

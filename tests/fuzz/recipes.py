@@ -1,4 +1,4 @@
-"""Recipe files: YAML that does not parse, says a key twice, is in another encoding, or holds what no recipe has."""
+"""Recipe files: YAML that does not parse, says a key twice or holds what no recipe has; encodings."""
 
 import os
 import random
@@ -19,10 +19,30 @@ Spoil = Callable[[random.Random], str | bytes]
 
 def mutations() -> list[Mutation]:
     found: list[Mutation] = []
-    for table, expected, names in ((BROKEN, REFUSED, (f"{NAME}.yaml",)), (WRONG, REFUSED, ()), (HARMLESS, ACCEPTED, ()), (OPEN, EITHER, ())):
-        found += [partial(spoilt, what=what, spoil=spoil, expected=expected, names=names) for what, spoil in table.items()]
+    for table, expected, names in (
+        (BROKEN, REFUSED, (f"{NAME}.yaml",)),
+        (WRONG, REFUSED, ()),
+        (HARMLESS, ACCEPTED, ()),
+        (OPEN, EITHER, ()),
+    ):
+        found += [
+            partial(spoilt, what=what, spoil=spoil, expected=expected, names=names)
+            for what, spoil in table.items()
+        ]
     found += [partial(other_file, what=what, make=make) for what, make in OTHER_FILES.items()]
-    return found + [unknown_section, unknown_setting, unknown_setting, no_section, no_section, flipped, flipped, flipped, cut, cut, bomb]
+    return found + [
+        unknown_section,
+        unknown_setting,
+        unknown_setting,
+        no_section,
+        no_section,
+        flipped,
+        flipped,
+        flipped,
+        cut,
+        cut,
+        bomb,
+    ]
 
 
 def spoilt(job: Job, rng: random.Random, *, what: str, spoil: Spoil, expected: str, names: Names) -> Case:
@@ -63,7 +83,9 @@ BROKEN: dict[str, Spoil] = {  # cannot be read: the message names the file
     "a percent sign first": lambda rng: _changed(rng, lambda line: line.partition(":")[0] + ": %a"),
     "an at sign first": lambda rng: _changed(rng, lambda line: line.partition(":")[0] + ": @a"),
     "an alias of nothing": lambda rng: _changed(rng, lambda line: line.partition(":")[0] + ": *nothing"),
-    "a Python object": lambda rng: _changed(rng, lambda line: line.partition(":")[0] + ": !!python/object/apply:os.getcwd []"),
+    "a Python object": lambda rng: _changed(
+        rng, lambda line: line.partition(":")[0] + ": !!python/object/apply:os.getcwd []"
+    ),
     "an unknown tag": lambda rng: _changed(rng, lambda line: line.partition(":")[0] + ": !nothing 3"),
     "a setting twice": _twice,
     "a section twice": _section_twice,
@@ -88,7 +110,9 @@ WRONG: dict[str, Spoil] = {  # can be read, and is no recipe of this program
     "an interpolation of nothing": lambda rng: TEXT.replace("run:\n", "run:\n  seed: ${nothing.here}\n"),
     "an interpolation cut off": lambda rng: TEXT.replace("run:\n", "run:\n  resume: ${run.seed\n"),
     "defaults of nothing": lambda rng: "defaults: [nothing_like_it, _self_]\n" + TEXT,
-    "defaults of a wrong form": lambda rng: f"defaults: {rng.choice(('3', '{a: b}', '[[a]]', '[3]', '[{a: [b]}]'))}\n" + TEXT,
+    "defaults of a wrong form": lambda rng: (
+        f"defaults: {rng.choice(('3', '{a: b}', '[[a]]', '[3]', '[{a: [b]}]'))}\n" + TEXT
+    ),
     "a base64 binary": lambda rng: TEXT.replace("run:\n", "run:\n  resume: !!binary aGVsbG8=\n"),
     "a set": lambda rng: TEXT.replace("run:\n", "run:\n  resume: !!set {a, b}\n"),
     "a mark of what is missing": lambda rng: TEXT.replace("run:\n", "run:\n  seed: ???\n"),
@@ -103,7 +127,9 @@ HARMLESS: dict[str, Spoil] = {
     "an anchor": lambda rng: TEXT.replace("max_tokens: 8", "max_tokens: &tokens 8\n  max_num_seqs: *tokens"),
     "underscores in a number": lambda rng: TEXT.replace("192", "1_92"),
     "an interpolation": lambda rng: TEXT.replace("run:\n", "run:\n  seed: ${rollout.tp}\n"),
-    "flow style": lambda rng: TEXT.replace("critic:\n  layout: pp2\n  lr: 5e-4", "critic: {layout: pp2, lr: 5.0e-4}"),
+    "flow style": lambda rng: TEXT.replace(
+        "critic:\n  layout: pp2\n  lr: 5e-4", "critic: {layout: pp2, lr: 5.0e-4}"
+    ),
 }
 OPEN: dict[str, Spoil] = {  # nothing but no traceback
     "nothing": lambda rng: "",
@@ -121,15 +147,28 @@ def unknown_section(job: Job, rng: random.Random) -> Case:
 
 
 def unknown_setting(job: Job, rng: random.Random) -> Case:
-    section, name = rng.choice(("run", "data", "actor", "rollout", "algorithm")), rng.choice(("nothing", "lr_", "Seed", "layers", "ü", "a-b", "a b"))
+    section, name = (
+        rng.choice(("run", "data", "actor", "rollout", "algorithm")),
+        rng.choice(("nothing", "lr_", "Seed", "layers", "ü", "a-b", "a b")),
+    )
     job.write(f"recipes/{NAME}.yaml", TEXT.replace(f"{section}:\n", f"{section}:\n  {name}: 3\n", 1))
-    return Case(name=f"setting {section}.{name}", expected=REFUSED, names=(f"{section}.{name}",), act=_run(job))
+    return Case(
+        name=f"setting {section}.{name}", expected=REFUSED, names=(f"{section}.{name}",), act=_run(job)
+    )
 
 
 def no_section(job: Job, rng: random.Random) -> Case:
-    section, value = rng.choice(("reward", "engine", "reshard")), rng.choice(("3", "text", "[1, 2]", "true", "2.5", "[[]]", "null", "''"))
+    section, value = (
+        rng.choice(("reward", "engine", "reshard")),
+        rng.choice(("3", "text", "[1, 2]", "true", "2.5", "[[]]", "null", "''")),
+    )
     job.write(f"recipes/{NAME}.yaml", TEXT + f"{section}: {value}\n")
-    return Case(name=f"{section}: {value}", expected=EITHER if value == "null" else REFUSED, names=() if value == "null" else (section,), act=_run(job))
+    return Case(
+        name=f"{section}: {value}",
+        expected=EITHER if value == "null" else REFUSED,
+        names=() if value == "null" else (section,),
+        act=_run(job),
+    )
 
 
 def flipped(job: Job, rng: random.Random) -> Case:
@@ -149,7 +188,9 @@ def cut(job: Job, rng: random.Random) -> Case:
 
 def bomb(job: Job, rng: random.Random) -> Case:
     """Aliases of aliases: 10^9 elements in a few lines."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"] + [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)
+    ]
     job.write(f"recipes/{NAME}.yaml", TEXT + "\n".join(lines) + "\n")
     return Case(name="aliases of aliases", expected=REFUSED, act=_run(job))
 
@@ -159,11 +200,17 @@ def bomb(job: Job, rng: random.Random) -> Case:
 OTHER_FILES: dict[str, Callable[[Job], object]] = {
     "a folder": lambda job: (job.folder / f"recipes/{NAME}.yaml").mkdir(parents=True),
     "a pipe": lambda job: os.mkfifo(job.write("recipes/x", "").with_name(f"{NAME}.yaml")),
-    "a link to nothing": lambda job: job.write("recipes/x", "").with_name(f"{NAME}.yaml").symlink_to("nothing"),
-    "a link to itself": lambda job: job.write("recipes/x", "").with_name(f"{NAME}.yaml").symlink_to(f"{NAME}.yaml"),
+    "a link to nothing": lambda job: (
+        job.write("recipes/x", "").with_name(f"{NAME}.yaml").symlink_to("nothing")
+    ),
+    "a link to itself": lambda job: (
+        job.write("recipes/x", "").with_name(f"{NAME}.yaml").symlink_to(f"{NAME}.yaml")
+    ),
     "another ending": lambda job: job.write(f"recipes/{NAME}.yml", TEXT),
     "nothing": lambda job: job.write("recipes/other.yaml", TEXT),
-    "a picture": lambda job: job.write(f"recipes/{NAME}.yaml", (ROOT / "recipes/quickstart.png").read_bytes()),
+    "a picture": lambda job: job.write(
+        f"recipes/{NAME}.yaml", (ROOT / "recipes/quickstart.png").read_bytes()
+    ),
 }
 
 

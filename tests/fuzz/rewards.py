@@ -1,13 +1,40 @@
-"""Reward functions as `reward.function` names them: no such file or function, and files that do harm when they are imported."""
+"""Reward functions by name: no such file or function, and files that do harm when imported."""
 
+import os
 import random
 from functools import partial
 
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 
-SPECS = ("mtach", "Match", "match ", "match,last_number", "{file}", "{file}:", ":score", "{file}:nothing", "{file}:Score", "{file}:score:score", "{file}:os", "{file}:CONSTANT", "{folder}:score")
-MORE_SPECS = ("{folder}/none.py:score", "{file}.txt:score", "/dev/null:score", "/dev/zero:score", "{pipe}:score", "os.system", "os:system", "http://example.invalid/r.py:score", "{binary}:score", "ü", "x" * 5000)
+SPECS = (
+    "mtach",
+    "Match",
+    "match ",
+    "match,last_number",
+    "{file}",
+    "{file}:",
+    ":score",
+    "{file}:nothing",
+    "{file}:Score",
+    "{file}:score:score",
+    "{file}:os",
+    "{file}:CONSTANT",
+    "{folder}:score",
+)
+MORE_SPECS = (
+    "{folder}/none.py:score",
+    "{file}.txt:score",
+    "/dev/null:score",
+    "/dev/zero:score",
+    "{pipe}:score",
+    "os.system",
+    "os:system",
+    "http://example.invalid/r.py:score",
+    "{binary}:score",
+    "ü",
+    "x" * 5000,
+)
 DEF = "def score(prompt, response, ground_truth, extra):\n    return 1.0\n"
 # Files that cannot be imported.
 BROKEN = {
@@ -76,19 +103,27 @@ def mutations() -> list[Mutation]:
     found: list[Mutation] = [partial(spec, text=text) for text in SPECS + MORE_SPECS]
     tables = ((BROKEN, "", REFUSED), (ODD, DEF, EITHER), (FINE, "", ACCEPTED), (WRONG_ARGUMENTS, "", EITHER))
     for table, after, expected in tables:
-        found += [partial(of_a_file, what=what, text=text + after, expected=expected) for what, text in table.items()]
+        found += [
+            partial(of_a_file, what=what, text=text + after, expected=expected)
+            for what, text in table.items()
+        ]
     return found
 
 
 def spec(job: Job, rng: random.Random, *, text: str) -> Case:
-    import os
-
     file = job.write("mine.py", "import os\nCONSTANT = 3\n" + DEF)
     job.write("mine.py.txt", DEF)
     job.write("binary.py", bytes(range(256)))
     os.mkfifo(job.folder / "pipe.py")
-    given = text.format(file=file, folder=job.folder, pipe=job.folder / "pipe.py", binary=job.folder / "binary.py")
-    return Case(name=f"reward.function={text[:60]!r}", expected=REFUSED, names=("reward.function",), act=job.dry_run(f"reward.function='{given}'"))
+    given = text.format(
+        file=file, folder=job.folder, pipe=job.folder / "pipe.py", binary=job.folder / "binary.py"
+    )
+    return Case(
+        name=f"reward.function={text[:60]!r}",
+        expected=REFUSED,
+        names=("reward.function",),
+        act=job.dry_run(f"reward.function='{given}'"),
+    )
 
 
 def of_a_file(job: Job, rng: random.Random, *, what: str, text: str, expected: str) -> Case:
@@ -96,4 +131,9 @@ def of_a_file(job: Job, rng: random.Random, *, what: str, text: str, expected: s
         text = DEF + text
     file = job.write("mine.py", text)
     names = ("reward.function",) if expected == REFUSED else ()
-    return Case(name=f"a file with {what}", expected=expected, names=names, act=job.dry_run(f"reward.function={file}:score"))
+    return Case(
+        name=f"a file with {what}",
+        expected=expected,
+        names=names,
+        act=job.dry_run(f"reward.function={file}:score"),
+    )

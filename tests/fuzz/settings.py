@@ -1,4 +1,4 @@
-"""Settings of both schemas, by reflection: each with values of a wrong type, out of range or absurd, and under names that do not exist."""
+"""Settings of both schemas, by reflection: wrong types, ranges, absurd values, names that do not exist."""
 
 import random
 from dataclasses import fields
@@ -23,7 +23,6 @@ OF_ANOTHER_TYPE = {
 }
 ABSURD = ("inf", "-inf", "nan", "1e300", "-1e300", "-1000000000", "1" + 30 * "0", "-1" + 30 * "0")
 LONG = "x" * 60_000
-BIG = "1000000000000"
 # Values that any run may have, beside the recipe's; drawn by `sound`.
 SOUND = {
     "run.seed": (0, 7, 2**31 - 1),
@@ -99,8 +98,14 @@ def mutations() -> list[Mutation]:
     found: list[Mutation] = []
     for program, schema in SCHEMAS.items():
         for section, name, kind in described(schema):
-            found += [partial(bad_value, program=program, setting=f"{section}.{name}", value=value) for value in bad_values(schema, section, name, kind)]
-            found += [partial(misspelt, program=program, section=section, name=name), partial(misspelt_section, program=program, section=section, name=name)]
+            found += [
+                partial(bad_value, program=program, setting=f"{section}.{name}", value=value)
+                for value in bad_values(schema, section, name, kind)
+            ]
+            found += [
+                partial(misspelt, program=program, section=section, name=name),
+                partial(misspelt_section, program=program, section=section, name=name),
+            ]
             found += [partial(too_long, program=program, setting=f"{section}.{name}", kind=kind)]
         found += [partial(two_at_once, program=program)] * 30 + [partial(harmless, program=program)] * 160
     return found
@@ -109,7 +114,11 @@ def mutations() -> list[Mutation]:
 def described(schema: type) -> list[tuple[str, str, Any]]:
     """Section, setting and type of every setting."""
     sections = get_type_hints(schema)
-    return [(section.name, setting.name, get_type_hints(sections[section.name])[setting.name]) for section in fields(schema) for setting in fields(sections[section.name])]
+    return [
+        (section.name, setting.name, get_type_hints(sections[section.name])[setting.name])
+        for section in fields(schema)
+        for setting in fields(sections[section.name])
+    ]
 
 
 def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
@@ -140,26 +149,51 @@ def sound(program: str, rng: random.Random, count: int, *, without: tuple[str, .
 
 def bad_value(job: Job, rng: random.Random, *, program: str, setting: str, value: str) -> Case:
     given = [*sound(program, rng, rng.randrange(3), without=(setting,)), f"{setting}={value}"]
-    return Case(name=" ".join(given), expected=REFUSED, names=(setting,), act=job.dry_run(*given, program=program))
+    return Case(
+        name=" ".join(given), expected=REFUSED, names=(setting,), act=job.dry_run(*given, program=program)
+    )
 
 
 def too_long(job: Job, rng: random.Random, *, program: str, setting: str, kind: Any) -> Case:
     """A value of many characters or elements, which comes back cut."""
-    value = f"[{','.join(['123456'] * 3000)}]" if kind in (list[int], list[float]) else f"[{LONG}]" if kind == list[str] else LONG
+    value = (
+        f"[{','.join(['123456'] * 3000)}]"
+        if kind in (list[int], list[float])
+        else f"[{LONG}]"
+        if kind == list[str]
+        else LONG
+    )
     expected = EITHER if kind in (str, list[str]) else REFUSED
-    return Case(name=f"{setting}={value[:9]}... ({len(value)} characters)", expected=expected, names=(setting,) if expected == REFUSED else (), act=job.dry_run(f"{setting}={value}", program=program))
+    return Case(
+        name=f"{setting}={value[:9]}... ({len(value)} characters)",
+        expected=expected,
+        names=(setting,) if expected == REFUSED else (),
+        act=job.dry_run(f"{setting}={value}", program=program),
+    )
 
 
 def misspelt(job: Job, rng: random.Random, *, program: str, section: str, name: str) -> Case:
-    known = {known_name for known_section, known_name, _ in described(SCHEMAS[program]) if known_section == section}
+    known = {
+        known_name for known_section, known_name, _ in described(SCHEMAS[program]) if known_section == section
+    }
     wrong = next(text for text in iter(partial(_misspell, name, rng), None) if text not in known)
     names = (f"{section}.{wrong} is no setting", f'"{name}"')
-    return Case(name=f"{section}.{wrong}=1", expected=REFUSED, names=names, act=job.dry_run(f"{section}.{wrong}=1", program=program))
+    return Case(
+        name=f"{section}.{wrong}=1",
+        expected=REFUSED,
+        names=names,
+        act=job.dry_run(f"{section}.{wrong}=1", program=program),
+    )
 
 
 def misspelt_section(job: Job, rng: random.Random, *, program: str, section: str, name: str) -> Case:
     wrong = _misspell(section, rng)
-    return Case(name=f"{wrong}.{name}=1", expected=REFUSED, names=(f"{wrong} is no section", f'"{section}"'), act=job.dry_run(f"{wrong}.{name}=1", program=program))
+    return Case(
+        name=f"{wrong}.{name}=1",
+        expected=REFUSED,
+        names=(f"{wrong} is no section", f'"{section}"'),
+        act=job.dry_run(f"{wrong}.{name}=1", program=program),
+    )
 
 
 def _misspell(name: str, rng: random.Random) -> str:
@@ -170,8 +204,16 @@ def _misspell(name: str, rng: random.Random) -> str:
 def two_at_once(job: Job, rng: random.Random, *, program: str) -> Case:
     """Two values of a wrong type: one error names both."""
     (a_section, a, a_kind), (b_section, b, b_kind) = rng.sample(described(SCHEMAS[program]), 2)
-    given = [f"{a_section}.{a}={rng.choice(OF_ANOTHER_TYPE[a_kind][:3])}", f"{b_section}.{b}={rng.choice(OF_ANOTHER_TYPE[b_kind][:3])}"]
-    return Case(name=" ".join(given), expected=REFUSED, names=(f"{a_section}.{a}", f"{b_section}.{b}"), act=job.dry_run(*given, program=program))
+    given = [
+        f"{a_section}.{a}={rng.choice(OF_ANOTHER_TYPE[a_kind][:3])}",
+        f"{b_section}.{b}={rng.choice(OF_ANOTHER_TYPE[b_kind][:3])}",
+    ]
+    return Case(
+        name=" ".join(given),
+        expected=REFUSED,
+        names=(f"{a_section}.{a}", f"{b_section}.{b}"),
+        act=job.dry_run(*given, program=program),
+    )
 
 
 def harmless(job: Job, rng: random.Random, *, program: str) -> Case:

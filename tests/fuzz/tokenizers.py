@@ -1,4 +1,4 @@
-"""Tokenizer files: garbage, absent, without the tokens that training needs, or of more tokens than the model has."""
+"""Tokenizer files: garbage, absent, without an end of sequence, or of more tokens than the model has."""
 
 import json
 import os
@@ -20,26 +20,93 @@ GARBAGE: dict[str, Callable[[bytes], bytes]] = {
     "binary": lambda content: bytes(range(256)) * 8,
     "UTF-16": lambda content: content.decode().encode("utf-16"),
     "deep": lambda content: b"[" * 50_000 + b"]" * 50_000,
-    "a Git LFS pointer": lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 14460\n",
+    "a Git LFS pointer": lambda content: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 14460\n"
+    ),
 }
-TEMPLATES = ("{{ nothing.at.all }}", "{% for %}", "{{ 1 / 0 }}", "{% if true %}", "{{ raise_exception('no') }}", "{{ messages[9]['content'] }}", "{{ ''.__class__.__mro__ }}")
+TEMPLATES = (
+    "{{ nothing.at.all }}",
+    "{% for %}",
+    "{{ 1 / 0 }}",
+    "{% if true %}",
+    "{{ raise_exception('no') }}",
+    "{{ messages[9]['content'] }}",
+    "{{ ''.__class__.__mro__ }}",
+)
 MESSAGES = [{"role": "user", "content": "sort lemon fig"}]
 # Changes of a file's content, and what has to come of them.
 CHANGES: dict[str, tuple[str, Callable[[dict], Any], str]] = {
-    "no end of sequence": ("tokenizer_config.json", lambda config: {key: value for key, value in config.items() if key not in ("eos_token", "extra_special_tokens")}, REFUSED),
-    "null for the end of sequence": ("tokenizer_config.json", lambda config: config | {"eos_token": None, "extra_special_tokens": []}, REFUSED),
-    "an end of sequence that is a list": ("tokenizer_config.json", lambda config: config | {"eos_token": ["</s>"]}, REFUSED),
-    "an end of sequence that is a number": ("tokenizer_config.json", lambda config: config | {"eos_token": 2}, REFUSED),
-    "an unknown class": ("tokenizer_config.json", lambda config: config | {"tokenizer_class": "NoSuchTokenizer"}, EITHER),
+    "no end of sequence": (
+        "tokenizer_config.json",
+        lambda config: {
+            key: value for key, value in config.items() if key not in ("eos_token", "extra_special_tokens")
+        },
+        REFUSED,
+    ),
+    "null for the end of sequence": (
+        "tokenizer_config.json",
+        lambda config: config | {"eos_token": None, "extra_special_tokens": []},
+        REFUSED,
+    ),
+    "an end of sequence that is a list": (
+        "tokenizer_config.json",
+        lambda config: config | {"eos_token": ["</s>"]},
+        REFUSED,
+    ),
+    "an end of sequence that is a number": (
+        "tokenizer_config.json",
+        lambda config: config | {"eos_token": 2},
+        REFUSED,
+    ),
+    "an unknown class": (
+        "tokenizer_config.json",
+        lambda config: config | {"tokenizer_class": "NoSuchTokenizer"},
+        EITHER,
+    ),
     "a number for a class": ("tokenizer_config.json", lambda config: config | {"tokenizer_class": 3}, EITHER),
-    "code of its own": ("tokenizer_config.json", lambda config: config | {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}}, EITHER),
-    "a text for a length": ("tokenizer_config.json", lambda config: config | {"model_max_length": "long"}, EITHER),
-    "no model": ("tokenizer.json", lambda content: {key: value for key, value in content.items() if key != "model"}, REFUSED),
-    "a model of an unknown type": ("tokenizer.json", lambda content: content | {"model": content["model"] | {"type": "Nothing"}}, REFUSED),
-    "a list for a vocabulary": ("tokenizer.json", lambda content: content | {"model": content["model"] | {"vocab": [1, 2]}}, REFUSED),
-    "an empty vocabulary": ("tokenizer.json", lambda content: content | {"model": content["model"] | {"vocab": {}, "merges": []}}, REFUSED),
-    "merges of nothing": ("tokenizer.json", lambda content: content | {"model": content["model"] | {"merges": [["no", "thing"]]}}, REFUSED),
-    "more tokens than the model": ("tokenizer.json", lambda content: content | {"added_tokens": content["added_tokens"] + [_added(number) for number in range(384, 400)]}, REFUSED),
+    "code of its own": (
+        "tokenizer_config.json",
+        lambda config: config | {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
+        EITHER,
+    ),
+    "a text for a length": (
+        "tokenizer_config.json",
+        lambda config: config | {"model_max_length": "long"},
+        EITHER,
+    ),
+    "no model": (
+        "tokenizer.json",
+        lambda content: {key: value for key, value in content.items() if key != "model"},
+        REFUSED,
+    ),
+    "a model of an unknown type": (
+        "tokenizer.json",
+        lambda content: content | {"model": content["model"] | {"type": "Nothing"}},
+        REFUSED,
+    ),
+    "a list for a vocabulary": (
+        "tokenizer.json",
+        lambda content: content | {"model": content["model"] | {"vocab": [1, 2]}},
+        REFUSED,
+    ),
+    "an empty vocabulary": (
+        "tokenizer.json",
+        lambda content: content | {"model": content["model"] | {"vocab": {}, "merges": []}},
+        REFUSED,
+    ),
+    "merges of nothing": (
+        "tokenizer.json",
+        lambda content: content | {"model": content["model"] | {"merges": [["no", "thing"]]}},
+        REFUSED,
+    ),
+    "more tokens than the model": (
+        "tokenizer.json",
+        lambda content: (
+            content
+            | {"added_tokens": content["added_tokens"] + [_added(number) for number in range(384, 400)]}
+        ),
+        REFUSED,
+    ),
 }
 
 
@@ -49,16 +116,30 @@ def _added(number: int) -> dict[str, Any]:
 
 
 def mutations() -> list[Mutation]:
-    found: list[Mutation] = [partial(garbage, file=file, what=what, make=make) for file in FILES for what, make in GARBAGE.items()]
-    found += [partial(changed, what=what, file=file, change=change, expected=expected) for what, (file, change, expected) in CHANGES.items()]
+    found: list[Mutation] = [
+        partial(garbage, file=file, what=what, make=make) for file in FILES for what, make in GARBAGE.items()
+    ]
+    found += [
+        partial(changed, what=what, file=file, change=change, expected=expected)
+        for what, (file, change, expected) in CHANGES.items()
+    ]
     found += [partial(template, text=text) for text in TEMPLATES]
-    found += [partial(no_file, what=what, make=make) for what, make in {"a pipe": os.mkfifo, "a folder": os.mkdir, "a link to itself": lambda path: path.symlink_to(path.name)}.items()]
+    found += [
+        partial(no_file, what=what, make=make)
+        for what, make in {
+            "a pipe": os.mkfifo,
+            "a folder": os.mkdir,
+            "a link to itself": lambda path: path.symlink_to(path.name),
+        }.items()
+    ]
     return found + [absent, no_template, spare] + [flipped] * 4
 
 
 def _refused(job: Job, what: str, *more: str, expected: str = REFUSED) -> Case:
     names = () if expected != REFUSED else ((str(job.model()), "actor.path"), ("token", "template", "vocab"))
-    return Case(name=what, expected=expected, names=names, act=job.dry_run(f"actor.path={job.model()}", *more))
+    return Case(
+        name=what, expected=expected, names=names, act=job.dry_run(f"actor.path={job.model()}", *more)
+    )
 
 
 def garbage(job: Job, rng: random.Random, *, file: str, what: str, make: Callable[[bytes], bytes]) -> Case:
@@ -67,7 +148,9 @@ def garbage(job: Job, rng: random.Random, *, file: str, what: str, make: Callabl
     return _refused(job, f"{file} is {what}")
 
 
-def changed(job: Job, rng: random.Random, *, what: str, file: str, change: Callable[[dict], Any], expected: str) -> Case:
+def changed(
+    job: Job, rng: random.Random, *, what: str, file: str, change: Callable[[dict], Any], expected: str
+) -> Case:
     path = job.model() / file
     job.write(path, change(json.loads(path.read_text())))
     return _refused(job, f"{file} has {what}", expected=expected)
@@ -104,9 +187,17 @@ def no_template(job: Job, rng: random.Random) -> Case:
 
 def spare(job: Job, rng: random.Random) -> Case:
     """Files that nothing reads."""
-    for name in ("README.md", "tokenizer.model", "generation_config.json", "pytorch_model.bin", "special_tokens_map.json.bak"):
+    for name in (
+        "README.md",
+        "tokenizer.model",
+        "generation_config.json",
+        "pytorch_model.bin",
+        "special_tokens_map.json.bak",
+    ):
         job.write(job.model() / name, b"" if name != "generation_config.json" else b"{}")
-    return Case(name="empty files that nothing needs", expected=ACCEPTED, act=job.dry_run(f"actor.path={job.model()}"))
+    return Case(
+        name="empty files that nothing needs", expected=ACCEPTED, act=job.dry_run(f"actor.path={job.model()}")
+    )
 
 
 def flipped(job: Job, rng: random.Random) -> Case:

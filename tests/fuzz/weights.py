@@ -1,4 +1,4 @@
-"""Weight files: headers, lengths, shapes and the index; and folders that lack what their role needs, or have more."""
+"""Weight files: headers, lengths, shapes and the index; folders that lack what their role needs."""
 
 import json
 import os
@@ -18,16 +18,26 @@ Tensors = dict[str, Any]  # by name
 
 def mutations() -> list[Mutation]:
     found: list[Mutation] = [partial(bad_index, what=what, change=change) for what, change in INDICES.items()]
-    found += [partial(bad_header, what=what, change=change) for what, change in HEADERS.items() for _ in range(2)]
+    found += [
+        partial(bad_header, what=what, change=change) for what, change in HEADERS.items() for _ in range(2)
+    ]
     found += [partial(bad_file, what=what, make=make) for what, make in FILES.items()]
-    found += [partial(of_a_role, what=what, role=role, spoil=spoil, config=config, expected=expected, names=names) for what, role, spoil, config, expected, names in ROLES]
+    found += [
+        partial(of_a_role, what=what, role=role, spoil=spoil, config=config, expected=expected, names=names)
+        for what, role, spoil, config, expected, names in ROLES
+    ]
     return found + [cut] * 4 + [flipped] * 4
 
 
 def _case(job: Job, rng: random.Random, what: str, expected: str, names: Names = ()) -> Case:
     role = rng.choice(("actor", "critic"))
     given = (str(job.model()), f"{role}.path") if expected == REFUSED else ()
-    return Case(name=f"{role}: {what}", expected=expected, names=(given, *names) if given else names, act=job.dry_run(f"{role}.path={job.model()}"))
+    return Case(
+        name=f"{role}: {what}",
+        expected=expected,
+        names=(given, *names) if given else names,
+        act=job.dry_run(f"{role}.path={job.model()}"),
+    )
 
 
 # ---- the index --------------------------------------------------------------------------------------------------------
@@ -42,7 +52,9 @@ def _moved(to: str) -> Callable[[dict], Any]:
 
 
 def _without_one(index: dict) -> dict:
-    return index | {"weight_map": {name: file for name, file in index["weight_map"].items() if "layers.1.mlp" not in name}}
+    return index | {
+        "weight_map": {name: file for name, file in index["weight_map"].items() if "layers.1.mlp" not in name}
+    }
 
 
 INDICES: dict[str, Callable[[dict], Any]] = {
@@ -111,13 +123,17 @@ HEADERS: dict[str, Callable[[dict], Any]] = {
     "an unknown dtype": _entry(lambda entry: entry | {"dtype": "F7"}),
     "a number for a dtype": _entry(lambda entry: entry | {"dtype": 32}),
     "offsets that overlap": _entry(lambda entry: entry | {"data_offsets": [0, entry["data_offsets"][1]]}),
-    "offsets beyond the end": _entry(lambda entry: entry | {"data_offsets": [entry["data_offsets"][0], 10**15]}),
+    "offsets beyond the end": _entry(
+        lambda entry: entry | {"data_offsets": [entry["data_offsets"][0], 10**15]}
+    ),
     "offsets in reverse": _entry(lambda entry: entry | {"data_offsets": entry["data_offsets"][::-1]}),
     "negative offsets": _entry(lambda entry: entry | {"data_offsets": [-8, 8]}),
     "texts for offsets": _entry(lambda entry: entry | {"data_offsets": ["0", "8"]}),
     "an entry that is a list": _entry(lambda entry: list(entry)),
     "an empty entry": _entry(lambda entry: {}),
-    "another name": lambda header: {name.replace("layers.0.mlp.up", "layers.0.mlp.upper"): entry for name, entry in header.items()},
+    "another name": lambda header: {
+        name.replace("layers.0.mlp.up", "layers.0.mlp.upper"): entry for name, entry in header.items()
+    },
     "nothing": lambda header: {},
     "a list": lambda header: [header],
     "no JSON": lambda header: b"{" * 500,
@@ -155,8 +171,12 @@ FILES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda path: path.symlink_to("nothing"),
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a pickle": lambda path: path.write_bytes(b"\x80\x02cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85q\x02Rq\x03."),
-    "a Git LFS pointer": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4429224\n"),
+    "a pickle": lambda path: path.write_bytes(
+        b"\x80\x02cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85q\x02Rq\x03."
+    ),
+    "a Git LFS pointer": lambda path: path.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4429224\n"
+    ),
     "a huge length of header": lambda path: path.write_bytes(struct.pack("<Q", 2**63) + b"{}"),
 }
 
@@ -190,7 +210,9 @@ def _as_score(labels: int) -> Callable[[Tensors], Tensors]:
 
 def _rows(count: int) -> Callable[[Tensors], Tensors]:
     """A vocabulary of another size."""
-    return lambda tensors: {name: tensor[:count].clone() if tensor.shape[0] == 384 else tensor for name, tensor in tensors.items()}
+    return lambda tensors: {
+        name: tensor[:count].clone() if tensor.shape[0] == 384 else tensor for name, tensor in tensors.items()
+    }
 
 
 def _without(part: str) -> Callable[[Tensors], Tensors]:
@@ -210,15 +232,44 @@ def _cast(dtype: str) -> Callable[[Tensors], Tensors]:
     return change
 
 
-ONE_LABEL = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-VALUE = {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-# What the folder is, for which role, its tensors, its config, what has to come of it and what it must be told by.
+ONE_LABEL = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+}
+VALUE = {
+    "architectures": ["LlamaForTokenClassification"],
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+}
+# Folder, its role, tensors, config, what has to come of it and what it must be told by.
 ROLES = (
     ("a language model", "reward", _as_it_is, {}, REFUSED, ("reward.path", ("score", "head"))),
-    ("a score model whose file has no score", "reward", _without("lm_head"), ONE_LABEL, REFUSED, (("score", "head"),)),
+    (
+        "a score model whose file has no score",
+        "reward",
+        _without("lm_head"),
+        ONE_LABEL,
+        REFUSED,
+        (("score", "head"),),
+    ),
     ("a score model", "reward", _as_score(1), ONE_LABEL, ACCEPTED, ()),
-    ("a score model of three labels", "reward", _as_score(3), ONE_LABEL | {"id2label": {"0": "a", "1": "b", "2": "c"}}, REFUSED, (("score", "label"),)),
-    ("a score model of another vocabulary", "reward", lambda tensors: _rows(320)(_as_score(1)(tensors)), ONE_LABEL | {"vocab_size": 320}, REFUSED, (("vocab", "token"),)),
+    (
+        "a score model of three labels",
+        "reward",
+        _as_score(3),
+        ONE_LABEL | {"id2label": {"0": "a", "1": "b", "2": "c"}},
+        REFUSED,
+        (("score", "label"),),
+    ),
+    (
+        "a score model of another vocabulary",
+        "reward",
+        lambda tensors: _rows(320)(_as_score(1)(tensors)),
+        ONE_LABEL | {"vocab_size": 320},
+        REFUSED,
+        (("vocab", "token"),),
+    ),
     ("of another vocabulary", "critic", _rows(320), {"vocab_size": 320}, REFUSED, (("vocab", "token"),)),
     ("of another vocabulary", "actor", _rows(320), {"vocab_size": 320}, REFUSED, (("vocab", "token"),)),
     ("without layers", "actor", _without("layers"), {}, REFUSED, ("layers",)),
@@ -228,10 +279,33 @@ ROLES = (
     ("a score model", "actor", _as_score(1), ONE_LABEL, REFUSED, (("lm_head", "head"),)),
     ("a score model", "critic", _as_score(1), ONE_LABEL, EITHER, ()),
     ("a language model", "critic", _as_it_is, {}, EITHER, (("head", "score", "critic"),)),
-    ("tied, with another head", "actor", _as_it_is, {"tie_word_embeddings": True}, REFUSED, (("lm_head", "tie"),)),
+    (
+        "tied, with another head",
+        "actor",
+        _as_it_is,
+        {"tie_word_embeddings": True},
+        REFUSED,
+        (("lm_head", "tie"),),
+    ),
     ("tied, without a head", "actor", _without("lm_head"), {"tie_word_embeddings": True}, ACCEPTED, ()),
-    ("with a tensor that nothing reads", "actor", lambda tensors: tensors | {"model.extra.weight": tensors[LM].clone()}, {}, REFUSED, ("extra",)),
-    ("with biases that config.json denies", "actor", lambda tensors: tensors | {f"model.layers.{i}.self_attn.q_proj.bias": tensors[LM][0].clone() for i in range(4)}, {}, REFUSED, ("bias",)),
+    (
+        "with a tensor that nothing reads",
+        "actor",
+        lambda tensors: tensors | {"model.extra.weight": tensors[LM].clone()},
+        {},
+        REFUSED,
+        ("extra",),
+    ),
+    (
+        "with biases that config.json denies",
+        "actor",
+        lambda tensors: (
+            tensors | {f"model.layers.{i}.self_attn.q_proj.bias": tensors[LM][0].clone() for i in range(4)}
+        ),
+        {},
+        REFUSED,
+        ("bias",),
+    ),
     ("in bfloat16", "actor", _cast("bfloat16"), {}, ACCEPTED, ()),
     ("in float16", "critic", _cast("float16"), {}, ACCEPTED, ()),
     ("in int8", "actor", _cast("int8"), {}, REFUSED, (("int8", "I8"),)),
@@ -239,7 +313,17 @@ ROLES = (
 )
 
 
-def of_a_role(job: Job, rng: random.Random, *, what: str, role: str, spoil: Callable[[Tensors], Tensors], config: dict, expected: str, names: Names) -> Case:
+def of_a_role(
+    job: Job,
+    rng: random.Random,
+    *,
+    what: str,
+    role: str,
+    spoil: Callable[[Tensors], Tensors],
+    config: dict,
+    expected: str,
+    names: Names,
+) -> Case:
     from safetensors.torch import save
 
     model = job.model()
