@@ -13,7 +13,6 @@ TRACEBACK, HANG, SILENT, WRONGLY, UNNAMED, UNCLEAR, LONG, LEFT, OTHER = FAULTS =
     *("traceback", "hang", "silently accepted", "refused wrongly", "cause not named", "not one error"),
     *("too long a text", "processes left", "ended otherwise"),
 )
-LONGEST_TEXT = 20_000  # characters of all output: a value of megabytes must not come back whole
 NO_ROOM = 3  # exit status of a run that is right and does not fit its machine: a refusal as well
 
 Names = tuple[str | tuple[str, ...], ...]
@@ -30,6 +29,7 @@ class Case:
     expected: str
     act: Callable[[], None]  # ends as the command line does: with 0, or with 2 and one error
     names: Names = ()
+    longest: int = 20_000  # characters of all output: a value of megabytes must not come back whole
 
 
 Mutation = Callable[[Job, random.Random], Case]
@@ -60,7 +60,7 @@ def verdict(case: Case, ended: Ended) -> str:
         return LEFT
     if ended.code not in (0, 2, NO_ROOM):
         return OTHER
-    if len(ended.text) > LONGEST_TEXT:
+    if len(ended.text) > case.longest:
         return LONG
     return _of_the_code(case, ended)
 

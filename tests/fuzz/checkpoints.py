@@ -1,5 +1,6 @@
 """Checkpoints changed after they were written: passed over by name for the sound one before."""
 
+import dataclasses
 import json
 import os
 import random
@@ -7,15 +8,19 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz.case import ACCEPTED, REFUSED, Case, Mutation
 from tests.fuzz.job import Job, clear
+from verl_megatron.config import TrainerConfig
 
 OLD, NEW = 3, 7  # steps
 WEIGHTS, OWN, MANIFEST = "actor/__0_0.distcp", "rank_0.pt", "manifest.json"
 VALUES: tuple[Any, ...] = (None, -1, 10**30, "text", [], {}, True, 1.5)
+OF_NO_KEY = (None, -1, 10**30, "text", [], True, 1.5, ...)  # what no run writes, even under a seal
+OF_NO_NUMBER = (None, -1, "text", [], {}, ...)
 KEYS = (
     "step",
     "world_size",
@@ -49,6 +54,11 @@ def mutations() -> list[Mutation]:
         partial(of_the_manifest, path=path, value=value) for path in INNER for value in (*VALUES, ..., 0.5)
     ]
     found += [
+        partial(of_the_manifest, path=path, value=value, is_sealed=True)
+        for paths, values in (([(key,) for key in KEYS], OF_NO_KEY), (INNER[:4], OF_NO_NUMBER))
+        for path, value in product(paths, values)
+    ]
+    found += [
         partial(of_a_file, file=file, what=what, make=make)
         for file in (WEIGHTS, OWN, MANIFEST)
         for what, make in FILES.items()
@@ -59,7 +69,9 @@ def mutations() -> list[Mutation]:
 
 def _case(job: Job, what: str, *, expected: str = REFUSED) -> Case:
     names = (f"step_{NEW}",) if expected == REFUSED else ()
-    return Case(name=what, expected=expected, names=names, act=partial(resume, job.folder / "checkpoint"))
+    return Case(
+        name=what, expected=expected, names=names, act=partial(resume_from, job.folder / "checkpoint")
+    )
 
 
 def _written(job: Job) -> Path:
@@ -98,46 +110,51 @@ def _world() -> None:
 
 
 def _write(folder: Path) -> None:
-    import dataclasses
-
     import torch
+    from torch.distributed.checkpoint import save
 
-    from parallel import checkpoints, random_state
-    from verl_megatron.config import TrainerConfig
+    from parallel import checkpoint, checkpoints, random_state
 
     _world()
 
     def weights(scratch: Path) -> None:
-        (scratch / "actor").mkdir()
-        (scratch / WEIGHTS).write_bytes(bytes(range(256)) * 40)
+        tensors = {"weight": torch.arange(640.0)}
+        save(tensors, storage_writer=checkpoint._Writer(scratch / "actor", sync_files=False))
 
     for step in (OLD, NEW):
-        manifest = {
-            "models": {"actor": {"hidden_size": 64, "rope_theta": 1e4}},
-            "layouts": {"actor": "tp1 on ranks [0]"},
-            "versions": {"torch": torch.__version__},
-            "settings": dataclasses.asdict(TrainerConfig()),
-            "validation": {"step": step, "validation/accuracy": 0.5},
-            "before": {"validation/accuracy": 0.25},
-            "kl": {"coef": 0.02},
-            "cursor": {"epoch": 0, "position": 16 * step, "num_prompts": 100, "seed": 1, "shuffle": 1},
-            "roles": {"actor": {"optimizer_step": step}},
-        }
-        checkpoints.save(
-            folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=weights
-        )
+        own = {"rng": random_state.rng_state()}
+        checkpoints.save(folder, step=step, manifest=_manifest(step), own=own, write=weights)
 
 
-def resume(folder: Path) -> None:
+def _manifest(step: int) -> dict[str, Any]:
+    """What a run tells of an actor on one rank."""
+    scheduler = {"max_lr": 1e-6, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 9, "num_steps": step}
+    scheduler |= {"lr_decay_style": "constant", "wd_incr_style": "constant"}
+    scheduler |= {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 9}
+    return {
+        "models": {"actor": {"hidden_size": 64, "rope_theta": 1e4}},
+        "layouts": {"actor": "tp1 on ranks [0]"},
+        "versions": {"verl-megatron": "1.0"},
+        "settings": dataclasses.asdict(TrainerConfig()),
+        "validation": {"step": step, "validation/accuracy": 0.5},
+        "before": {"validation/accuracy": 0.25},
+        "kl": {"coef": 0.02},
+        "cursor": {"epoch": 0, "position": 16 * step, "num_prompts": 200, "seed": 1, "shuffle": 1},
+        "roles": {"actor": {"optimizer_step": step, "scheduler": scheduler}},
+    }
+
+
+def resume_from(folder: Path) -> None:
     """Which checkpoint a run goes on from: the newest, or with an error that tells why not."""
-    from parallel import checkpoints
+    from parallel import checkpoints, resume
+    from verl_megatron.manifest import manifest_problem
 
     _world()
     said: list[str] = []
     try:
-        found = checkpoints.newest_sound(folder, say=said.append)
+        found = resume.newest_sound(folder, say=said.append, check=manifest_problem)
         path, manifest = found
-        checkpoints.own_state(path)
+        resume.own_state(path)
     except checkpoints.CheckpointError as error:
         sys.exit(f"the sound checkpoint was not used: {error}")
     if path.name == f"step_{NEW}":
@@ -152,8 +169,10 @@ def resume(folder: Path) -> None:
 # ---- mutations --------------------------------------------------------------------------------------------------------
 
 
-def of_the_manifest(job: Job, rng: random.Random, *, path: tuple[str, ...], value: Any) -> Case:
-    """A value of the manifest changed, or (...) removed."""
+def of_the_manifest(
+    job: Job, rng: random.Random, *, path: tuple[str, ...], value: Any, is_sealed: bool = False
+) -> Case:
+    """A value of the manifest changed, or (...) removed; sealed: as if a run had written it so."""
     file = _written(job) / MANIFEST
     manifest = json.loads(file.read_text())
     holder = manifest
@@ -163,8 +182,15 @@ def of_the_manifest(job: Job, rng: random.Random, *, path: tuple[str, ...], valu
         del holder[path[-1]]
     else:
         holder[path[-1]] = value
-    job.write(file, manifest)
-    return _case(job, f"{'.'.join(path)} is {'gone' if value is ... else repr(value)}")
+    job.write(file, _sealed(manifest) if is_sealed else manifest)
+    seal = " under a new seal" * is_sealed
+    return _case(job, f"{'.'.join(path)} is {'gone' if value is ... else repr(value)}{seal}")
+
+
+def _sealed(manifest: dict[str, Any]) -> str:
+    from parallel.sealed import SEAL, sealed
+
+    return sealed({name: told for name, told in manifest.items() if name not in (SEAL, "format")})
 
 
 DESCRIBED: tuple[Callable[[dict], dict], ...] = (
@@ -218,10 +244,10 @@ def of_a_file(job: Job, rng: random.Random, *, file: str, what: str, make: Calla
 
 def unfinished(folder: Path) -> None:
     """The older one is used without a word: the newer was not complete."""
-    from parallel import checkpoints
+    from parallel import resume
 
     _world()
-    path, _ = checkpoints.newest_sound(folder, say=lambda text: None)
+    path, _ = resume.newest_sound(folder, say=lambda text: None)
     if path.name == f"step_{OLD}":
         print("error: the newer one is not complete", file=sys.stderr)
         sys.exit(2)

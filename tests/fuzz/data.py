@@ -154,6 +154,7 @@ def case_of(
 ) -> Case:
     """A run on this file of training or validation data."""
     setting = rng.choice(KEYS[program])
+    more = more + ("data.max_prompt_tokens=128",) * (program == "train")
     return Case(
         name=f"{setting}: {what}"[:160],
         expected=expected,

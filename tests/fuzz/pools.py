@@ -9,6 +9,7 @@ from tests.fuzz.case import ACCEPTED, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 
 TIMEOUT_S = 2.0
+LONGEST_TEXT = 200_000  # characters: what a worker prints is shown up to a limit
 HEAD = "import math, os, random, signal, sys, time\n"
 DEF = "def score(prompt, response, ground_truth, extra):\n    if response == 'good':\n        return 1.0\n"
 # What a call does that must cost its row, and no other.
@@ -114,6 +115,7 @@ def called(job: Job, rng: random.Random, *, does: str, expected: str, returns: s
     file = job.write("mine.py", f"{HEAD}{DEF}    {does}\n{returns}")
     return Case(
         name=does,
+        longest=LONGEST_TEXT,
         expected=expected,
         act=partial(score_rows, file, workers=rng.choice((1, 2)), at=rng.randrange(GOOD_ROWS)),
     )

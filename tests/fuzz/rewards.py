@@ -133,6 +133,7 @@ def of_a_file(job: Job, rng: random.Random, *, what: str, text: str, expected: s
     names = ("reward.function",) if expected == REFUSED else ()
     return Case(
         name=f"a file with {what}",
+        longest=200_000,
         expected=expected,
         names=names,
         act=job.dry_run(f"reward.function={file}:score"),

@@ -126,7 +126,8 @@ def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
     section_type = get_type_hints(schema)[section].__name__
     values = list(OF_ANOTHER_TYPE[kind])
     if kind in (int, float):
-        values += ABSURD + outside(INTERVALS[section_type][name], kind)
+        interval = INTERVALS[section_type][name]
+        values += (ABSURD[:5] if interval.startswith("(-inf") else ABSURD) + outside(interval, kind)
     if choices := CHOICES.get(section_type, {}).get(name):
         values += [choice + choice[-1] for choice in choices] + [choices[0].upper(), "''", "ü", "0"]
     return values
