@@ -20,7 +20,7 @@ OLD, NEW = 3, 7  # steps
 WEIGHTS, OWN, MANIFEST = "actor/__0_0.distcp", "rank_0.pt", "manifest.json"
 VALUES: tuple[Any, ...] = (None, -1, 10**30, "text", [], {}, True, 1.5)
 OF_NO_KEY = (None, -1, 10**30, "text", [], True, 1.5, ...)  # what no run writes, even under a seal
-OF_NO_NUMBER = (None, -1, "text", [], {}, ...)
+OF_NO_NUMBER = (None, -1, "text", [], {})
 KEYS = (
     "step",
     "world_size",
