@@ -21,6 +21,8 @@ from types import CodeType
 import torch
 import torch.distributed as dist
 
+from parallel.environment import check_world
+
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
 _CPU_NAMES = {"cuda": "cpu", **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}}
 
@@ -40,14 +42,23 @@ def backend() -> str:
 
 
 def initialize() -> None:
-    """Join the world that torchrun started (or a world of one) and choose this rank's device."""
+    """Join the world that torchrun started (or a world of one) and choose this rank's device.
+
+    Raises:
+        ValueError: the environment describes no world, or more ranks of this host than it has GPUs.
+    """
     prepare()
+    check_world()
     for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
+        os.environ[name] = os.environ.get(name) or value
+    if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = str(_free_port())
     if is_gpu():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local_rank >= gpus:
+            remedy = f"start at most {gpus} ranks on it (GPUS, --nproc-per-node) or change CUDA_VISIBLE_DEVICES"
+            raise ValueError(f"LOCAL_RANK={local_rank} has no GPU: this host shows {gpus}; {remedy}")
+        torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         joined = dict(device_id=device() if is_gpu() else None, timeout=COLLECTIVE_TIMEOUT, **_launchers_store())
         dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", **joined)
@@ -113,6 +124,11 @@ def used_memory_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def release_cached_memory() -> None:

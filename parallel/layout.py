@@ -7,8 +7,11 @@ import re
 from dataclasses import dataclass
 from itertools import product
 
+from parallel.refusal import shown
+
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
-_COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)(\d+)")
+_COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,9})")
+_RANKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,11 @@ class Layout:
     def __post_init__(self):
         size = self.tp * self.cp * self.dp * self.pp
         if len(self.ranks) != size or len(set(self.ranks)) != size:
-            raise ValueError(f"layout {self} needs {size} distinct ranks and was given {list(self.ranks)}; change its sizes or its devices")
+            raise ValueError(f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change its sizes or its devices")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"layout {self} has virtual stages but one pipeline stage; use pp2 or more, or leave vpp out")
         if self.stage_layers and len(self.stage_layers) != self.pp:
-            raise ValueError(f"stage_layers={list(self.stage_layers)} must name one number of layers for each of the {self.pp} pipeline stages")
+            raise ValueError(f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of the {self.pp} pipeline stages")
 
     @classmethod
     def parse(cls, text: str, ranks: tuple[int, ...], stage_layers: tuple[int, ...] = ()) -> "Layout":
@@ -59,7 +62,7 @@ class Layout:
         parts = _COMPACT.findall(body)
         names = [name for name, _ in parts]
         if "".join(name + size for name, size in parts) != body or len(set(names)) != len(names):
-            raise ValueError(f'layout "{text}" is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2')
+            raise ValueError(f"layout {shown(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2")
         sizes = {name: int(size) for name, size in parts}
         if 0 in sizes.values():
             raise ValueError(f'layout "{text}" has a size of 0; sizes start at 1')
@@ -125,12 +128,15 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
         return tuple(range(world_size))
     ranks: list[int] = []
     for part in text.replace("cuda:", "").replace(" ", "").split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = _RANKS.fullmatch(part)
         if not match:
-            raise ValueError(f'devices "{text}" is not understood at "{part}"; write ranks such as 0-3 or cuda:0-3,6')
-        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+            raise ValueError(f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or cuda:0-3,6")
+        last = int(match[2] or match[1])
+        if last >= world_size:  # before they are listed
+            raise ValueError(f"devices {shown(text)} must name distinct ranks below the {world_size} that were started")
+        ranks += range(int(match[1]), last + 1)
     if ranks != sorted(ranks):  # torch sorts a group's ranks, so that Megatron would take them for others
-        raise ValueError(f'devices "{text}" must name ranks in increasing order; write them so')
-    if len(set(ranks)) != len(ranks) or not ranks or max(ranks) >= world_size:
-        raise ValueError(f'devices "{text}" must name distinct ranks below the {world_size} that were started')
+        raise ValueError(f"devices {shown(text)} must name ranks in increasing order; write them so")
+    if len(set(ranks)) != len(ranks) or not ranks:
+        raise ValueError(f"devices {shown(text)} must name distinct ranks below the {world_size} that were started")
     return tuple(ranks)

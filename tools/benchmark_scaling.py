@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothi
 import torch
 
 from parallel import device
+from parallel.environment import MOST_RANKS
 from tools.scaling_model import Scaling
 from tools.scaling_report import Report, markdown, write_csv, write_png
 from tools.scaling_rows import Row, at_best, disturbance, measured_row
@@ -60,6 +61,8 @@ def numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts) or len({int(part) for part in parts}) < len(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not understood; write distinct numbers of ranks, such as 1,2,4")
+    if max(map(int, parts)) > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is more than {MOST_RANKS} ranks; write those that are there to measure")
     return sorted(int(part) for part in parts)
 
 

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from make_toy import make_rows, write_tokenizer
+from make_toy import make_rows, seed_of, write_tokenizer
 from safetensors.torch import save_file
 
 from parallel.weights.architecture import Architecture, read_architecture
@@ -24,6 +24,7 @@ from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
 
 FILE_BYTES = 4 * 2**30
+MOST_TOKENS, MOST_ROWS, MOST_LAYERS = 1_000_000, 1_000_000, 1000  # of prompts, in minutes; of a model
 REWARD = '''def score(prompt, response, ground_truth, extra):
     """Share of vowels."""
     return sum(response.count(vowel) for vowel in "aeiou") / max(len(response), 1)
@@ -83,10 +84,15 @@ def make_random(given: argparse.Namespace) -> None:
     """Write the whole job into `given.out`.
 
     Raises:
-        ValueError: prompts without tokens, or no room; nothing is written then.
+        ValueError: sizes that nobody measures with, or no room; nothing is written then.
     """
-    if given.prompt_tokens < 1:
-        raise ValueError(f"--prompt-tokens {given.prompt_tokens} leaves prompts without a token; use at least 1")
+    for option, value, low, high in (
+        ("--prompt-tokens", given.prompt_tokens, 1, MOST_TOKENS),
+        ("--rows", given.rows, 1, MOST_ROWS),
+        ("--layers", given.layers, 0, MOST_LAYERS),
+    ):
+        if not low <= value <= high:
+            raise ValueError(f"{option} {value} must be from {low} to {high}; choose another")
     folder, config = given.out / "model", shape(given.shape, layers=given.layers)
     check_room(folder, config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,12 +110,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1024, help="prompts to write")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=seed_of, default=1)
     given = parser.parse_args(arguments)
     try:
         make_random(given)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
+    except OSError as error:
+        parser.exit(2, f"error: {given.out} cannot be written ({error.strerror}); name a folder that can\n")
     print(f"random {given.shape} and its prompts are in {given.out}")
 
 

@@ -128,10 +128,24 @@ def make_toy(out: Path, *, seed: int = 1) -> None:
     write_model(folder, seed=seed)
 
 
-if __name__ == "__main__":
+def seed_of(text: str) -> int:
+    """An argument type: a seed as run.seed takes it."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 11 and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not accepted; write a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=1, help="of the data and the initial weights")
+    parser.add_argument("--seed", type=seed_of, default=1, help="of the data and the initial weights")
     arguments = parser.parse_args()
-    make_toy(arguments.out, seed=arguments.seed)
+    try:
+        make_toy(arguments.out, seed=arguments.seed)
+    except OSError as error:
+        parser.exit(2, f"error: {arguments.out} cannot be written ({error.strerror}); name a folder that can\n")
     print(f"toy model and data are in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks import check_config, refuse, structured
 from verl_megatron.command_line import NO_ROOM
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data import read_rows
+from verl_megatron.json_lines import read_rows
 from verl_megatron.planner import Case
 
 ROOT = Path(__file__).resolve().parents[1]

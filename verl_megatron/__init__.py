@@ -2,6 +2,8 @@
 
 import importlib
 
+from parallel.refusal import speak_once
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -19,6 +21,7 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module {__name__} has no attribute {name}")
+    speak_once()
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

@@ -9,26 +9,32 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallel import device
 from parallel.layout import Layout, parse_devices
+from parallel.refusal import nearest, readable, shown
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
-from verl_megatron.limits import check_values, nearest
+from verl_megatron.config import MISSING, EngineConfig, RolloutConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.json_lines import file_problem
+from verl_megatron.limits import check_types, check_values
 from verl_megatron.output_folder import output_problems
 from verl_megatron.rewards.pool import check_reward
 from verl_megatron.tracking import check_sinks
 from verl_megatron.versions import require
 
 Schema = TypeVar("Schema")
+LEAST_TEMPERATURE = 0.01  # of vLLM, above 0
+MOST_ROWS = 1_000_000  # of an iteration: every rank has the table of all
+MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 
 
 def refuse(problems: list[str]) -> None:
     """ValueError that lists the problems, if there are any."""
     if len(problems) == 1:
-        raise ValueError(problems[0])
+        raise ValueError(readable(problems[0]))
     if problems:
-        raise ValueError(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ValueError(readable(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems)))
 
 
 # ---- names and types --------------------------------------------------------------------------------------------------
@@ -40,14 +46,14 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     Raises:
         ValueError: unknown sections and settings, values of a wrong type and settings that have to be given, all at once.
     """
-    given = OmegaConf.to_container(overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)), resolve=True)
+    given = _resolved(overrides)
     merged = OmegaConf.structured(schema)
     problems = []
     for section, values in given.items():
         if section not in merged:
-            problems.append(f"{section} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}")
+            problems.append(f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}")
         elif not isinstance(values, dict):
-            problems.append(f"{section}={values!r} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}")
+            problems.append(f"{section}={shown(values)} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}")
         else:
             problems += [problem for name, value in values.items() if (problem := _put(merged[section], section, name, value))]
     problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
@@ -55,16 +61,23 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     return OmegaConf.to_object(merged)
 
 
+def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); give the value itself, or a ${{section.setting}} that exists") from None
+
+
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
     """Set one setting; the problem with it, or nothing."""
     known = list(section.keys())
     if name not in known:
-        return f"{section_name}.{name} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
+        return f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
     try:
         section[name] = value
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        return f"{section_name}.{name}={value!r} has a wrong type ({reason}); give a value like {_example(section, name)}"
+        return f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); give a value like {_example(section, name)}"
     return ""
 
 
@@ -78,6 +91,8 @@ def _example(section: DictConfig, name: str) -> str:
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a reinforcement-learning run on `world_size` ranks; empty: nothing."""
+    if problems := check_types(config):
+        return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
     needs_critic = algorithm is not None and algorithm.needs_critic
@@ -97,6 +112,8 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
 
 def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
+    if problems := check_types(config):
+        return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     layout, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     problems += output_problems(config.run, {"actor": config.actor.path})
@@ -122,20 +139,16 @@ def _said_by(check, *args, **kwargs) -> list[str]:
 def _check_run(run: RunConfig, data: Any) -> list[str]:
     """Files that are read, sinks that are written, and when validation happens."""
     problems = _said_by(check_sinks, run.track_metrics)
-    if not run.output_dir or Path(run.output_dir).is_file():
-        problems.append(f"run.output_dir={run.output_dir!r} is no folder; name one (it is made if need be)")
-    else:
-        existing = Path(run.output_dir).absolute()
-        while not existing.exists():
-            existing = existing.parent
-        if not os.access(existing, os.W_OK | os.X_OK):
-            problems.append(f"run.output_dir={run.output_dir!r} cannot be written: {existing} is read-only; make it writable or name another folder")
-    if data.train == MISSING:
+    if twice := sorted({name for name in run.track_metrics if run.track_metrics.count(name) > 1}):
+        problems.append(f"run.track_metrics names {', '.join(twice)} twice, which would write every row twice; take one out")
+    if reason := _why_no_folder(run.output_dir):
+        problems.append(f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made if need be)")
+    if data.train in ("", MISSING):
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
         path = getattr(data, name)
-        if path not in ("", MISSING) and not Path(path).is_file():
-            problems.append(f"data.{name}={path!r} does not exist; name a .jsonl file")
+        if path not in ("", MISSING) and (problem := file_problem(path)):
+            problems.append(f"data.{name}={shown(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
     if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
@@ -146,12 +159,33 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
     return problems
 
 
+def _why_no_folder(path: str) -> str:
+    """What keeps `path` from being a folder to write to, or nothing."""
+    if not path or not path.isprintable():
+        return "is no name of a folder"
+    existing = Path(path).absolute()
+    try:
+        while not existing.exists():
+            if existing.is_symlink():
+                return f"leads to {existing}, a link to what does not exist"
+            if len(os.fsencode(existing.name)) > 255:
+                return "has a name of more than 255 bytes"
+            existing = existing.parent
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
+    if not existing.is_dir():
+        return "is a file" if existing == Path(path).absolute() else f"is below the file {existing}"
+    if not os.access(existing, os.W_OK | os.X_OK) or existing.parts[1:2] in (("proc",), ("sys",)):
+        return f"cannot be written: {existing} is read-only"
+    return ""
+
+
 def _check_engine(engine: EngineConfig) -> list[str]:
     problems = _said_by(require, "transformer_engine", feature="engine.spec=te") if engine.spec == "te" else []
     if engine.dtype == "fp8" and engine.spec == "local":
         problems.append("engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; leave the spec at auto")
     if len(engine.adam_betas) != 2 or not all(0 <= beta < 1 for beta in engine.adam_betas):
-        problems.append(f"engine.adam_betas={list(engine.adam_betas)} must be two numbers inside [0, 1), such as [0.9, 0.95]")
+        problems.append(f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers inside [0, 1), such as [0.9, 0.95]")
     return problems
 
 
@@ -161,10 +195,10 @@ def _check_model(model: Any, name: str, world_size: int, problems: list[str], en
     try:
         layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ())))
     except ValueError as error:
-        problems.append(f"{name}.layout={model.layout!r}, {name}.devices={model.devices!r}, {world_size} ranks started: {error}")
+        problems.append(f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, {world_size} ranks started: {error}")
     if model.path:
         found = _said_by(read_architecture, model.path)
-        problems += [f"{name}.path={model.path!r}: {problem}" for problem in found]
+        problems += [f"{name}.path={shown(model.path)}: {problem}" for problem in found]
         arch = None if found else read_architecture(model.path)
     elif required:
         problems.append(f"{name}.path has to be given; name a Hugging Face folder")
@@ -214,6 +248,9 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
         problems.append(f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; lower it")
     if rollout.top_k == 0:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
+    problems += _check_stops(rollout, arch) + _check_host_memory(config, arch)
+    if 0 < config.data.validation_temperature < LEAST_TEMPERATURE:
+        problems.append(f"data.validation_temperature={config.data.validation_temperature} is below {LEAST_TEMPERATURE}, which vLLM takes for it; use 0 (greedy) or more")
     if config.reshard.offload != "none" and not rollout.sleep:
         problems.append(f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise")
     if config.reshard.mode != "keep" and not shares_dtype(config):
@@ -228,11 +265,36 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
     if vocab % rollout.tp:
         problems.append(f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of {VOCAB_MULTIPLE}); choose a divisor")
     tokens = config.data.max_prompt_tokens + rollout.max_tokens
-    if tokens > arch.max_positions:
+    if tokens > arch.served_positions:
         problems.append(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_tokens={rollout.max_tokens} make rows of {tokens} tokens, "
-            f"more than the model's {arch.max_positions} positions; lower one of them"
+            f"more than the model's {arch.served_positions} positions; lower one of them"
         )
+    return problems
+
+
+def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]:
+    """What vLLM refuses of stop strings and stop tokens, when a run has been built."""
+    problems = []
+    if "" in rollout.stop:
+        problems.append("rollout.stop has an empty string, at which every response would end; take it out")
+    vocab_size = arch.vocab_size if arch else MOST_STOP_IDS
+    if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < vocab_size]:
+        problems.append(f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} tokens; take them out")
+    for name, entries in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids)):
+        if len(entries) > MOST_STOPS:
+            problems.append(f"rollout.{name} has {len(entries):,} entries, each of which is looked for at every token; give at most {MOST_STOPS}")
+    return problems
+
+
+def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list[str]:
+    """What of the rollout cannot have room in this host's memory, all of it."""
+    memory, rollout, problems = device.host_memory_bytes(), config.rollout, []
+    if not device.is_gpu() and (rollout.kv_cache_mib << 20) * device.ranks_per_host() > memory:
+        problems.append(f"rollout.kv_cache_mib={rollout.kv_cache_mib} of each rank is more than this host has: {memory >> 20} MiB; lower it")
+    tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
+    if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM holds the token ids of a row as int32
+        problems.append(f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this host's memory of {memory >> 20} MiB; lower it")
     return problems
 
 
@@ -253,6 +315,8 @@ def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> lis
     product = f"data.prompts_per_iteration={data.prompts_per_iteration} x data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
     if parts < 1 or rows < 1:
         return []  # said by their intervals
+    if rows > MOST_ROWS:
+        return [f"{shown(product)[1:-1]} are more than {MOST_ROWS:,}; lower one of them and raise run.iterations"]
     if rows % parts:
         return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {rows}"]
     return [

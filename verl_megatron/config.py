@@ -3,13 +3,31 @@
 Two levels: a section, a setting. Each part of the program receives only its own section.
 """
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
+
+from parallel.refusal import nearest
 
 MISSING = "???"  # OmegaConf's mark of a setting that has to be given
 
 
+class UnknownSettingError(AttributeError, ValueError):
+    """A name that is no setting of its section: Python's error of an attribute, and the user's of a value."""
+
+
+class Section:
+    """Settings by name. Setting another name is refused; a pathlib.Path becomes its text."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = type(self).__dataclass_fields__
+        if name not in known:
+            raise UnknownSettingError(f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; it has {', '.join(known)}")
+        super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """The run as a whole."""
 
     output_dir: str = "outputs/run"  # logs, checkpoints and the exported models
@@ -27,7 +45,7 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Prompts: JSON lines with at least a prompt and the ground truth its reward needs."""
 
     train: str = MISSING  # .jsonl file
@@ -44,7 +62,7 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A trainable model: source of its weights, layout and learning rate."""
 
     path: str = ""  # Hugging Face folder; the critic's may be empty: it starts from the actor's
@@ -55,7 +73,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class EngineConfig:
+class EngineConfig(Section):
     """Compute of every Megatron-Core model, and the optimizer (AdamW) of the trainable ones."""
 
     dtype: str = "auto"  # fp8: bfloat16 with matrix products of the layers in fp8; both keep float32 master weights; auto: bfloat16 on GPUs, float32 on CPUs
@@ -73,7 +91,7 @@ class EngineConfig:
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """Source of the scores: a Python function, a reward model, or both (added)."""
 
     function: str = "match"  # a built-in name or path.py:function (imported within 45 s); empty: none
@@ -86,7 +104,7 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """vLLM and its sampling."""
 
     tp: int = 1  # tensor-parallel ranks of a replica; replicas are what remains of the world
@@ -107,7 +125,7 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """Policy-gradient algorithm; advantages.py, losses.py and kl.py have the formulas with their sources."""
 
     name: str = "ppo"  # ppo: critic and generalized advantage estimation; grpo: scores relative to the group, no critic
@@ -132,7 +150,7 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True)
-class ReshardConfig:
+class ReshardConfig(Section):
     """Weight sync from Megatron's shards into vLLM's shards."""
 
     mode: str = "keep"  # keep: vLLM has a copy; share: equal shards share memory; swap: vLLM's weights lie in Megatron's memory, which is restored after rollout
@@ -142,7 +160,7 @@ class ReshardConfig:
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """All sections of a reinforcement-learning run."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -157,7 +175,7 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig:
+class SFTDataConfig(Section):
     """Demonstrations: JSON lines with a prompt and the response to imitate."""
 
     train: str = MISSING  # .jsonl file
@@ -171,7 +189,7 @@ class SFTDataConfig:
 
 
 @dataclass(kw_only=True)
-class SFTConfig:
+class SFTConfig(Section):
     """All sections of a supervised run; `run.iterations` counts optimizer steps."""
 
     run: RunConfig = field(default_factory=RunConfig)

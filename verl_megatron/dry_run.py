@@ -11,12 +11,14 @@ from typing import Any
 
 from parallel.layout import Layout, parse_devices
 from parallel.placement import described, place
+from parallel.refusal import shown
 from parallel.reshard.plan import compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks import batch_arithmetic, check_config, check_sft_config, refuse, structured
-from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.checks import batch_arithmetic, refuse, structured
+from verl_megatron.config import MISSING, SFTConfig, TrainerConfig
 from verl_megatron.planner import Case, report, supervised_report
+from verl_megatron.preflight import SAMPLE_ROWS, inspect_run, inspect_supervised
 
 HOST_RANKS = 8  # of a host, where LOCAL_WORLD_SIZE does not say it
 PLANNED_SPEC = "te"  # parameter names and shapes of GPU runs
@@ -28,15 +30,16 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     """Layouts, batch arithmetic, reshard and predicted memory and time of a reinforcement-learning run on the ranks of `world()`.
 
     A path of actor, critic or reward that is no folder may be the name of a published shape (`parallel.weights.shapes`); with such
-    an actor data.train may be left out.
+    an actor data.train may be left out, and with any it may be empty. Weights, tokenizer and data that are there are checked,
+    of each data file the first `SAMPLE_ROWS` rows.
 
     Raises:
         ValueError: everything that is wrong with the settings, at once, or a GPU that the planner does not know.
     """
     world_size, ranks_per_host = world()
-    with _stand_ins(settings) as complete:
+    with _stand_ins(settings) as (complete, rows):
         config = structured(complete, TrainerConfig)
-        refuse(check_config(config, world_size=world_size))
+        refuse(inspect_run(config, world_size=world_size, rows=rows))
         case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
         lines = [
             _title(world_size, ranks_per_host),
@@ -51,9 +54,9 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
 def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
     """Layout, rows, predicted memory and time of a supervised run on the ranks of `world()`; stand-ins and errors as in `training_plan`."""
     world_size, ranks_per_host = world()
-    with _stand_ins(settings) as complete:
+    with _stand_ins(settings) as (complete, rows):
         config = structured(complete, SFTConfig)
-        refuse(check_sft_config(config, world_size=world_size))
+        refuse(inspect_supervised(config, world_size=world_size, rows=rows))
         layout = Layout.parse(config.actor.layout, parse_devices(config.actor.devices, world_size), tuple(config.actor.stage_layers))
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
     rows = config.data.rows_per_step
@@ -79,26 +82,39 @@ def world() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _stand_ins(settings: Settings) -> Iterator[Settings]:
-    """`settings` with a folder for each published shape that is named as a path, and with a file of prompts where the actor is one."""
-    complete = copy.deepcopy(settings)
+def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
+    """`settings` with a folder for each published shape that is named as a path, and with a file of prompts where none is needed.
+
+    Also how many rows of its data files there are to check: none where the prompts are a stand-in.
+    """
+    complete, rows = copy.deepcopy(settings), SAMPLE_ROWS
     with TemporaryDirectory(prefix="dry_run_") as scratch:
         for role in ("actor", "critic", "reward"):
             section = complete.get(role)
             name = section.get("path", "") if isinstance(section, dict) else ""
-            if not name or Path(name).is_dir():
+            if name in ("", MISSING) or not isinstance(name, str) or _is_folder(name):
                 continue
             if name not in SHAPES:
-                raise ValueError(f"{role}.path={name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+                raise ValueError(f"{role}.path={shown(name)} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(shape(name)))
             section["path"] = str(folder)
             if role == "actor" and isinstance(data := complete.setdefault("data", {}), dict):
-                prompts = folder / "prompts.jsonl"
-                prompts.touch()
-                data.setdefault("train", str(prompts))
-        yield complete
+                data.setdefault("train", "")
+        data = complete.get("data")
+        if isinstance(data, dict) and data.get("train", MISSING) in ("", None):
+            prompts, rows = Path(scratch) / "prompts.jsonl", 0
+            prompts.touch()
+            data["train"] = str(prompts)
+        yield complete, rows
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return Path(name).is_dir()
+    except OSError:  # too long a name
+        return False
 
 
 def _title(world_size: int, ranks_per_host: int) -> str:

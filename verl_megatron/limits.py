@@ -1,67 +1,70 @@
 """Which values each setting may have: intervals of numbers and tables of choices, by section and setting."""
 
-import difflib
-from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args, get_origin
 
-# Square brackets include the end, round ones leave it out; "inf" has no upper end.
+from parallel.refusal import nearest, shown
+
+# Square brackets include the end, round ones leave it out. Upper ends are where the value stops to mean anything, or where a
+# machine, vLLM or a float32 stops; what depends on the model, the data or the machine is checked with them.
+COUNT = "[0, 1000000000]"  # of iterations, steps, tokens: more than any run has
+SHARE = "[0, 1000000]"  # coefficients and norms: far from what overflows in float32 beside a loss
 INTERVALS = {
     "RunConfig": {
-        "seed": "[0, inf)",
-        "iterations": "[1, inf)",
-        "validate_interval": "[0, inf)",
-        "save_interval": "[0, inf)",
-        "keep_last_k": "[0, inf)",
-        "keep_best_k": "[0, inf)",
-        "stall_timeout_s": "[0, inf)",
+        "seed": "[0, 4294967295]",  # what numpy takes
+        "iterations": "[1, 1000000000]",
+        "validate_interval": COUNT,
+        "save_interval": COUNT,
+        "keep_last_k": COUNT,
+        "keep_best_k": COUNT,
+        "stall_timeout_s": "[0, 10000000]",  # four months; the operating system waits no longer than 292 years
     },
     "DataConfig": {
-        "max_prompt_tokens": "[1, inf)",
-        "prompts_per_iteration": "[1, inf)",
-        "samples_per_prompt": "[1, inf)",
-        "validation_rows": "[0, inf)",
-        "validation_temperature": "[0, inf)",
+        "max_prompt_tokens": "[1, 1000000000]",
+        "prompts_per_iteration": "[1, 1000000]",  # every rank has the table of all rows
+        "samples_per_prompt": "[1, 1000000]",
+        "validation_rows": COUNT,
+        "validation_temperature": "[0, 2]",  # vLLM's
     },
-    "SFTDataConfig": {"max_tokens": "[2, inf)", "rows_per_step": "[1, inf)"},
-    "ModelConfig": {"lr": "[0, inf)"},
+    "SFTDataConfig": {"max_tokens": "[2, 1000000000]", "rows_per_step": "[1, 1000000]"},
+    "ModelConfig": {"lr": "[0, 1]"},  # AdamW moves every weight by about lr
     "EngineConfig": {
-        "tokens_per_micro_batch": "[1, inf)",
-        "warmup_steps": "[0, inf)",
+        "tokens_per_micro_batch": "[1, 1000000000]",
+        "warmup_steps": COUNT,
         "min_lr_ratio": "[0, 1]",
-        "weight_decay": "[0, inf)",
-        "clip_grad": "[0, inf)",
-        "adam_eps": "(0, inf)",
+        "weight_decay": "[0, 1000]",
+        "clip_grad": SHARE,
+        "adam_eps": "[1e-30, 1]",  # below it is 0 in float32, by which nothing can be divided
     },
-    "RewardConfig": {"timeout_s": "(0, inf)", "workers": "[1, inf)", "failure_score": "(-inf, inf)"},
+    "RewardConfig": {"timeout_s": "(0, 10000000]", "workers": "[1, 1024]", "failure_score": "[-1e30, 1e30]"},  # float32
     "RolloutConfig": {
-        "tp": "[1, inf)",
-        "temperature": "(0, inf)",  # log-probs are those of softmax(logits / temperature)
+        "tp": "[1, 131072]",
+        "temperature": "[0.01, 2]",  # log-probs are those of softmax(logits / temperature); vLLM takes less for 0.01, and refuses more
         "top_p": "(0, 1]",
-        "top_k": "[-1, inf)",
-        "min_tokens": "[0, inf)",
-        "max_tokens": "[1, inf)",
-        "max_num_seqs": "[1, inf)",
+        "top_k": "[-1, 2147483647]",
+        "min_tokens": COUNT,
+        "max_tokens": "[1, 1000000000]",
+        "max_num_seqs": "[1, 65536]",  # vLLM keeps tables of that many rows, each as long as the model's
         "gpu_memory_utilization": "(0, 1]",
-        "kv_cache_mib": "[1, inf)",
+        "kv_cache_mib": "[1, 16777216]",  # 16 TiB
     },
     "AlgorithmConfig": {
         "gamma": "(0, 1]",
         "lam": "[0, 1]",
-        "epochs": "[1, inf)",
-        "mini_batches": "[1, inf)",
+        "epochs": "[1, 10000]",
+        "mini_batches": "[1, 1000000]",
         "clip_low": "(0, 1]",
-        "clip_high": "(0, inf)",
-        "value_clip": "[0, inf)",
-        "entropy_coef": "[0, inf)",
-        "kl_coef": "[0, inf)",
-        "kl_target": "[0, inf)",
-        "kl_horizon": "[1, inf)",
-        "importance_cap": "[0, inf)",
-        "stop_kl": "[0, inf)",
-        "critic_warmup": "[0, inf)",
+        "clip_high": "(0, 1000000]",
+        "value_clip": SHARE,
+        "entropy_coef": SHARE,
+        "kl_coef": SHARE,
+        "kl_target": SHARE,
+        "kl_horizon": "[1, 1000000000]",
+        "importance_cap": SHARE,
+        "stop_kl": SHARE,
+        "critic_warmup": COUNT,
     },
-    "ReshardConfig": {"window_mib": "[1, inf)"},
+    "ReshardConfig": {"window_mib": "[1, 65536]"},  # 64 GiB, of a GPU's memory
 }
 
 CHOICES = {
@@ -88,25 +91,52 @@ def inside(value: float, interval: str) -> bool:
     return above and below
 
 
+def check_types(config: Any) -> list[str]:
+    """A problem for each section and setting of `config` whose value is of another type than its field."""
+    problems = []
+    for section in fields(config):
+        values = getattr(config, section.name)
+        if type(values) is not section.type:
+            problems.append(f"{section.name}={shown(values)} is no section; give a {section.type.__name__}")
+            continue
+        for field in fields(values):
+            value = getattr(values, field.name, None)
+            if not _has_type(value, field.type):
+                problems.append(f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); give {TYPES[field.type]}")
+    return problems
+
+
+TYPES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list[str]: "a list of texts",
+    list[int]: "a list of integers",
+    list[float]: "a list of numbers",
+}
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is list:
+        return isinstance(value, list | tuple) and all(_has_type(element, get_args(kind)[0]) for element in value)
+    if isinstance(value, bool) or kind is bool:  # True is an integer, too
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, int | float if kind is float else kind)
+
+
 def check_values(config: Any) -> list[str]:
-    """A problem for each setting of `config` (a dataclass of sections) outside its interval or its choices."""
+    """A problem for each setting of `config` (a dataclass of sections, of the right types) outside its interval or its choices."""
     problems = []
     for section in fields(config):
         values = getattr(config, section.name)
         kind = type(values).__name__
-        assert is_dataclass(values), f"{section.name} is a section"
         for name, interval in INTERVALS.get(kind, {}).items():
             value = getattr(values, name)
             if not inside(value, interval):
-                problems.append(f"{section.name}.{name}={value} lies outside {interval}; choose a value inside")
+                problems.append(f"{section.name}.{name}={shown(value)} lies outside {interval}; choose a value inside")
         for name, choices in CHOICES.get(kind, {}).items():
             value = getattr(values, name)
             if value not in choices:
-                problems.append(f"{section.name}.{name}={value!r} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}")
+                problems.append(f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}")
     return problems
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """`, did you mean "x"?` for the closest of `names`, or nothing."""
-    close = difflib.get_close_matches(str(name), list(names), n=1)
-    return f', did you mean "{close[0]}"?' if close else ""

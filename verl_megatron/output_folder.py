@@ -19,9 +19,9 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
         exported: where the weights of each role that learns come from, by role.
     """
     folder, problems = Path(run.output_dir), []
+    if not run.output_dir or not os.path.isdir(folder):  # False for a name that cannot be used, which the settings' checks refuse
+        return []
     try:
-        if not run.output_dir or not folder.is_dir():
-            return []
         problems += [
             _kind_problem(folder / name, is_folder=True)
             for name in (*_FOLDERS, *(exported if run.export else ()))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,20 +13,24 @@ from parallel import device
 from parallel.collectives import all_max
 from parallel.layout import Layout
 from parallel.placement import place
+from parallel.refusal import agree
 from parallel.reshard.plan import Plan
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.config import ModelConfig, TrainerConfig
+from verl_megatron.checks import refuse
+from verl_megatron.config import TrainerConfig
 from verl_megatron.data import PromptCursor, PromptDataset, TrainingPrompts
+from verl_megatron.folders import find_not_finite, roles_of
 from verl_megatron.kl import make_controller
 from verl_megatron.learner import Learner
 from verl_megatron.metrics import PhaseTimer
-from verl_megatron.models.build import Head
+from verl_megatron.model_specs import ModelSpec, models_of
+from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.roles.engine import check_weights, compute_of
+from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.engine import RolloutEngine
@@ -34,7 +38,7 @@ from verl_megatron.rollout.sampler import Draw, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
-from verl_megatron.tokenizer import Tokenizer, load_tokenizer
+from verl_megatron.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)
@@ -72,42 +76,15 @@ class Run:
         self.engine.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """One of a run's Megatron-Core models."""
-
-    name: str  # of the role
-    section: str  # of the settings that describe it
-    model: ModelConfig
-    head: Head
-    trainable: bool = False
-
-
-def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
-    """The models that a run with these settings has, the actor first."""
-    specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
-    if get_algorithm(config.algorithm.name).needs_critic:
-        critic = replace(config.critic, path=config.critic.path or config.actor.path)
-        specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
-    if config.algorithm.kl_coef > 0:
-        specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
-    if config.reward.path:
-        reward = ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices)
-        specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
-    return tuple(specs)
-
-
-def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
-    """All parts of a run from its (checked) settings; `watchdog` hears of its phases and its progress. Collective over the world.
+def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
+    """All parts of a run from its settings and what was read (`inspect_run`); `watchdog` hears of its phases and its progress. Collective over the world.
 
     Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
     the actor comes first.
     """
-    arch, tokenizer = read_architecture(config.actor.path), load_tokenizer(config.actor.path)
-    prompts, validation = read_prompts(config, tokenizer, arch), read_prompts(config, tokenizer, arch, validation=True)
-    specs = models_of(config)
-    for spec in specs:
-        check_weights(spec.model.path, spec.head)
+    dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
+    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=dist.get_rank(), of=dist.get_world_size())))
+    arch, specs = read_architecture(config.actor.path), models_of(config)
     parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
         engine = parts.engine()
@@ -129,12 +106,12 @@ def build_run(config: TrainerConfig, watchdog: Watchdog) -> Run:
     data = config.data
     return Run(
         config=config,
-        tokenizer=tokenizer,
-        source=TrainingPrompts(prompts, PromptCursor(num_prompts=len(prompts), seed=config.run.seed, shuffle=data.shuffle)),
+        tokenizer=inputs.tokenizer,
+        source=TrainingPrompts(inputs.train, PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=data.shuffle)),
         draw=Draw(num_prompts=data.prompts_per_iteration, samples_per_prompt=data.samples_per_prompt, sampling=Sampling.from_config(config.rollout)),
-        validation=validation,
+        validation=inputs.validation,
         engine=engine,
-        sampler=Sampler(engine, tokenizer=tokenizer, pool=_reward_pool(config, engine), seed=config.run.seed, on_step=watchdog.beat),
+        sampler=Sampler(engine, tokenizer=inputs.tokenizer, pool=_reward_pool(config, engine), seed=config.run.seed, on_step=watchdog.beat),
         channel=ColocatedChannel(residency),
         residency=residency,
         learner=learner,
@@ -207,22 +184,6 @@ def make_vllm(config: TrainerConfig, rollout: Layout, shared_weights: Mapping[st
     )
     vllm.sleep()
     return vllm
-
-
-def read_prompts(config: TrainerConfig, tokenizer: Tokenizer, arch: Architecture, *, validation: bool = False) -> PromptDataset | None:
-    """The prompts to learn from or to validate with (None: none are given).
-
-    Raises:
-        ValueError: as PromptDataset, or a token that the model has no embedding for.
-    """
-    path = config.data.validation if validation else config.data.train
-    if validation and not path:
-        return None
-    prompts = PromptDataset(path, tokenizer, config.data)
-    largest = max(max(prompt.prompt_token_ids) for prompt in prompts)
-    if largest >= arch.vocab_size:
-        raise ValueError(f"the tokenizer in {config.actor.path} gives token {largest} for {path}, and the model has vocab_size={arch.vocab_size}; use the model's own tokenizer")
-    return prompts
 
 
 def _rollout_dtype(config: TrainerConfig) -> torch.dtype:

@@ -8,23 +8,25 @@ from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_sum
+from parallel.refusal import agree, shown, speak_once
 from parallel.run_lock import RunLock
 from parallel.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import check_sft_config, refuse
+from verl_megatron.checks import refuse
 from verl_megatron.config import SFTConfig
-from verl_megatron.data import Demonstration, DemonstrationDataset, PromptCursor
+from verl_megatron.data import Demonstration, PromptCursor
+from verl_megatron.folders import find_not_finite
 from verl_megatron.losses import cross_entropy
 from verl_megatron.metrics import PhaseTimer, reduce_over_world
-from verl_megatron.planner import check_supervised_fits, machine_here
+from verl_megatron.planner import machine_here
+from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.profiling import record_profile
-from verl_megatron.roles.engine import check_weights
+from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.timeline import record_timeline, write_timeline
-from verl_megatron.tokenizer import load_tokenizer
 from verl_megatron.tracking import MetricsTracker
 from verl_megatron.versions import check_versions
 
@@ -37,11 +39,16 @@ class SFTTrainer:
     """
 
     def __init__(self, config: SFTConfig):
+        speak_once()
+        if not isinstance(config, SFTConfig):
+            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give an SFTConfig")
         check_versions(vllm=False)
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
-        refuse(check_sft_config(config, world_size=dist.get_world_size()))
-        refuse(check_supervised_fits(config, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
+        self.inputs = Inputs()
+        agree(lambda: refuse(inspect_supervised(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs)))
+        for note in self.inputs.notes if self.is_first else []:
+            print(note, flush=True)
 
     def train(self) -> dict[str, float]:
         """All optimizer steps, then the export; returns the last metrics."""
@@ -51,11 +58,9 @@ class SFTTrainer:
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
-        tokenizer = load_tokenizer(config.actor.path)
-        rows = DemonstrationDataset(config.data.train, tokenizer, config.data)
-        held_out = DemonstrationDataset(config.data.validation, tokenizer, config.data) if config.data.validation else None
-        arch = read_architecture(config.actor.path)
-        check_weights(config.actor.path, "lm")
+        folders, place = {"actor": (config.actor.path, "lm")}, dict(place=dist.get_rank(), of=dist.get_world_size())
+        agree(lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)))
+        rows, held_out, arch = self.inputs.train, self.inputs.validation, read_architecture(config.actor.path)
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning)
         gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)

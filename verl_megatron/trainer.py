@@ -9,20 +9,23 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.preemption import Preemption, usual_grace_s
+from parallel.refusal import agree, shown, speak_once
 from parallel.run_lock import RunLock
 from parallel.watchdog import Watchdog
 from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import batch_arithmetic, check_config, refuse
+from verl_megatron.checks import batch_arithmetic, refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data import GivenPrompts, Prompt
 from verl_megatron.iteration import Collected, collect, learn
 from verl_megatron.metrics import Sums, reduce_over_world
-from verl_megatron.planner import Case, check_fits, kv_bytes_per_token, machine_here, rows_together
+from verl_megatron.model_specs import models_of
+from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, rows_together
+from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.profiling import record_profile
 from verl_megatron.report import draw_report
 from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.sampler import Draw
-from verl_megatron.run import Run, build_run, models_of
+from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
 from verl_megatron.timeline import record_timeline, write_timeline
 from verl_megatron.tracking import MetricsTracker, writing_to
@@ -43,19 +46,24 @@ class RLTrainer:
     """
 
     def __init__(self, config: TrainerConfig | None = None, *, actor_model: str = "", reward_model: str = "", reward_function: str = "", use_vllm: bool = True):
-        if not use_vllm:
-            raise ValueError("use_vllm=False: rollouts come from vLLM only; leave use_vllm at True")
-        config = config or TrainerConfig()
+        speak_once()
+        if use_vllm is not True:
+            raise ValueError(f"use_vllm={shown(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True")
+        config = TrainerConfig() if config is None else config
+        if not isinstance(config, TrainerConfig):
+            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, such as that of get_trainer_config()")
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
         config.reward.function = reward_function or config.reward.function
         check_versions()
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
-        refuse(check_config(config, world_size=dist.get_world_size()))
-        refuse(check_fits(config, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
+        self.inputs = Inputs()
+        agree(lambda: refuse(inspect_run(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs)))
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
+        for note in self.inputs.notes:
+            self.say(note)
         self.say(batch_arithmetic(config, dist.get_world_size()))
         self.run: Run | None = None
 
@@ -76,7 +84,7 @@ class RLTrainer:
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
             with self.watchdog.operation("build", timeout_s=SLOW_S):
-                self.run = build_run(self.config, self.watchdog)
+                self.run = build_run(self.config, self.inputs, self.watchdog)
                 self.state = SavedState(self.run, say=self.say)
             record_timeline(self.run.clock, config.track_metrics)
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
@@ -198,9 +206,10 @@ class RLTrainer:
         if self.is_first:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
             rows = sorted((row for part in gathered for row in part), key=lambda row: row["row"])
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             with writing_to(self.output_dir):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair, as JSON writes it
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from parallel.convert.open_files import OpenFiles
 from parallel.weights.architecture import read_architecture
-from parallel.weights.files import FLOATS, INDEX, SINGLE, CheckpointFolder
+from parallel.weights.files import INDEX, SINGLE, CheckpointFolder
 from parallel.weights.rules import Head, hf_shapes
+from parallel.weights.values import check_tied
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -21,7 +22,7 @@ class HuggingFace:
     """An open folder, checked against its config.json; its tensors are read by rows.
 
     Raises:
-        ValueError: the folder, a file or a tensor is missing, broken, unknown, quantised or of another shape.
+        ValueError: the folder, a file or a tensor is missing, broken, unknown, quantised or of another shape, or a tied model has another head.
     """
 
     kind = "Hugging Face folder"
@@ -33,10 +34,9 @@ class HuggingFace:
             self.head: Head = "token" if "score.bias" in folder.names else "sequence" if "score.weight" in folder.names else "lm"
             self.shapes = hf_shapes(self.arch, self.head)
             folder.check_shapes(self.shapes)
-            dtypes = {name: folder.dtype(name) for name in self.shapes}
-        if wrong := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS]:
-            raise ValueError(f"{wrong[0]} in {self.path} is not of a floating dtype; quantised weights are not supported, convert them to bfloat16")
-        self.dtypes = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
+            if self.head == "lm" and self.arch.tied:
+                check_tied(folder)
+            self.dtypes = {name: DTYPES[folder.dtype(name)] for name in self.shapes}
         self._files = OpenFiles(self.path)
         self._starts = self._locate()
 

@@ -1,15 +1,17 @@
 """What a dense decoder is, read from a Hugging Face config.json and written back to one.
 
-The translation is an explicit two-way table: each key of config.json is mapped, known to leave the mathematics alone, or
-an error that names it. Nothing is dropped in silence.
+The translation is an explicit two-way table: each key of config.json is mapped, known to leave the mathematics alone with the
+value it has (`config_keys.py`), or an error that names it. Nothing is dropped in silence.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
+
+from parallel.weights.config_keys import FIXED, HARMLESS, class_names, lengths, refusals
+from parallel.weights.json_files import is_count, read_object, shown, shown_key
 
 HEADS = {"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "ForSequenceClassification"}
 
@@ -22,13 +24,20 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     absent: Mapping[str, Any]  # what transformers assumes for a key that config.json lacks, where families differ
+    never_null: frozenset[str] = frozenset()  # optional keys whose null transformers cannot read
+    whole_heads: bool = False  # heads divide the hidden size even where head_dim is given
 
 
 FAMILIES = {
-    "llama": Family(stem="Llama", absent={}),
-    "mistral": Family(stem="Mistral", absent={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": Family(stem="Qwen2", qkv_bias=True, absent={"num_key_value_heads": 32, "sliding_window": 4096}),
-    "qwen3": Family(stem="Qwen3", qk_norm=True, absent={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096}),
+    "llama": Family(stem="Llama", absent={}, whole_heads=True),
+    "mistral": Family(stem="Mistral", absent={"num_key_value_heads": 8, "sliding_window": 4096}, never_null=frozenset({"num_key_value_heads"})),
+    "qwen2": Family(stem="Qwen2", qkv_bias=True, absent={"num_key_value_heads": 32, "sliding_window": 4096}, never_null=frozenset({"head_dim"})),
+    "qwen3": Family(
+        stem="Qwen3",
+        qk_norm=True,
+        absent={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        never_null=frozenset({"head_dim"}),
+    ),
 }
 
 
@@ -84,25 +93,21 @@ TABLE: dict[str, tuple[str, type, Any]] = {
     "max_position_embeddings": ("max_positions", int, MISSING),
     "initializer_range": ("initializer_range", float, 0.02),
 }
-# Keys that may only have the value which the models here compute with.
-FIXED: dict[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "other activations are not supported"),
-    "attention_bias": (False, "a bias on o_proj cannot be expressed in Megatron-Core without one on every linear"),
-    "mlp_bias": (False, "biases in the feed-forward layers are not supported"),
-    "pretraining_tp": (1, "set it to 1: only the rounding of the original training depends on it"),
-    "partial_rotary_factor": (1.0, "rotary embeddings over a part of the head are not supported"),
-    "attention_dropout": (0.0, "training here uses no dropout: set it to 0"),
-    "token_classification_bias": (True, "value heads without a bias are read from sequence-classification folders"),
+# No model comes near these; without them a mistyped size takes all memory or an hour before anything else is wrong.
+LARGEST = {
+    "hidden_size": 2**18,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**10,
+    "num_key_value_heads": 2**10,
+    "head_dim": 2**10,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**22,
+    "max_position_embeddings": 2**24,
+    "rms_norm_eps": 1.0,
+    "initializer_range": 1.0,
+    "rope_theta": 1e15,
+    "factor": 2.0**10,
 }
-READ_SEPARATELY = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
-OF_THE_HEAD = {"architectures", "id2label", "label2id", "num_labels", "problem_type", "classifier_dropout"}
-# Keys that do not change what the trunk computes; carried over to a written config.json.
-_LABELS = "dtype torch_dtype transformers_version name_or_path _name_or_path tokenizer_class prefix task_specific_params is_llama_config"
-_TOOLS = "unsloth_fixed unsloth_version transformers.js_config"
-_TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id"
-_RUNNING = "use_cache attn_implementation _attn_implementation return_dict output_hidden_states output_attentions output_scores chunk_size_feed_forward"
-_GENERATION = "max_length min_length max_new_tokens do_sample num_beams num_return_sequences temperature top_k top_p typical_p repetition_penalty length_penalty"
-HARMLESS = {key for keys in (_LABELS, _TOOLS, _TOKENS, _RUNNING, _GENERATION) for key in keys.split(" ")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +137,14 @@ class Architecture:
     def qk_norm(self) -> bool:
         return FAMILIES[self.model_type].qk_norm
 
+    @property
+    def served_positions(self) -> int:
+        """Positions of a row at most: vLLM's table of angles may be shorter than max_positions."""
+        scaling = self.rope_scaling
+        if not isinstance(scaling, YarnRope):
+            return self.max_positions
+        return min(self.max_positions, int(scaling.original_max_position_embeddings * scaling.factor))
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, source: str = "config.json") -> "Architecture":
         """Translate the content of a config.json; `source` names it in errors.
@@ -140,19 +153,21 @@ class Architecture:
             ValueError: a model type, key or value that is not understood and changes the mathematics, a missing key or a value
                 of a wrong type. All that is wrong is listed in one message.
         """
-        family = FAMILIES.get(config.get("model_type", ""))
+        model_type = config.get("model_type")
+        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
-            raise ValueError(f"{source}: model_type={config.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}")
+            raise ValueError(f"{source}: model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}")
         problems: list[str] = []
         values: dict[str, Any] = {}
         for key, (field, kind, absent) in TABLE.items():
-            default = family.absent.get(key, absent)
-            values[field] = _typed(key, config.get(key, default), kind, absent, problems)
-        problems += _refusals(config)
+            value = config.get(key, family.absent.get(key, absent))
+            may_be_null = absent is None and not (key in config and key in family.never_null)
+            values[field] = _typed(key, value, kind, problems, may_be_null=may_be_null, whole=kind is int)
+        problems += refusals(config, set(TABLE)) + class_names(config, family.stem)
         if not problems:
-            _derive_heads(values, problems)
+            _derive_heads(values, family, problems)
             values |= _read_rope(config, values["max_positions"], problems)
-            problems += _sliding_window(config, family, values)
+            problems += _sliding_window(config, family, values) + lengths(config, values["max_positions"])
         if problems:
             raise ValueError(f"{source} describes a model that cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
         return cls(model_type=config["model_type"], **values)
@@ -189,96 +204,130 @@ def read_architecture(folder: str | Path) -> Architecture:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The content of a folder's config.json; ValueError if there is none."""
     path = Path(folder) / "config.json"
-    if not path.parent.is_dir():
-        raise ValueError(f"model folder {path.parent} does not exist; give the path of a Hugging Face folder")
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a model folder needs the config.json of its Hugging Face model")
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a JSON object ({error}); copy it again from its source") from None
+        if path.parent.is_file():
+            raise ValueError(f"model folder {path.parent} is a file; give the path of a Hugging Face folder")
+        if not path.parent.is_dir():
+            raise ValueError(f"model folder {path.parent} does not exist; give the path of a Hugging Face folder")
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; a model folder needs the config.json of its Hugging Face model")
+    except OSError as error:  # a path that is too long, or behind a folder that may not be read
+        raise ValueError(f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging Face folder") from None
+    return read_object(path)
 
 
-def _typed(key: str, value: Any, kind: type, absent: Any, problems: list[str]) -> Any:
-    """`value` as `kind`; sizes and rates must be positive. None stands for what is derived later."""
+def _typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False, whole: bool = False) -> Any:
+    """`value` as `kind`; sizes and rates must be positive and within `LARGEST`. None stands for what is derived later.
+
+    Args:
+        whole: a size: 64.0 is none.
+    """
+    most = LARGEST.get(key.rpartition(".")[2], math.inf)
     if value is MISSING:
         problems.append(f"{key} is missing; add it as the model's authors give it")
-    elif value is None and absent is None:
+    elif value is None and may_be_null:
         return None
     elif kind is bool and isinstance(value, bool):
         return value
-    elif kind is not bool and not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value) and kind(value) == value > 0:
-        return kind(value)
+    elif kind is not bool and type(value) in ((int,) if whole else (int, float)) and 0 < value < math.inf:
+        if value <= most:
+            return kind(value)
+        problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")
     else:
-        problems.append(f"{key}={value!r} must be {'true or false' if kind is bool else f'a positive {kind.__name__}'}")
+        wanted = "true or false" if kind is bool else "a positive whole number" if whole else "a positive number"
+        problems.append(f"{key}={shown(value)} must be {wanted}")
     return None
 
 
-def _refusals(config: Mapping[str, Any]) -> list[str]:
-    """Keys whose value is not what the models here compute with, and keys nobody knows."""
-    problems = []
-    for key, (value, reason) in FIXED.items():
-        if config.get(key) is not None and config[key] != value:
-            problems.append(f"{key}={config[key]!r} is not supported (only {value!r}): {reason}")
-    known = TABLE.keys() | FIXED.keys() | READ_SEPARATELY | OF_THE_HEAD | HARMLESS
-    for key, value in config.items():
-        is_unset = value is None or value is False or value == {} or value == []
-        if key not in known and not is_unset:
-            problems.append(f"{key}={value!r} is not understood and may change the mathematics; remove it if it does not")
-    return problems
-
-
-def _derive_heads(values: dict[str, Any], problems: list[str]) -> None:
+def _derive_heads(values: dict[str, Any], family: Family, problems: list[str]) -> None:
     heads, hidden = values["num_heads"], values["hidden_size"]
     values["num_kv_heads"] = values["num_kv_heads"] or heads
     if heads % values["num_kv_heads"]:
         problems.append(f"num_key_value_heads={values['num_kv_heads']} must divide num_attention_heads={heads}")
-    if values["head_dim"] is None:
-        if hidden % heads:
-            problems.append(f"num_attention_heads={heads} must divide hidden_size={hidden}, or head_dim be given")
-        values["head_dim"] = hidden // heads
+    if hidden % heads and (values["head_dim"] is None or family.whole_heads):
+        problems.append(f"num_attention_heads={heads} must divide hidden_size={hidden}" + ", or head_dim be given" * (not family.whole_heads))
+    values["head_dim"] = values["head_dim"] or max(hidden // heads, 1)
     if values["head_dim"] % 2:
         problems.append(f"head_dim={values['head_dim']} must be even for rotary positions")
 
 
 def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or the older pair of keys."""
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if not isinstance(new, dict) or not isinstance(old, dict):
-        problems.append(f"rope_parameters={new!r} and rope_scaling={old!r} must be objects or null")
-        return {}
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            problems.append(f"{name}={shown(value)} must be an object or null")
+            return {}
     where = "rope_scaling" if old else "rope_parameters"
-    given = {key: value for key, value in (old or new).items() if value is not None}
+    given = dict(old or new or {})
+    if nulls := [key for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor") if key in given and given[key] is None]:
+        problems.append(f"{where}.{nulls[0]} is null, which transformers cannot read; remove it")
+        return {}
     if old and new and old != new:
-        problems.append(f"rope_scaling={old!r} and rope_parameters={new!r} contradict each other; keep one of them")
-    legacy_type = given.pop("type", "default")
-    rope_type = given.pop("rope_type", legacy_type)
+        problems.append(f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of them")
+    types = [given.pop(name) for name in ("rope_type", "type") if name in given]
+    if types[1:] and types[0] != types[1]:
+        problems.append(f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other; keep one of them")
     inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
-        problems.append(f"{where}.rope_theta={inner!r} and rope_theta={outer!r} contradict each other; keep one of them")
-    theta = _typed("rope_theta", next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, MISSING, problems)
-    if (partial := given.pop("partial_rotary_factor", 1.0)) != 1.0:
-        problems.append(f"{where}.partial_rotary_factor={partial!r} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}")
+        problems.append(f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one of them")
+    theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
+    theta = _typed(theta_key, next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems)
+    if theta is not None and theta <= 1:
+        problems.append(f"{theta_key}={shown(theta)} must be above 1: positions turn by its powers")
+    partial = given.pop("partial_rotary_factor", 1.0)
+    if partial != 1.0 or isinstance(partial, bool):
+        problems.append(f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}")
+    rope_type = types[0] if types else "default"
     if rope_type == "default":
-        problems += [f"{where}.{key}={value!r} is not understood with rope type 'default'; remove it if it has no effect" for key, value in given.items()]
+        problems += [
+            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it if it has no effect"
+            for key, value in given.items()
+            if value is not None
+        ]
         return {"rope_theta": theta, "rope_scaling": None}
-    if rope_type not in ROPE_TYPES:
-        problems.append(f"{where} has rope type {rope_type!r}, which is not supported; supported are default, {', '.join(ROPE_TYPES)}")
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        problems.append(f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default, {', '.join(ROPE_TYPES)}")
         return {}
     return {"rope_theta": theta, "rope_scaling": _read_scaling(ROPE_TYPES[rope_type], given, where, max_positions, problems)}
 
 
 def _read_scaling(rope: type, given: dict[str, Any], where: str, max_positions: int, problems: list[str]) -> RopeScaling | None:
     known = {field.name: field for field in fields(rope)}
-    problems += [f"{where}.{key}={given[key]!r} is not understood with rope type {rope.rope_type!r}" for key in given.keys() - known.keys()]
+    problems += [
+        f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type {rope.rope_type!r}"
+        for key, value in given.items()
+        if key not in known and value is not None
+    ]
     if "original_max_position_embeddings" in known:
         given.setdefault("original_max_position_embeddings", max_positions)  # as transformers does
     found = len(problems)
     values = {}
     for name, field in known.items():
         kind = {"original_max_position_embeddings": int, "truncate": bool}.get(name, float)
-        values[name] = _typed(f"{where}.{name}", given.get(name, field.default), kind, field.default, problems)
+        value = given.get(name, field.default)
+        values[name] = _typed(f"{where}.{name}", value, kind, problems, may_be_null=field.default is None, whole=kind is int)
+    if len(problems) == found:
+        problems += _odd_scaling(values, where)
     return rope(**values) if len(problems) == found else None
+
+
+def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
+    """Numbers that are right one by one and between which nothing can be computed."""
+    problems = [
+        f"{where}.{name}={shown(value)} must lie between 0.001 and 1,000,000"
+        for name, value in values.items()
+        if isinstance(value, float) and not 1e-3 <= value <= 1e6
+    ]
+    if values["factor"] < 1:
+        problems.append(f"{where}.factor={values['factor']} must be at least 1: scaling makes sequences longer")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if low in values and values[low] >= values[high]:
+            problems.append(f"{where}.{low}={values[low]} must be below {where}.{high}={values[high]}")
+    original = values.get("original_max_position_embeddings", 1)
+    if (table := original * values["factor"]) > (most := LARGEST["max_position_embeddings"]):
+        problems.append(f"{where} reaches {table:g} positions, more than any model's (at most {most:g})")
+    return problems
 
 
 def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -291,15 +340,37 @@ def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> list[str]:
     """Attention over a window is refused where a sequence could be longer than the window."""
-    if other := set(map(str, config.get("layer_types") or ())) - {"full_attention"}:
-        return [f"layer_types names {sorted(other)}; only full_attention is supported"]
+    if problems := _window_types(config, values["num_layers"]):
+        return problems
     window = config.get("sliding_window", family.absent.get("sliding_window"))
     if family.stem.startswith("Qwen"):
         first = config.get("max_window_layers", 28)  # layers below it see everything
-        if not config.get("use_sliding_window") or (isinstance(first, int) and first >= values["num_layers"]):
+        if not config.get("use_sliding_window") or first >= values["num_layers"]:
             return []
-    if window is None or (isinstance(window, int) and window >= values["max_positions"]):
-        return []
     longest = values["max_positions"]
+    if window is None or window >= longest:
+        return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
-    return [f"sliding_window={window!r} is in use and shorter than max_position_embeddings={longest}, which is not supported; {remedy}"]
+    return [f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which is not supported; {remedy}"]
+
+
+def _window_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Keys about windows whose values are not of their type, and layers of another kind."""
+    problems = []
+    for key, is_right, wanted in (
+        ("sliding_window", lambda value: value is None or (is_count(value) and value > 0), "a positive whole number or null"),
+        ("use_sliding_window", lambda value: isinstance(value, bool), "true or false"),
+        ("max_window_layers", is_count, "a whole number"),
+    ):
+        if key in config and not is_right(config[key]):
+            problems.append(f"{key}={shown(config[key])} must be {wanted}")
+    types = config.get("layer_types")
+    if types is None:
+        return problems
+    if not isinstance(types, list):
+        problems.append(f"layer_types={shown(types)} must be a list or null")
+    elif other := [kind for kind in types if kind != "full_attention"]:
+        problems.append(f"layer_types names {shown(other[0])}; only full_attention is supported")
+    elif len(types) != num_layers:
+        problems.append(f"layer_types has {len(types)} entries, one for each of num_hidden_layers={num_layers} is needed")
+    return problems

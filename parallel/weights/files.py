@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,11 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel.weights.architecture import read_config
+from parallel.weights.json_files import is_count, parse_object, read_object, reason_of, shown, shown_key
 from parallel.weights.shard import Block, ShardedParameter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
-UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")  # old buffers; a head that a tied or a value model does not use
+OLD_BUFFER = ".rotary_emb.inv_freq"  # recomputed by all readers
+HEAD = "lm_head.weight"  # which a tied or a value model does not use
+SUFFIX = ".safetensors"
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 VALUE_HEAD = "score."  # a model without one gets it as initialised
 # What belongs to a model beside its weights and config.json.
 COMPANIONS = (
@@ -33,8 +38,8 @@ class CheckpointFolder:
     A tensor's bytes are read when `read` asks for them, and no others. Also a context manager that closes the files.
 
     Raises:
-        ValueError: the folder, its config.json or a weight file is missing, a file is truncated or garbled, or the index names a
-            tensor that its file does not hold. The message names the file.
+        ValueError: the folder, its config.json or a weight file is missing, a file is truncated or garbled, or the index and the
+            files do not hold the same tensors, each once. The message names the file.
     """
 
     def __init__(self, path: str | Path):
@@ -43,8 +48,8 @@ class CheckpointFolder:
         weight_map = _weight_map(self.path)
         self._files = {name: _open(self.path / name) for name in sorted(set(weight_map.values()))} if weight_map else {SINGLE: _open(self.path / SINGLE)}
         held = {name: set(file.keys()) for name, file in self._files.items()}
-        if wrong := [f"{tensor} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]]:
-            raise ValueError(f"{self.path / INDEX} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source")
+        if weight_map:
+            _check_index(self.path / INDEX, weight_map, held)
         self._file_of = weight_map or {tensor: SINGLE for tensor in held[SINGLE]}
 
     def __enter__(self) -> Self:
@@ -64,6 +69,18 @@ class CheckpointFolder:
     def dtype(self, name: str) -> str:
         """As safetensors calls it: "F32", "BF16", ..."""
         return self._slice(name).get_dtype()
+
+    def file(self, name: str) -> Path:
+        """Where the tensor lies."""
+        return self.path / self._file_of[name]
+
+    def rows(self, name: str, at_most: int = 1 << 24) -> Iterator[Tensor]:
+        """The tensor as stored, in parts of whole rows with about `at_most` elements."""
+        source = self._slice(name)
+        shape = source.get_shape()
+        step = max(1, at_most // max(1, prod(shape[1:])))
+        for start in range(0, shape[0], step):
+            yield source[start : start + step]
 
     def read(self, block: Block, dtype: torch.dtype) -> Tensor:
         """The rectangle as a matrix [rows, cols] of `dtype` on the CPU; `block.row` and `block.col` play no part.
@@ -91,18 +108,25 @@ class CheckpointFolder:
             optional: tensors that may be absent, such as a value head that is yet to be trained.
 
         Raises:
-            ValueError: lists the tensors that are missing, of another shape, or that nothing reads.
+            ValueError: lists the tensors that are missing, of another shape, of a dtype that is no float, or that nothing reads.
         """
         missing = [name for name in expected if name not in self._file_of and name not in optional]
         shapes = {name: (self.shape(name), tuple(shape)) for name, shape in expected.items() if name in self._file_of}
         wrong = [_mismatch(name, found, wanted) for name, (found, wanted) in shapes.items() if found != wanted]
-        extra = sorted(name for name in self._file_of if name not in expected and not name.endswith(UNUSED))
-        problems = [f"missing: {_listed(missing)}"] * bool(missing) + [f"shapes: {_listed(wrong)}"] * bool(wrong) + [f"unknown: {_listed(extra)}"] * bool(extra)
-        if problems:
+        extra = sorted(name for name in self._file_of if name not in expected and name != HEAD and not name.endswith(OLD_BUFFER))
+        stored = {name: self.dtype(name) for name in expected if name in self._file_of}
+        quantised = [f"{name} is {dtype}" for name, dtype in stored.items() if dtype not in FLOATS]
+        found = {"missing": missing, "shapes": wrong, "unknown": list(map(shown_key, extra)), "quantised (convert them to bfloat16)": quantised}
+        if problems := [f"{kind}: {_listed(names)}" for kind, names in found.items() if names]:
             raise ValueError(f"the weights in {self.path} do not belong to its config.json:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds weights, or an index of them."""
+    return any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
 
 
 def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParameter], tensors: Mapping[tuple[int, str], Tensor]) -> list[str]:
@@ -196,37 +220,64 @@ def _weight_map(folder: Path) -> dict[str, str]:
         others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
         found = f" (found {_listed(others)}: save the model with transformers as safetensors)" if others else ""
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}")
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not an index of safetensors files; copy it again from its source") from None
+    weight_map = read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{path} is not an index of safetensors files; copy it again from its source")
     if not weight_map:
         raise ValueError(f"{path} names no tensors; copy it again from its source")
+    files = sorted(set(weight_map.values()))
+    if wrong := [shown(name) for name in files if not _is_plain(name)]:
+        raise ValueError(f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one, without a folder")
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from their source")
     return weight_map
 
 
+def _is_plain(name: str) -> bool:
+    """Whether an index may name such a file: no path, so nothing outside its folder (symbolic links are the folder's own), and no pickle."""
+    return name.endswith(SUFFIX) and len(name) < 256 and name.isprintable() and not set(name) & {"/", "\\"}
+
+
+def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, set[str]]) -> None:
+    """Each tensor of the index is in its file, and the files hold no others: readers differ in what they make of those."""
+    if wrong := [f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]]:
+        raise ValueError(f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source")
+    found = [(tensor, name) for name, tensors in held.items() for tensor in sorted(tensors) if not tensor.endswith(OLD_BUFFER)]
+    if stray := [f"{shown_key(tensor)} in {name}" for tensor, name in found if weight_map.get(tensor) != name]:
+        raise ValueError(f"{path} leaves out tensors that its files hold, or names another file for them: {_listed(stray)}; copy the folder again from its source")
+
+
 def _open(path: Path) -> Any:
     """The safetensors file, opened; its length is checked against its header first (8 bytes of length, JSON, data)."""
-    actual = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        header = file.read(header_bytes) if header_bytes <= actual - 8 else b""
-    if not header:
-        raise ValueError(f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; copy it again from its source")
+    again = "copy it again from its source"
     try:
-        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise ValueError(f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors; copy it again from its source") from None
+        actual = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = file.read(header_bytes) if header_bytes <= min(actual - 8, MOST_HEADER_BYTES) else b""
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); make it readable") from None
+    if not header:
+        raise ValueError(f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; {again}")
+    try:
+        table = parse_object(header)
+        expected = 8 + header_bytes + max((_end(entry) for name, entry in table.items() if name != "__metadata__"), default=0)
+    except ValueError as error:
+        raise ValueError(f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors ({reason_of(error)}); {again}") from None
     if actual != expected:
-        raise ValueError(f"{path} is truncated or garbled: its header describes {expected} bytes and the file has {actual}; copy it again from its source")
+        raise ValueError(f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has {actual}; {again}")
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is garbled ({error}); copy it again from its source") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is garbled ({reason_of(error)}); {again}") from None
+
+
+def _end(entry: Any) -> int:
+    """Where a tensor's bytes end, from its entry in a header."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+        raise ValueError(f"it describes a tensor as {shown(entry)}")
+    return offsets[1]
 
 
 def _mismatch(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:

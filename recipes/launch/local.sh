@@ -35,6 +35,18 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks need a store of th
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # the reason of a failure, in the log of the rank that saw it
 export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # 4.096 us * 2^22 = 17 s: a link that is down for a moment does not end a run
 NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GPUS=${GPUS:-${PET_NPROC_PER_NODE:-}} # PET_*: torchrun's own names, set by PyTorchJob
+whole() { # name, lowest, highest: stops unless the variable is empty or such a number; before arithmetic, which would run what is inside
+  local value=${!1:-}
+  [[ -z $value ]] || [[ $value =~ ^(0|[1-9][0-9]{0,5})$ && $value -ge $2 && $value -le $3 ]] || stop "$1=${value:0:200} has to be a whole number from $2 to $3; set it so, or unset it"
+}
+whole NNODES 1 100000
+whole GPUS 1 1024
+whole NODE_RANK 0 99999
+whole MAX_RESTARTS 0 100000
+whole MASTER_PORT 1 65535
+whole TORCH_ELASTIC_SHUTDOWN_TIMEOUT 0 999999
+[[ ${GRACE_S:-1} =~ ^[0-9]{1,7}(\.[0-9]{1,9})?$ ]] || stop "GRACE_S=${GRACE_S:0:200} must be greater than 0: seconds from SIGTERM to the end by force"
+[[ ${MASTER_ADDR:-x} =~ ^[][0-9A-Za-z_.:%-]{1,253}$ ]] || stop "MASTER_ADDR=${MASTER_ADDR:0:200} has to be the name or address of a host"
 SCRATCH=${SCRATCH:-outputs/random}
 DRY_RUN=
 for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; done
@@ -43,7 +55,7 @@ settings=(run.output_dir="outputs/$(basename "$0" .sh)")
 
 world() { # nodes, GPUS: the usual size of the run, unless the launcher or the user gives another; `ranks` is their number
   : "${NNODES:=$1}" "${GPUS:=$2}"
-  [[ $NNODES =~ ^[1-9][0-9]*$ && $GPUS =~ ^[1-9][0-9]*$ ]] || stop "NNODES=$NNODES and GPUS=$GPUS have to be whole numbers of at least 1: nodes, and GPUs of each"
+  ((NODE_RANK < NNODES)) || stop "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes count from 0"
   [[ $NNODES == 1 || -n ${MASTER_ADDR:-}${LOCAL_RANK:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
   ranks=$((NNODES * GPUS))
 }
@@ -70,7 +82,7 @@ random_weights() { # shape, options of make_random.py: its folder with model, tr
 train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts of 512 tokens and responses of exactly 512, for measuring
   if [[ -n ${MODEL:-} ]]; then
     [[ -n ${DATA:-}$DRY_RUN ]] || stop "DATA is not set; name the .jsonl file on which MODEL=$MODEL is trained"
-    settings+=(actor.path="$MODEL" data.train="${DATA:-$0}") # a plan needs a file and reads none
+    settings+=(actor.path="$MODEL" data.train="${DATA:-}") # a plan needs none
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")
     echo "MODEL is not set: planned for the shape $1, with rows as long as the recipe allows" >&2

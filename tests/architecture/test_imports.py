@@ -19,19 +19,20 @@ OWNERS = {
     "transformer_engine": ("verl_megatron/models/",),
     "matplotlib": ("verl_megatron/report.py",),
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/log_prob_kernels.py"),
-    "transformers": ("verl_megatron/tokenizer.py", "verl_megatron/models/rope.py"),
+    "transformers": ("verl_megatron/tokenizer.py", "verl_megatron/folders.py", "verl_megatron/models/rope.py"),
 }
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
     ("train", "sft"),
-    ("command_line", "trainer", "sft_trainer", "saved_state", "dry_run"),
+    ("command_line", "recipe", "trainer", "sft_trainer", "saved_state", "dry_run"),
     ("iteration",),
     ("run",),
     ("learner",),
-    ("timeline", "profiling", "roles", "rollout", "checks", "report", "planner"),
-    ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing", "data", "tokenizer", "limits"),
+    ("timeline", "profiling", "roles", "rollout", "checks", "folders", "model_specs", "report", "planner", "preflight"),
+    ("models", "algorithms", "rewards", "collector", "micro_batch", "log_probs", "losses", "kl", "advantages", "tracking", "metrics", "packing",
+     "data", "tokenizer", "chat", "limits"),
     ("manifest", "output_folder"),
-    ("presets", "versions", "batch", "config", "log_prob_kernels", "residency"),
+    ("presets", "versions", "batch", "config", "log_prob_kernels", "json_lines", "residency"),
 )
 
 

@@ -112,7 +112,7 @@ def check_refusals(actor):
         actor.generate(REQUESTS[:1], Sampling(stop=("w5",)))
     with pytest.raises(ValueError, match="must divide the world of 1 ranks"):
         VLLMActor(folder / "a", 2)
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
         VLLMActor(folder)
 
 

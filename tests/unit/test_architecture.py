@@ -136,6 +136,33 @@ REFUSED = [
     (LLAMA2, {"rms_norm_eps": None}, "rms_norm_eps=None"),
     (LLAMA2, {"num_key_value_heads": 5}, "num_key_value_heads=5"),
     (LLAMA2, {"num_attention_heads": 33, "num_key_value_heads": 33}, "num_attention_heads=33"),
+    (LLAMA2, {"num_attention_heads": 33, "num_key_value_heads": 33, "head_dim": 64}, "num_attention_heads=33"),
+    (LLAMA2, {"is_causal": False}, "is_causal=False"),
+    (LLAMA2, {"is_causal": None}, "is_causal=None"),  # as false, says transformers
+    (LLAMA2, {"hidden_act": None}, "hidden_act=None"),
+    (LLAMA2, {"attention_bias": 0}, "attention_bias=0"),
+    (LLAMA2, {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+    (LLAMA2, {"max_sequence_length": 2048}, "max_sequence_length=2048"),
+    (LLAMA2, {"architectures": ["LlamaForRewardModel"]}, "LlamaForRewardModel"),
+    (LLAMA2, {"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' must be a list"),
+    (LLAMA2, {"model_type": ["llama"]}, r"model_type=\['llama'\]"),
+    (LLAMA2, {"hidden_size": 4096.0}, "hidden_size=4096.0 must be a positive whole number"),
+    (LLAMA2, {"hidden_size": True}, "hidden_size=True"),
+    (LLAMA2, {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 is larger than any model's"),
+    (LLAMA2, {"max_position_embeddings": 10**300}, "max_position_embeddings=1000.*is larger"),
+    (LLAMA2, {"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*is larger"),
+    (LLAMA2, {"rope_theta": 1}, "rope_theta=1"),
+    (LLAMA2, {"rope_scaling": {"rope_type": ["yarn"]}}, "rope type"),
+    (LLAMA2, {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, "rope_scaling.type='yarn' contradict"),
+    (LLAMA2, {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5 must be at least 1"),
+    (LLAMA32, {"rope_scaling": LLAMA32["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0 must be below"),
+    (LLAMA2, {"rope_scaling": YARN | {"original_max_position_embeddings": 2**24}}, "more than any model's"),
+    (MISTRAL, {"num_key_value_heads": None}, "num_key_value_heads=None"),
+    (QWEN3, {"head_dim": None}, "head_dim=None"),
+    (QWEN25, {"use_sliding_window": 1}, "use_sliding_window=1"),
+    (QWEN25, {"max_window_layers": "21"}, "max_window_layers='21'"),
+    (QWEN3, {"layer_types": 4}, "layer_types=4"),
+    (QWEN3, {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
 ]
 
 
@@ -164,8 +191,30 @@ def test_windows_that_no_sequence_reaches_are_accepted():
         Architecture.from_hf({k: v for k, v in MISTRAL.items() if k != "sliding_window"})
 
 
-def test_unset_unknown_keys_are_harmless():
-    assert Architecture.from_hf(LLAMA2 | {"some_feature": None, "other_feature": False, "pruned_heads": {}}) == Architecture.from_hf(LLAMA2)
+def test_only_null_is_unset():
+    assert Architecture.from_hf(LLAMA2 | {"some_feature": None, "pruned_heads": {}}) == Architecture.from_hf(LLAMA2)
+    for value in (False, 0, "", [], {}):
+        with pytest.raises(ValueError, match="some_feature=.* is not understood"):
+            Architecture.from_hf(LLAMA2 | {"some_feature": value})
+
+
+def test_what_transformers_4_wrote_in_full_is_accepted():
+    """A config.json with every key of the base class, as older versions saved it."""
+    old = json.loads("""
+    {"return_dict": true, "output_hidden_states": false, "output_attentions": false, "torchscript": false, "use_bfloat16": false,
+     "tf_legacy_loss": false, "pruned_heads": {}, "chunk_size_feed_forward": 0, "is_encoder_decoder": false, "is_decoder": false,
+     "cross_attention_hidden_size": null, "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20,
+     "min_length": 0, "do_sample": false, "early_stopping": false, "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0,
+     "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+     "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": null, "num_return_sequences": 1,
+     "output_scores": false, "return_dict_in_generate": false, "forced_bos_token_id": null, "forced_eos_token_id": null,
+     "remove_invalid_values": false, "exponential_decay_length_penalty": null, "suppress_tokens": null,
+     "begin_suppress_tokens": null, "finetuning_task": null, "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+     "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "tokenizer_class": null, "prefix": null, "pad_token_id": null,
+     "sep_token_id": null, "decoder_start_token_id": null, "task_specific_params": null, "problem_type": null,
+     "_attn_implementation_autoset": true, "rope_interleaved": false, "use_mrope": false, "max_sequence_length": 4096}
+    """)
+    assert Architecture.from_hf(LLAMA2 | old) == Architecture.from_hf(LLAMA2)
 
 
 def test_absent_keys_mean_what_transformers_means():
@@ -184,3 +233,41 @@ def test_reading_a_folder(tmp_path):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA2))
     assert read_architecture(tmp_path) == Architecture.from_hf(LLAMA2)
+    with pytest.raises(ValueError, match=r"config\.json is a file"):
+        read_architecture(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_architecture("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"model_type": "llama", "hidden_size": NaN}', "it holds NaN"),
+        (b'{"model_type": "llama", "rms_norm_eps": -Infinity}', "it holds -Infinity"),
+        (b'{"model_type": "llama", "model_type": "qwen2"}', "it gives model_type twice"),
+        (b'{"a": ' * 100_000, "nested too deeply"),
+        (b'{"model_type": "ll\xe4ma"}', "utf-8"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "digits"),
+        (b'[["model_type", "llama"]]', "it holds \\["),
+        (b"", "Expecting value"),
+    ],
+    ids=["nan", "infinity", "twins", "deep", "latin", "huge", "list", "empty"],
+)
+def test_what_is_no_json_object_is_named(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"config\.json is not a JSON object \(.*{words}"):
+        read_architecture(tmp_path)
+
+
+def test_long_values_are_cut():
+    with pytest.raises(ValueError) as error:
+        Architecture.from_hf(LLAMA2 | {"hidden_act": "x" * 10**6, "k" * 10**6: 1, "hidden_size": [0] * 10**6, "mlp_bias": 10**4000})
+    assert len(str(error.value)) < 2000
+
+
+def test_positions_that_a_rollout_can_use():
+    """vLLM makes a table of the angles of YaRN's positions, whatever max_position_embeddings says."""
+    assert Architecture.from_hf(LLAMA2).served_positions == 4096
+    assert Architecture.from_hf(CONFIGS["qwen25_yarn"]).served_positions == 32768
+    short = YARN | {"factor": 2.5, "original_max_position_embeddings": 1024}
+    assert Architecture.from_hf(LLAMA2 | {"rope_scaling": short}).served_positions == 2560

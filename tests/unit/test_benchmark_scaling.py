@@ -267,8 +267,8 @@ def test_arguments_are_read_and_refused():
         (["--recipe", "ppo_toy_cpu", "--rollout", "8:2"], "--rollout speaks of 8 ranks, which --gpus does not name"),
         (["--recipe", "ppo_toy_cpu", "actor.lay=tp1"], "actor.lay is no setting"),
         (["--recipe", "ppo_toy_cpu", "lr"], "'lr' is no setting; write SECTION.SETTING=VALUE"),
-        (["--recipe", "ppo_toy_cpu", "data.max_prompt_tokens=-3"], "error: data.max_prompt_tokens=-3 lies outside [1, inf); choose a value inside"),
-        (["--recipe", "ppo_toy_cpu", "rollout.tp=0"], "error: rollout.tp=0 lies outside [1, inf); choose a value inside"),
+        (["--recipe", "ppo_toy_cpu", "data.max_prompt_tokens=-3"], "error: data.max_prompt_tokens=-3 lies outside [1, 1000000000]; choose a value inside"),
+        (["--recipe", "ppo_toy_cpu", "rollout.tp=0"], "error: rollout.tp=0 lies outside [1, 131072]; choose a value inside"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, arguments, message):
@@ -327,7 +327,7 @@ def test_random_weights_without_room_are_refused_before_anything_is_written(tmp_
     assert ended.value.code == 2 and capsys.readouterr().err == expected and not out.exists()
     with pytest.raises(SystemExit):
         make_random.main([str(out), "--layers", "1", "--prompt-tokens", "0"])
-    assert "error: --prompt-tokens 0 leaves prompts without a token" in capsys.readouterr().err and not out.exists()
+    assert "error: --prompt-tokens 0 must be from 1 to " in capsys.readouterr().err and not out.exists()
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"1")
     make_random.check_room(out, shape("llama3-8b"))  # an earlier call's file is written over

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,40 @@ BAD = [
     (dict(run__track_metrics=["consol"]), ["run.track_metrics", "consol"]),
     (dict(run__output_dir=""), ["run.output_dir=''"]),
     (dict(reshard__verify="always"), ["reshard.verify='always'"]),
+    (dict(rollout__temperature=2.5), ["rollout.temperature=2.5", "[0.01, 2]"]),
+    (dict(rollout__temperature=1e-9), ["rollout.temperature=1e-09"]),
+    (dict(data__validation_temperature=0.001), ["data.validation_temperature=0.001", "0 (greedy)"]),
+    (dict(rollout__stop=["a", ""]), ["rollout.stop has an empty string"]),
+    (dict(rollout__stop=["a"] * 10**6), ["rollout.stop has 1,000,000 entries"]),
+    (dict(rollout__stop_token_ids=[3, 150, -1]), ["rollout.stop_token_ids has [150, -1]", "150 tokens"]),
+    (dict(rollout__top_k=10**12), ["rollout.top_k=1000000000000"]),
+    (dict(rollout__kv_cache_mib=10**7), ["rollout.kv_cache_mib=10000000", "more than this host has"]),
+    (dict(reshard__window_mib=10**12), ["reshard.window_mib=1000000000000"]),
+    (dict(reward__workers=10**6), ["reward.workers=1000000"]),
+    (dict(reward__failure_score=1e300), ["reward.failure_score=1e+300"]),
+    (dict(actor__lr=1e30), ["actor.lr=1e+30", "[0, 1]"]),
+    (dict(engine__adam_eps=1e-300), ["engine.adam_eps=1e-300"]),
+    (dict(engine__adam_betas=[0.9] * 10**6), ["engine.adam_betas=[0.9, 0.9", "must be two numbers"]),
+    (dict(run__seed=2**64), [f"run.seed={2**64}", "4294967295"]),
+    (dict(run__seed=10**5000), ["run.seed=a int that is too long"]),
+    (dict(data__prompts_per_iteration=10**6, data__samples_per_prompt=10**6), ["1000000000000 rows are more than 1,000,000"]),
+    (dict(actor__layout="tp1000000000"), ["actor.layout='tp1000000000'"]),
+    (dict(actor__layout="tp" + "9" * 10**6), ["actor.layout='tp999", "characters"]),
+    (dict(actor__layout="tp\u0662"), ["not understood"]),
+    (dict(actor__layout="tp0"), ["size of 0"]),
+    (dict(actor__layout="tp-1"), ["not understood"]),
+    (dict(critic__devices="0-999999999"), ["critic.devices='0-999999999'", "below the 4"]),
+    (dict(critic__devices="3-0"), ["critic.devices='3-0'"]),
+    (dict(actor__stage_layers=[1] * 10**6), ["stage_layers=[1, 1", "2 pipeline stages"]),
+    (dict(run__track_metrics=["console", "console"]), ["run.track_metrics names console twice"]),
+    (dict(run__output_dir="/etc/hostname/x"), ["run.output_dir='/etc/hostname/x' is below the file /etc/hostname"]),
+    (dict(run__output_dir="/proc/x"), ["run.output_dir='/proc/x' cannot be written"]),
+    (dict(run__output_dir="a" * 300), ["run.output_dir='aaa", "File name too long"]),
+    (dict(run__output_dir="a\0b"), ["run.output_dir='a\\x00b'", "no name"]),
+    (dict(run__output_dir="a\nb"), ["run.output_dir='a\\nb'", "no name"]),
+    (dict(data__train=""), ["data.train has to be given"]),
+    (dict(data__train="/"), ["data.train='/' is a folder"]),
+    (dict(data__train="a" * 10**6), ["data.train='aaa", "File name too long"]),
 ]
 
 
@@ -113,6 +148,20 @@ def test_each_contradiction_is_the_only_problem_and_is_named(folder, changes, wo
     problems = check_config(good(folder, **changes), world_size=4)
     assert len(problems) == 1, problems
     assert all(word in problems[0] for word in words), problems[0]
+
+
+def test_a_problem_is_cut_and_comes_at_once(folder):
+    started = time.monotonic()
+    for changes, _ in BAD:
+        assert all(len(problem) < 1500 for problem in check_config(good(folder, **changes), world_size=4)), changes
+    assert time.monotonic() - started < 20
+
+
+def test_a_link_to_nowhere_is_no_folder(folder):
+    (folder / "link").symlink_to(folder / "gone")
+    for name in ("link", "link/run"):
+        (problem,) = check_config(good(folder, run__output_dir=str(folder / name)), world_size=4)
+        assert "a link to what does not exist" in problem
 
 
 def test_a_model_that_tp_does_not_split(folder):
@@ -223,6 +272,45 @@ def test_recipes_hold_known_settings_within_their_limits(recipe):
     assert check_values(structured(settings, schema)) == []
 
 
+@pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(TrainerConfig)])
+def test_a_name_that_is_no_setting_is_refused_in_python(section):
+    config = TrainerConfig()
+    with pytest.raises(AttributeError, match="batch_size_per_device is no setting of .*; it has ") as error:
+        getattr(config, section).batch_size_per_device = 3
+    assert isinstance(error.value, ValueError)
+    assert dataclasses.asdict(config) == dataclasses.asdict(TrainerConfig()) == OmegaConf.to_container(OmegaConf.structured(TrainerConfig))
+
+
+def test_the_nearest_name_is_said_in_python():
+    with pytest.raises(ValueError, match='temprature is no setting of RolloutConfig, did you mean "temperature"?'):
+        RolloutConfig().temprature = 0
+    with pytest.raises(ValueError, match='rolout is no setting of TrainerConfig, did you mean "rollout"?'):
+        TrainerConfig().rolout = RolloutConfig()
+    assert dataclasses.replace(RolloutConfig(), tp=2).tp == 2 and ModelConfig(path=Path("/a/b")).path == "/a/b"
+
+
+OF_ANOTHER_TYPE = {int: ["2", None, 2.0, True, [1], float("nan")], float: ["1", None, True, [1.0], 1j], str: [None, 3, b"x", ["a"]], bool: [0, 1, "no", None]}
+OF_ANOTHER_TYPE |= {list[str]: ["a", [3], None, [None], {"a"}], list[int]: [1, ["1"], [1.0], [True], None], list[float]: [0.9, ["0.9"], [None], None]}
+SETTINGS = [(schema, section.name, field) for schema in (TrainerConfig, SFTConfig) for section in dataclasses.fields(schema) for field in dataclasses.fields(section.type)]
+
+
+@pytest.mark.parametrize(("schema", "section", "field"), SETTINGS, ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""))
+def test_a_value_of_another_type_is_named(schema, section, field):
+    for value in OF_ANOTHER_TYPE[field.type]:
+        config = schema()
+        setattr(getattr(config, section), field.name, value)
+        problems = (check_config if schema is TrainerConfig else check_sft_config)(config, world_size=1)
+        assert len(problems) == 1 and f"{section}.{field.name}={value!r} has a wrong type" in problems[0], problems
+
+
+@pytest.mark.parametrize("value", [None, {"tp": 2}, ModelConfig(), 3])
+def test_a_section_of_another_type_is_named(value):
+    config = TrainerConfig()
+    config.rollout = value
+    (problem,) = check_config(config, world_size=1)
+    assert problem.startswith("rollout=") and problem.endswith("give a RolloutConfig")
+
+
 # ---- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +360,13 @@ def test_a_configuration_from_a_few_numbers(folder):
     [
         (dict(hybrid_engine=False), "rollout on ranks of its own is not available yet"),
         (dict(tp_size=0), "tp_size=0"),
+        (dict(tp_size="2"), "tp_size='2'"),
+        (dict(pp_size=2.0), "pp_size=2.0"),
+        (dict(dp_size=True), "dp_size=True"),
+        (dict(dp_size=10**12), "dp_size=1000000000000"),
+        (dict(hybrid_engine="no"), "hybrid_engine='no'"),
+        (dict(enable_recompute=[]), r"enable_recompute=\[\]"),
+        (dict(mixed_precision=16), "mixed_precision=16"),
         (dict(enable_recompute="some"), "enable_recompute='some'"),
         (dict(mixed_precision="fp4"), "mixed_precision='fp4'"),
     ],

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.compare import describe, differences
+from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.journal import NAME, Journal
 from parallel.convert.megatron_checkpoint import MegatronCheckpoint
 from parallel.convert.metadata import read_metadata
@@ -318,12 +319,24 @@ def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(model, tmp_
     with pytest.raises(ValueError, match=f"{name} in .* is torch.float32 and model.layers.0.self_attn.q_proj.weight is torch.bfloat16"):
         to_mcore(tmp_path / "mixed", tmp_path / "mcore")
     save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "mixed" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} .*quantised"):
+    with pytest.raises(ValueError, match=f"quantised .*: {name} is I8"):
         to_mcore(tmp_path / "mixed", tmp_path / "mcore")
     with pytest.raises(ValueError, match="exists already"):
         to_mcore(model / "hf", model / "mcore")
     with pytest.raises(ValueError, match="raise it"):
         to_mcore(model / "hf", tmp_path / "mcore", budget=Budget(slab_bytes=16, workers=1))
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path):
+    write_hf(tmp_path / "hf", "llama_tied_llama3")
+    weights = tensors_of(tmp_path / "hf")
+    for head, is_right in ((weights["model.embed_tokens.weight"].clone(), True), (weights["model.embed_tokens.weight"] * 2, False)):
+        save_file(weights | {"lm_head.weight": head}, tmp_path / "hf" / "model.safetensors")
+        if is_right:
+            HuggingFace(tmp_path / "hf")
+        else:
+            with pytest.raises(ValueError, match="holds an lm_head.weight that is not the embedding"):
+                to_mcore(tmp_path / "hf", tmp_path / "mcore")
 
 
 def test_the_beginning_of_another_conversion_is_refused(tmp_path):

@@ -1,28 +1,17 @@
 """Rows of JSON-lines files as prompts and demonstrations, and the order of drawing."""
 
 import json
+import time
 from collections import Counter
 
 import pytest
 
+from tests.characters import characters
 from verl_megatron.config import DataConfig, SFTDataConfig
-from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset, read_rows
-from verl_megatron.tokenizer import Tokenizer
+from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset
+from verl_megatron.json_lines import read_rows
 
-
-class Characters:
-    """The part of a Hugging Face tokenizer that is used here, with one id a character; 1 begins, 2 ends."""
-
-    name_or_path, eos_token_id, chat_template = "characters", 2, "<role>content"
-
-    def encode(self, text, *, add_special_tokens):
-        return [1] * add_special_tokens + [ord(letter) for letter in text]
-
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
-
-
-TOKENIZER = Tokenizer(Characters())
+TOKENIZER = characters()
 
 
 def write(path, rows) -> str:
@@ -57,8 +46,33 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
     assert [prompt.text for prompt in dataset] == ["xxx", "xxxx"] and dataset.dropped == 2
     with pytest.raises(ValueError, match="all 4 rows are longer than data.max_prompt_tokens=2"):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"))
+    first = PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"), max_rows=3)
+    assert len(first) == 0 and first.notes == [f"{path}: 3 rows longer than data.max_prompt_tokens=2 left out (data.overlong=drop)"]
     with pytest.raises(ValueError, match="data.overlong='cut'"):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, overlong="cut"))
+
+
+def test_a_prompt_of_megabytes_is_too_long_before_it_is_tokenized(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "x" * 10_000_000, "answer": ""}])
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"line 1: at least \d{6,7} tokens, more than data.max_prompt_tokens=1024"):
+        PromptDataset(path, TOKENIZER, DataConfig(train=path))
+    assert time.monotonic() - started < 1
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "ab", "answer": "", "response": "z"}])
+    assert len(PromptDataset(path, TOKENIZER, DataConfig(train=path), vocab_size=ord("c"))) == 1
+    for kind, config in ((PromptDataset, DataConfig), (DemonstrationDataset, SFTDataConfig)):
+        with pytest.raises(ValueError, match="line 1: the tokenizer in .* gives token .* vocab_size=98; use the model's own"):
+            kind(path, TOKENIZER, config(train=path), vocab_size=ord("b"))
+
+
+@pytest.mark.parametrize(("keys", "said"), [({"prompt_key": ""}, "prompt_key is empty"), ({"answer_key": "prompt"}, "both 'prompt'"), ({"answer_key": "a.b"}, "no key 'a.b'")])
+def test_keys_that_name_no_prompt_or_answer_are_refused(tmp_path, keys, said):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "a", "answer": ""}])
+    with pytest.raises(ValueError, match=said):
+        PromptDataset(path, TOKENIZER, DataConfig(train=path, **keys))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,8 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
         ([], "it has no rows"),
         (["", "  "], "it has no rows"),
         ([{"prompt": "a", "answer": ""}, "{'prompt'"], "line 2: not valid JSON"),
-        ([["a"]], "line 1: expected a JSON object, got list"),
+        ([["a"]], "is a JSON array, not JSON lines; write one object a line"),
+        (["3"], "line 1: expected a JSON object, got int"),
         ([{"question": "a", "answer": ""}], r"line 1: no key 'prompt' \(data.prompt_key\); the row has 'question', 'answer'"),
         ([{"prompt": "a"}], "line 1: no key 'answer'"),
         ([{"prompt": 3, "answer": ""}], "line 1: a prompt must be a string"),

@@ -14,6 +14,7 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.files import CheckpointFolder, carry_files, load_parameters, write_index, write_safetensors
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import Block
+from parallel.weights.values import check_tied, not_finite
 
 SIZES = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24, norm_eps=1e-6, max_positions=64)
 ARCH = Architecture(model_type="qwen2", vocab_size=90, **SIZES)
@@ -142,7 +143,19 @@ def test_a_truncated_file_is_named_with_its_sizes(folder):
 
 @pytest.mark.parametrize(
     "header",
-    [b"not json", b'["a"]', b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": []}}', b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}'],
+    [
+        b"not json",
+        b'["a"]',
+        b"[" * 100_000,
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": []}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, Infinity]}}',
+        b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F4711", "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
+    ],
 )
 def test_a_garbled_header_is_named(folder, header):
     shard = folder / "model-00001-of-00002.safetensors"
@@ -161,8 +174,63 @@ def test_an_index_that_does_not_fit_its_files(folder):
         CheckpointFolder(folder)
     for content in ('{"metadata": {}}', "[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": {}}}'):
         index.write_text(content)
-        with pytest.raises(ValueError, match=r"index\.json is not an index"):
+        with pytest.raises(ValueError, match=r"index\.json is not (an index|a JSON object)"):
             CheckpointFolder(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "sub/a.safetensors", "..\\a.safetensors", "weights.bin", "a\n.safetensors", ""])
+def test_an_index_names_only_safetensors_files_of_its_folder(folder, name):
+    edit_json(folder / "model.safetensors.index.json", lambda content: content["weight_map"].update({"model.norm.weight": name}))
+    with pytest.raises(ValueError, match="only safetensors files of its own folder are read"):
+        CheckpointFolder(folder)
+
+
+def test_files_may_be_symbolic_links(folder, tmp_path):
+    """As in the cache of Hugging Face's hub."""
+    for path in list(folder.iterdir()):
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    assert CheckpointFolder(folder).names == set(hf_shapes(ARCH))
+
+
+def test_a_tensor_that_the_index_leaves_out_or_two_files_hold(folder):
+    index = folder / "model.safetensors.index.json"
+    edit_json(index, lambda content: content["weight_map"].pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"leaves out tensors that its files hold.*: model\.norm\.weight in model-00002"):
+        CheckpointFolder(folder)
+    edit_json(index, lambda content: content["weight_map"].update({"model.norm.weight": "model-00003-of-00003.safetensors"}))
+    write_safetensors(folder / "model-00003-of-00003.safetensors", {"model.norm.weight": torch.zeros(16)})
+    with pytest.raises(ValueError, match=r"names another file for them: model\.norm\.weight in model-00002"):
+        CheckpointFolder(folder)
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path):
+    arch = Architecture(model_type="llama", vocab_size=90, tied=True, **SIZES)
+    tensors = random_tensors(arch)
+    embedding = tensors["model.embed_tokens.weight"]
+    for number, head in enumerate((embedding.clone(), embedding + 1e-6, embedding[:89].clone(), embedding.bfloat16(), torch.tensor(1.0))):
+        folder = CheckpointFolder(write_folder(tmp_path / str(number), tensors | {"lm_head.weight": head}, arch=arch))
+        folder.check_shapes(hf_shapes(arch))
+        if number == 0:
+            check_tied(folder)
+        else:
+            with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors holds an lm_head\.weight that is not the embedding.*set tie_word_embeddings to false"):
+                check_tied(folder)
+
+
+@pytest.mark.parametrize(("stored", "value", "beyond"), [
+    (torch.float32, torch.nan, "float32"), (torch.bfloat16, torch.inf, "bfloat16"), (torch.float16, -torch.inf, "float16"),
+    (torch.float64, 1e39, "float32"), (torch.float32, 3.4e38, "bfloat16"), (torch.bfloat16, 1e5, "float16"),
+])  # fmt: skip
+def test_numbers_that_are_none_are_named_with_their_tensor_and_file(tmp_path, stored, value, beyond):
+    tensors = {name: tensor.to(stored) for name, tensor in random_tensors().items()}
+    name, held_as = "model.layers.1.mlp.down_proj.weight", [torch.float32, getattr(torch, beyond)]
+    folder = CheckpointFolder(write_folder(tmp_path / "good", tensors))
+    assert list(not_finite(folder, folder.names, held_as)) == []
+    tensors[name][3, 5] = value
+    folder = CheckpointFolder(write_folder(tmp_path / "bad", tensors))
+    problem, *others = not_finite(folder, sorted(folder.names), held_as)
+    assert not others and problem.startswith(f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {beyond};")
 
 
 def test_shapes_that_do_not_fit_the_config(tmp_path):

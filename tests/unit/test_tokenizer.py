@@ -42,6 +42,22 @@ def test_messages_go_through_the_chat_template(folder):
     assert ids.count(tokenizer.hf.bos_token_id) == 1
 
 
+def test_a_chats_response_follows_its_prompt_as_in_one_text(folder):
+    tokenizer = load_tokenizer(folder)
+    before, behind = tokenizer.demonstration_text(MESSAGES, "apple fig")
+    assert before + behind == "<s>user: sort fig apple :\nassistant: apple fig\n</s>"
+    ids, response_ids = tokenizer.encode_chat(before, behind)
+    assert ids == tokenizer.encode_prompt(MESSAGES) and response_ids[-1] == tokenizer.eos_token_id
+    assert ids + response_ids == tokenizer.hf.encode(before + behind, add_special_tokens=False)
+
+
+def test_text_that_is_none_is_refused(folder):
+    tokenizer = load_tokenizer(folder)
+    for encode in (tokenizer.encode_prompt, tokenizer.encode_response):
+        with pytest.raises(ValueError, match=r"cannot encode 'x\\ud800'"):
+            encode("x\ud800")
+
+
 def test_a_tokenizer_that_ends_every_text_does_not_end_prompts(folder):
     tokenizer = load_tokenizer(folder)
     expected = tokenizer.encode_prompt("sort fig")

@@ -1,6 +1,5 @@
 """Refuses a run that cannot fit its GPUs before a model is built, and says what would."""
 
-import os
 from dataclasses import replace
 
 import torch
@@ -24,9 +23,8 @@ def machine_here() -> Machine | None:
         return None
     properties = torch.cuda.get_device_properties(device.device())
     base = MACHINES[next((name for mark, name in NAMES.items() if mark in properties.name), "h100")]
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     prefill_tokens = base.prefill_tokens if properties.total_memory >= 70 * GIB else 8192
-    return replace(base, gpu_bytes=float(properties.total_memory), host_bytes=float(host_bytes), prefill_tokens=prefill_tokens)
+    return replace(base, gpu_bytes=float(properties.total_memory), host_bytes=float(device.host_memory_bytes()), prefill_tokens=prefill_tokens)
 
 
 def check_fits(config: TrainerConfig, *, world_size: int, machine: Machine | None, ranks_per_host: int = 8) -> list[str]:

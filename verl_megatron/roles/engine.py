@@ -17,9 +17,9 @@ from parallel.export import export_folder
 from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.reshard.source import Shards, WeightSource
-from parallel.weights.architecture import Architecture, read_architecture, read_config
+from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
-from parallel.weights.rules import hf_shapes, megatron_parameters
+from parallel.weights.rules import megatron_parameters
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
@@ -51,16 +51,6 @@ def compute_of(config: EngineConfig) -> Compute:
     if compute.fp8 and not (compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)):
         raise ValueError("engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); use bfloat16 here")
     return compute
-
-
-def check_weights(folder: str, head: Head) -> None:
-    """Compare a folder's weights with its config.json; reads no weights.
-
-    Raises:
-        ValueError: a file is missing or broken, or a tensor is missing, unknown or of another shape.
-    """
-    with CheckpointFolder(folder) as files:
-        files.check_shapes(hf_shapes(read_architecture(folder), head), optional={"score.weight", "score.bias"} if head != "lm" else set())
 
 
 class Engine:

@@ -1,7 +1,6 @@
 """vLLM inside this process: alone, or as one tensor-parallel rank of a replica in every rank of a torchrun world."""
 
 import contextlib
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
+from parallel.weights.architecture import read_config
+from parallel.weights.json_files import is_count
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
@@ -343,11 +344,8 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
 def _check_split(model_name: str, tp: int, world: int) -> None:
     if tp < 1 or world % tp:
         raise ValueError(f"rollout.tp={tp} must divide the world of {world} ranks; choose a divisor or start vLLM in a torchrun world of tp ranks")
-    file = Path(model_name) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{model_name} is no Hugging Face folder: it has no config.json")
-    heads = json.loads(file.read_text()).get("num_attention_heads", tp)
-    if heads % tp:
+    heads = read_config(model_name).get("num_attention_heads", tp)
+    if is_count(heads) and heads % tp:
         raise ValueError(f"rollout.tp={tp} must divide the model's {heads} attention heads; choose a divisor")
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on CPUs
+
 
 def _keep_weights():
     import vllm._custom_ops as ops

@@ -1,0 +1,40 @@
+"""What the values of a folder's weights must be before anything is built from them: finite, and copies where copies are meant."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from parallel.weights.files import CheckpointFolder
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def check_tied(folder: CheckpointFolder) -> None:
+    """Refuse a second output layer: a tied model computes with its embedding, and would leave another one out without a word.
+
+    Raises:
+        ValueError: `lm_head.weight` is in the folder and is not the embedding again.
+    """
+    if HEAD not in folder.names:
+        return
+    kinds = {(folder.shape(name), folder.dtype(name)) for name in (EMBEDDING, HEAD)}
+    pairs = zip(folder.rows(EMBEDDING), folder.rows(HEAD))
+    if len(kinds) > 1 or not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+        raise ValueError(
+            f"{folder.file(HEAD)} holds an lm_head.weight that is not the embedding, and tie_word_embeddings=true in config.json leaves"
+            " it out; set tie_word_embeddings to false to use it, or delete the tensor"
+        )
+
+
+def not_finite(folder: CheckpointFolder, names: Iterable[str], dtypes: Iterable[torch.dtype]) -> Iterator[str]:
+    """A problem for each of the tensors that holds NaN or an infinity, or would in one of `dtypes`, in which it will be held."""
+    for name in names:
+        for part in folder.rows(name):
+            extremes = torch.stack(part.aminmax()) if part.numel() else part
+            if lost := next((dtype for dtype in (part.dtype, *dtypes) if not extremes.to(dtype).isfinite().all()), None):
+                yield (
+                    f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {str(lost).removeprefix('torch.')};"
+                    " copy the file again from its source, or use an earlier checkpoint of the model"
+                )
+                break
+

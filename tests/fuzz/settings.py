@@ -1,0 +1,222 @@
+"""Settings of both schemas, by reflection: wrong types, ranges, absurd values, names that do not exist."""
+
+import random
+from dataclasses import fields
+from functools import partial
+from typing import Any, get_type_hints
+
+from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
+from tests.fuzz.job import Job
+from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.limits import CHOICES, INTERVALS
+
+SCHEMAS = {"train": TrainerConfig, "sft": SFTConfig}
+# Values as a command line gives them, by what is wrong with them.
+OF_ANOTHER_TYPE = {
+    int: ("abc", "1.5", "true", "[1]", "{a:1}", "null", "''", "1e3", "²", "0x10", "nan"),
+    float: ("abc", "true", "[0.1]", "{a:1}", "null", "''", "1,5e", "½", "1/3"),
+    bool: ("maybe", "[true]", "{a:true}", "null", "2.5", "''", "trüe"),
+    str: ("[a,b]", "{a:b}", "null"),
+    list[str]: ("{a:b}", "[[a]]", "null", "[{a:b}]", "7"),
+    list[int]: ("{a:1}", "[[1]]", "null", "[a]", "[1.5]", "[null]", "7"),
+    list[float]: ("{a:1}", "[[1]]", "null", "[a,b]", "[null,0.9]", "0.5"),
+}
+ABSURD = ("inf", "-inf", "nan", "1e300", "-1e300", "-1000000000", "1" + 30 * "0", "-1" + 30 * "0")
+LONG = "x" * 60_000
+# Values that any run may have, beside the recipe's; drawn by `sound`.
+SOUND = {
+    "run.seed": (0, 7, 2**31 - 1),
+    "run.iterations": (1, 2, 1_000_000),
+    "run.keep_last_k": (0, 1, 9),
+    "run.async_save": ("true", "false"),
+    "run.resume": ("newest", "never", "verify"),
+    "run.stall_timeout_s": (0, 30.5, 3600),
+    "run.export": ("true", "false"),
+    "run.track_metrics": ("[console]", "[]", "[jsonl,csv]"),
+    "data.overlong": ("error", "drop"),
+    "data.shuffle": ("true", "false"),
+    "engine.dtype": ("auto", "float32", "bfloat16"),
+    "engine.recompute": ("none", "selective", "full"),
+    "engine.tokens_per_micro_batch": (512, 16384),
+    "engine.distributed_optimizer": ("true", "false"),
+    "engine.schedule": ("constant", "linear", "cosine"),
+    "engine.min_lr_ratio": (0, 0.1, 1),
+    "engine.weight_decay": (0, 0.1),
+    "engine.clip_grad": (0, 0.5, 1),
+    "engine.adam_betas": ("[0.9,0.999]", "[0,0.5]"),
+    "engine.adam_eps": (1e-8, 1e-5),
+    "actor.lr": (0, 1e-6, 3e-4),
+}
+SOUND_ONLY = {
+    "sft": {"data.max_tokens": (64, 256), "data.rows_per_step": (4, 24, 128)},
+    "train": {
+        "run.save_interval": (0, 1, 5),
+        "run.validate_interval": (0, 2),
+        "data.max_prompt_tokens": (32, 64, 200),
+        "data.prompts_per_iteration": (16, 192, 400),
+        "data.samples_per_prompt": (1, 2, 8),
+        "data.validation_rows": (0, 8),
+        "data.validation_temperature": (0, 0.7, 1),
+        "critic.lr": (0, 1e-5),
+        "reward.function": ("match", "last_number"),
+        "reward.timeout_s": (0.5, 60),
+        "reward.workers": (1, 4),
+        "reward.failure_score": (-1, 0, 0.5),
+        "rollout.tp": (1, 2),
+        "rollout.temperature": (0.3, 1, 1.5),
+        "rollout.top_p": (0.5, 1),
+        "rollout.top_k": (-1, 1, 50),
+        "rollout.min_tokens": (0, 1, 8),
+        "rollout.max_tokens": (8, 16, 50),
+        "rollout.stop": ("[abc]", "[]", "['a b',c]"),
+        "rollout.stop_token_ids": ("[2]", "[]", "[2,5,383]"),
+        "rollout.ignore_eos": ("true", "false"),
+        "rollout.max_num_seqs": (1, 64),
+        "rollout.gpu_memory_utilization": (0.3, 0.6),
+        "rollout.kv_cache_mib": (32, 128),
+        "rollout.enforce_eager": ("true", "false"),
+        "algorithm.gamma": (0.9, 1),
+        "algorithm.lam": (0, 0.5, 1),
+        "algorithm.whiten": ("true", "false"),
+        "algorithm.epochs": (1, 3),
+        "algorithm.mini_batches": (1, 2, 4),
+        "algorithm.clip_low": (0.1, 0.2),
+        "algorithm.clip_high": (0.1, 0.3),
+        "algorithm.value_clip": (0, 0.2),
+        "algorithm.entropy_coef": (0, 0.01),
+        "algorithm.kl_coef": (0.01, 0.5),
+        "algorithm.kl_horizon": (1, 64),
+        "algorithm.stop_kl": (0, 0.1),
+        "algorithm.critic_warmup": (0, 2),
+        "reshard.window_mib": (1, 64),
+        "reshard.verify": ("sample", "all", "none"),
+    },
+}
+
+
+def mutations() -> list[Mutation]:
+    found: list[Mutation] = []
+    for program, schema in SCHEMAS.items():
+        for section, name, kind in described(schema):
+            found += [
+                partial(bad_value, program=program, setting=f"{section}.{name}", value=value)
+                for value in bad_values(schema, section, name, kind)
+            ]
+            found += [
+                partial(misspelt, program=program, section=section, name=name),
+                partial(misspelt_section, program=program, section=section, name=name),
+            ]
+            found += [partial(too_long, program=program, setting=f"{section}.{name}", kind=kind)]
+        found += [partial(two_at_once, program=program)] * 30 + [partial(harmless, program=program)] * 160
+    return found
+
+
+def described(schema: type) -> list[tuple[str, str, Any]]:
+    """Section, setting and type of every setting."""
+    sections = get_type_hints(schema)
+    return [
+        (section.name, setting.name, get_type_hints(sections[section.name])[setting.name])
+        for section in fields(schema)
+        for setting in fields(sections[section.name])
+    ]
+
+
+def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
+    """What this setting may not be, as a command line gives it."""
+    section_type = get_type_hints(schema)[section].__name__
+    values = list(OF_ANOTHER_TYPE[kind])
+    if kind in (int, float):
+        interval = INTERVALS[section_type][name]
+        values += (ABSURD[:5] if interval.startswith("(-inf") else ABSURD) + outside(interval, kind)
+    if choices := CHOICES.get(section_type, {}).get(name):
+        values += [choice + choice[-1] for choice in choices] + [choices[0].upper(), "''", "ü", "0"]
+    return values
+
+
+def outside(interval: str, kind: type) -> tuple[str, ...]:
+    """Just outside the ends of an interval such as "[0, inf)"."""
+    low, high = map(float, interval[1:-1].split(","))
+    below = low if interval[0] == "(" else low - (1 if kind is int else 0.001)
+    above = high if interval[-1] == ")" else high + (1 if kind is int else 0.001)
+    return tuple(str(kind(end)) for end in (below, above) if abs(end) != float("inf"))
+
+
+def sound(program: str, rng: random.Random, count: int, *, without: tuple[str, ...] = ()) -> list[str]:
+    """So many settings with values that any run may have."""
+    known = SOUND | SOUND_ONLY[program]
+    names = rng.sample(sorted(known.keys() - set(without)), count)
+    return [f"{name}={rng.choice(known[name])}" for name in names]
+
+
+def bad_value(job: Job, rng: random.Random, *, program: str, setting: str, value: str) -> Case:
+    given = [*sound(program, rng, rng.randrange(3), without=(setting,)), f"{setting}={value}"]
+    return Case(
+        name=" ".join(given), expected=REFUSED, names=(setting,), act=job.dry_run(*given, program=program)
+    )
+
+
+def too_long(job: Job, rng: random.Random, *, program: str, setting: str, kind: Any) -> Case:
+    """A value of many characters or elements, which comes back cut."""
+    value = (
+        f"[{','.join(['123456'] * 3000)}]"
+        if kind in (list[int], list[float])
+        else f"[{LONG}]"
+        if kind == list[str]
+        else LONG
+    )
+    expected = EITHER if kind in (str, list[str]) else REFUSED
+    return Case(
+        name=f"{setting}={value[:9]}... ({len(value)} characters)",
+        expected=expected,
+        names=(setting,) if expected == REFUSED else (),
+        act=job.dry_run(f"{setting}={value}", program=program),
+    )
+
+
+def misspelt(job: Job, rng: random.Random, *, program: str, section: str, name: str) -> Case:
+    known = {
+        known_name for known_section, known_name, _ in described(SCHEMAS[program]) if known_section == section
+    }
+    wrong = next(text for text in iter(partial(_misspell, name, rng), None) if text not in known)
+    names = (f"{section}.{wrong} is no setting", f'"{name}"')
+    return Case(
+        name=f"{section}.{wrong}=1",
+        expected=REFUSED,
+        names=names,
+        act=job.dry_run(f"{section}.{wrong}=1", program=program),
+    )
+
+
+def misspelt_section(job: Job, rng: random.Random, *, program: str, section: str, name: str) -> Case:
+    wrong = _misspell(section, rng)
+    return Case(
+        name=f"{wrong}.{name}=1",
+        expected=REFUSED,
+        names=(f"{wrong} is no section", f'"{section}"'),
+        act=job.dry_run(f"{wrong}.{name}=1", program=program),
+    )
+
+
+def _misspell(name: str, rng: random.Random) -> str:
+    at = rng.randrange(len(name))
+    return name[:at] + name[at] * 2 + name[at + 1 :]
+
+
+def two_at_once(job: Job, rng: random.Random, *, program: str) -> Case:
+    """Two values of a wrong type: one error names both."""
+    (a_section, a, a_kind), (b_section, b, b_kind) = rng.sample(described(SCHEMAS[program]), 2)
+    given = [
+        f"{a_section}.{a}={rng.choice(OF_ANOTHER_TYPE[a_kind][:3])}",
+        f"{b_section}.{b}={rng.choice(OF_ANOTHER_TYPE[b_kind][:3])}",
+    ]
+    return Case(
+        name=" ".join(given),
+        expected=REFUSED,
+        names=(f"{a_section}.{a}", f"{b_section}.{b}"),
+        act=job.dry_run(*given, program=program),
+    )
+
+
+def harmless(job: Job, rng: random.Random, *, program: str) -> Case:
+    given = sound(program, rng, rng.randrange(1, 7))
+    return Case(name=" ".join(given), expected=ACCEPTED, act=job.dry_run(*given, program=program))

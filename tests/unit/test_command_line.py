@@ -1,0 +1,128 @@
+"""Every command line that cannot be meant ends with one sentence and 2, and starts nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import ROOT
+from verl_megatron.command_line import FLAGS, _read_arguments
+from verl_megatron.recipe import check_recipe
+
+# What follows the options --config-path and --config-name, and what has to be said.
+ARGUMENTS = [
+    (["run.seed=1,2"], "'run.seed=1,2': a run has one value of each setting"),
+    (["run.seed=range(1,3)"], "run.seed=range(1,3)"),
+    (["--multirun", "run.seed=1,2"], "--multirun: a command is one run"),
+    (["-m"], "--multirun: a command is one run"),
+    (["--dry-rnu"], 'did you mean "--dry-run"?'),
+    (["--seed=3"], "unrecognized arguments: --seed"),
+    (["--config-name"], "--config-name/-cn: expected one argument"),
+    (["--config-name", "run.seed=3"], "--config-name has no recipe after it but 'run.seed=3'"),
+    (["--config-name", "nope"], "has no recipe 'nope'; it has good"),
+    (["--gpu"], "--gpu: expected one argument"),
+    (["--cfg", "nothing"], "--cfg/-c: invalid choice: 'nothing'"),
+    ([""], "'' cannot be read"),
+    (["foo"], "'foo' cannot be read"),
+    (["=3"], "cannot be read"),
+    (["run.seed="], "run.seed="),
+    (["~run.sed"], "run.sed"),
+    (["a.b@c=d"], "a.b@c=d"),
+    (["rolout.tp=2"], 'rolout is no section, did you mean "rollout"?'),
+    (["rollout=2"], "rollout=2 is no section with settings"),
+    (["run.seed=${x}"], "run.seed: Interpolation key 'x' not found"),
+    (["run.seed=${run.seed}"], "run.seed"),
+    (["rollout.stop=["], "'rollout.stop=[' cannot be read"),
+    (["hydra/launcher=none"], "hydra/launcher/none"),
+    (["hydra.nothing=1"], "hydra.nothing"),
+    (["run.seed=" + "9" * 5000], "the settings cannot be read"),
+    (["run.output_dir='" + "a" * 100_000 + "'"], "run.output_dir="),
+    ([b"run.output_dir=a\xff"], "is no UTF-8 text"),
+]
+BAD_RECIPES = [
+    (b"run: [1", "recipe.yaml, line 1, column 8: not valid YAML"),
+    (b"run:\n\tseed: 3\n", "recipe.yaml, line 2, column 1: not valid YAML"),
+    (b"run:\n  seed: 3\nactor:\n  lr: 1\nrun:\n  seed: 4\n", "recipe.yaml, line 5: 'run' stands there twice"),
+    (b"run:\n  seed: 3\n  seed: 4\n", "recipe.yaml, line 3: 'seed' stands there twice"),
+    ("run:\n  output_dir: ä\n".encode("latin-1"), "is no UTF-8 text (byte 19)"),
+    ("run: {seed: 3}".encode("utf-16"), "is no UTF-8 text"),
+    (b"run: {seed: 3}\0", "not valid YAML"),
+    (b"- run\n- data\n", "must be sections with settings"),
+    (b"just a text", "must be sections with settings"),
+    (b"? [a, b]\n: 3\n", "line 1: a setting's name must be a word"),
+    (b"run: *nothing\n", "not valid YAML"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b"#" * (2 << 20), "has more than 1,048,576 bytes"),
+    (b"a0: &a0 [1,1,1,1,1,1,1,1,1]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 10)), "stands for more than 100,000 values"),
+]
+
+
+def command(arguments: list[str | bytes], folder: Path, *, recipe: str = "good") -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "verl_megatron.train", "--config-path", str(folder), "--config-name", recipe, "--dry-run", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(line, cwd=folder, env=environment, text=True, capture_output=True, timeout=60)
+
+
+def is_one_sentence(ended: subprocess.CompletedProcess, words: str) -> bool:
+    return ended.returncode == 2 and words in ended.stderr and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1 and not ended.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "good.yaml").write_text("actor:\n  path: llama3-8b\nreward:\n  function: match\n")
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=lambda x: str(x)[:30])
+def test_arguments_that_cannot_be_meant(arguments, words, folder):
+    ended = command(arguments, folder)
+    assert is_one_sentence(ended, words), (ended.returncode, ended.stdout[-500:], ended.stderr[-2000:])
+    assert len(ended.stderr) < 1500
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_RECIPES, ids=lambda x: str(x)[:20])
+def test_recipes_that_cannot_be_meant(text, words, tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes(text)
+    with pytest.raises(ValueError) as error:
+        check_recipe(tmp_path / "recipe.yaml")
+    assert words in str(error.value), error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run:\n\tseed: 3\n", "recipe.yaml, line 2"),
+        ("defaults: [nowhere]\n", "'nowhere'"),
+        ("defaults: 3\n", "defaults"),
+        ("run: {seed: '${nothing}'}\n", "run.seed"),
+        ("sed: 3\n", "sed is no section"),
+        ("data:\n  train: ???\nactor:\n  path: ???\n", "actor.path has to be given"),
+        ("", "data.train has to be given"),
+    ],
+)
+def test_recipes_on_the_command_line(text, words, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    ended = command([], tmp_path, recipe="recipe")
+    assert ended.returncode == 2 and words in ended.stderr and "Traceback" not in ended.stderr and not ended.stdout, ended
+
+
+def test_aliases_and_empty_recipes_are_fine(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("actor: &model\n  layout: tp2\ncritic: *model\n")
+    check_recipe(tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text("# nothing\n")
+    check_recipe(tmp_path / "recipe.yaml")
+
+
+def test_help_and_settings_are_shown(folder):
+    told = command(["--help"], folder)
+    assert told.returncode == 0 and "--dry-run" in told.stdout and "SECTION.SETTING=VALUE" in told.stdout
+    shown = command(["--cfg", "job", "run.seed=7"], folder)
+    assert shown.returncode == 0 and "seed: 7" in shown.stdout
+
+
+def test_flags_stand_for_settings():
+    known = _read_arguments(["--verify", "run.seed=3", "~run.seed", "+run.seed=4", "--track_metrics"])
+    assert known.overrides == ["++run.seed=3", "~run.seed", "+run.seed=4", *("++" + setting for setting in FLAGS.values())]

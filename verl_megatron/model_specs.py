@@ -1,0 +1,32 @@
+"""Which models a run has: name, settings, head, and whether it is trained."""
+
+from dataclasses import dataclass, replace
+
+from parallel.weights.rules import Head
+from verl_megatron.algorithms import get_algorithm
+from verl_megatron.config import ModelConfig, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One of a run's Megatron-Core models."""
+
+    name: str  # of the role
+    section: str  # of the settings that describe it
+    model: ModelConfig
+    head: Head
+    trainable: bool = False
+
+
+def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
+    """The models that a run with these settings has, the actor first."""
+    specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
+    if get_algorithm(config.algorithm.name).needs_critic:
+        critic = replace(config.critic, path=config.critic.path or config.actor.path)
+        specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
+    if config.algorithm.kl_coef > 0:
+        specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
+    if config.reward.path:
+        reward = ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices)
+        specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
+    return tuple(specs)
