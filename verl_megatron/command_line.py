@@ -110,6 +110,8 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
     if known.multirun:
         raise ValueError("--multirun: a command is one run; start one for each value, with a run.output_dir of its own")
     for argument in rest:
+        if argument.startswith("="):
+            raise ValueError(f"{shown(argument)} cannot be read (it names no setting); {FORM}")
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise ValueError(f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}")
@@ -121,7 +123,7 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def _override(argument: str) -> str:
     """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
-    is_setting = "=" in argument and argument[0] not in "+~=" and not argument.startswith("hydra")
+    is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
     return "++" + argument if is_setting else argument
 
 
