@@ -14,6 +14,8 @@ import hydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from parallel import process
+
 NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
 
 
@@ -100,6 +102,4 @@ def _let_others_speak(code: int, *, seconds: float) -> None:
 
 def _leave(code: int) -> None:
     """End at once: engines that share this process have nothing left to say, and must not wait for each other's teardown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    process.end(code)
