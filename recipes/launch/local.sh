@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ranks of this node by torchrun. Every recipe reads this file, so that these two are the same:
+# The ranks of this node by torchrun (parallel/launch.py). Every recipe reads this file, so that these two are the same:
 #   bash recipes/llama3_8b_ppo.sh [settings]
 #   bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]
 # With --dry-run among the settings the command and the plan of the run are printed and nothing is started: no GPU, weights or data are needed.
@@ -47,6 +47,10 @@ world() { # nodes, GPUS: the usual size of the run, unless the launcher or the u
   [[ $NNODES =~ ^[1-9][0-9]*$ && $GPUS =~ ^[1-9][0-9]*$ ]] || stop "NNODES=$NNODES and GPUS=$GPUS have to be whole numbers of at least 1: nodes, and GPUs of each"
   [[ $NNODES == 1 || -n ${MASTER_ADDR:-}${LOCAL_RANK:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
   ranks=$((NNODES * GPUS))
+}
+
+whole_number() { # name, least, most: of a variable; bash would compute with any other text, and run what it finds there
+  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) || stop "$1=${!1@Q} has to be a whole number from $2 to $3"
 }
 
 refuse_bad_settings() { # command of a dry run: what it refuses, except for want of room on the GPU that it supposes (3)
@@ -108,11 +112,18 @@ critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor a
 start() { # module, arguments: the ranks of this node, until they have ended, unless a dry run refuses; with --dry-run their command and the run's plan
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
   local plan=(env WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE="$GPUS" python -m "$@")
-  local launch=(python -m parallel.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "${MAX_RESTARTS:-0}" --rdzv-id "${JOB_ID:-verl_megatron}")
+  local MAX_RESTARTS=${MAX_RESTARTS:-0} MASTER_PORT=${MASTER_PORT:-29500} name
+  whole_number NODE_RANK 0 $((NNODES - 1))
+  whole_number MAX_RESTARTS 0 1000000
+  whole_number MASTER_PORT 1 65535
+  for name in MASTER_ADDR NODE_ADDR; do
+    [[ ${!name:-x} =~ ^[A-Za-z0-9][A-Za-z0-9.:%_-]*$ ]] || stop "$name=${!name@Q} is no name or address of a host"
+  done
+  local launch=(python -m parallel.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
   if [[ $NNODES == 1 ]]; then
     launch+=(--local-addr 127.0.0.1) # all of the run stays on this host's loopback
   else # nodes start again together; node 0 keeps the store where they meet, whatever names that host has
-    launch+=(--rdzv-endpoint "${MASTER_ADDR:-NODE_0}:${MASTER_PORT:-29500}" --rdzv-conf "is_host=$((NODE_RANK == 0))" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
+    launch+=(--rdzv-endpoint "${MASTER_ADDR:-NODE_0}:$MASTER_PORT" --rdzv-conf "is_host=$((NODE_RANK == 0))" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
   fi
   if [[ -n $DRY_RUN ]]; then
     echo "node $NODE_RANK of $NNODES: ${launch[*]} -m $*"
