@@ -9,10 +9,13 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from datetime import timedelta
 
 from parallel import leftovers, process
 
+OTHERS_S = 10.0  # between the ends of two nodes' ranks that are asked to end
 BACKEND = "listening_where_told"  # torchrun's name for our rendezvous
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TELLING = (2, 75)  # what is wrong with the settings, and a rank that is stuck: other ranks fail by it, with other statuses
@@ -55,9 +58,21 @@ class _Asked:
                 _signal_group(rank, signal.SIGKILL)
         for rank in ranks if number == signal.SIGTERM else []:
             os.kill(rank, signal.SIGTERM)  # without its group: processes of the rank end when it wants
+        if cls.by is None:
+            threading.Thread(target=_end_without_others, daemon=True).start()
         cls.by = signal.Signals(number)
         if number == signal.SIGINT or not ranks:
             raise Ended
+
+
+def _end_without_others() -> None:
+    """When this node's ranks have ended as they were asked to, do not wait for nodes that may be gone: torchrun does, for five minutes."""
+    gone_at = None
+    while True:
+        gone_at = None if children() else gone_at or time.monotonic()
+        if gone_at and time.monotonic() > gone_at + OTHERS_S:
+            process.end(128 + _Asked.by)
+        time.sleep(0.5)
 
 
 class Ended(BaseException):
