@@ -3,6 +3,7 @@
 #   bash recipes/quickstart.sh [settings of the PPO run, such as run.iterations=5]
 # Environment: SEED (1), OUT (outputs/toy), VERL_MEGATRON_VENV (see tools/install.sh).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+INSTALLS=1
 source recipes/launch/local.sh
 [[ -z ${LOCAL_RANK:-} && (${NNODES:-1} == 1 || -n $DRY_RUN) ]] || stop "quickstart.sh starts all its ranks itself; run it alone on one node"
 [[ ${NNODES:-1} == 1 ]] || echo "quickstart.sh runs on one node only; this is its plan there, without the other nodes of NNODES=$NNODES"

@@ -27,8 +27,14 @@ if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
   exec bash "$@"
 fi
 
-VENV=${VERL_MEGATRON_VENV:-${VIRTUAL_ENV:-$ROOT/.venv}} # where tools/install.sh puts what is needed
-if [[ -x $VENV/bin/python ]]; then export PATH="$VENV/bin:$PATH"; fi
+VENV=${VERL_MEGATRON_VENV:-} # else the first Python that has everything
+if [[ -z $VENV ]] && PYTHON=$(bash "$ROOT/tools/install.sh" find 2>/dev/null); then VENV=${PYTHON%/bin/*}; fi
+: "${VENV:=${VIRTUAL_ENV:-$ROOT/.venv}}"
+if [[ $(cat "$VENV/.verl_megatron" 2>/dev/null) == unfinished* ]]; then
+  [[ -n ${INSTALLS:-} ]] || stop "an installation into $VENV was broken off; bash tools/install.sh begins it anew"
+elif [[ -x $VENV/bin/python ]]; then
+  export PATH="$VENV/bin:$PATH"
+fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # 1 is torchrun's default, too, with eight lines about it
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40} # s from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on
 # NCCL. What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) the user sets; launchers take it along to all nodes (forwarded.txt).
