@@ -18,9 +18,10 @@ from pathlib import Path
 PREFIX = "vmeg"
 OWNED = re.compile(rf"(?:sem\.)?{PREFIX}-(\d+)-(\d+)-([0-9a-f]{{8}})(?:-.*)?")
 SHARED_MEMORY = Path("/dev/shm")
-LONGEST = 107 - 37  # of a folder for temporary files: a socket in it has a name of 36 letters, and Linux takes 107 for its path
+LONGEST = 107 - 37  # of a folder for vLLM's sockets: their names have 36 letters, and Linux takes 107 for the path of one
+SHORT = Path("/tmp")  # for them where the folder of temporary files is longer
 
-_own_folder: Path | None = None
+_own_folders: list[Path] = []
 
 
 def begin(*, keep_folder: bool = False) -> None:
@@ -29,29 +30,33 @@ def begin(*, keep_folder: bool = False) -> None:
     Args:
         keep_folder: the launcher has made one for its ranks.
     """
-    global _own_folder
     shared = Path(tempfile.gettempdir())
-    sweep(shared)
+    sweep(shared, SHORT)
     mark = mark_of(os.getpid())
     multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # of semaphores that spawned processes open by their names
     shared_memory._SHM_NAME_PREFIX, shared_memory._SHM_SAFE_NAME_LENGTH = f"/{mark}-", len(mark) + 10
     _mark_torchruns_folder(shared)
     if keep_folder:
         return
-    folder = shared / mark
-    if len(str(folder)) > LONGEST:
-        return
     with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written is for those to say who need it
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = _make(shared / mark)
         _keep_compiled(shared)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-        _own_folder = folder
+        if len(str(folder)) > LONGEST and "VLLM_RPC_BASE_PATH" not in os.environ:
+            os.environ["VLLM_RPC_BASE_PATH"] = str(_make(SHORT / mark))
 
 
 def end() -> None:
-    """Remove this process's folder of temporary files."""
-    if _own_folder is not None and _own_folder.name == mark_of(os.getpid()):
-        shutil.rmtree(_own_folder, ignore_errors=True)
+    """Remove this process's folders of temporary files."""
+    for folder in _own_folders:
+        if folder.name == mark_of(os.getpid()):  # not of a forked child's parent
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(folder: Path) -> Path:
+    folder.mkdir(mode=0o700)
+    _own_folders.append(folder)
+    return folder
 
 
 def sweep(*folders: Path) -> None:
