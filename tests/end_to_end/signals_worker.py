@@ -113,7 +113,8 @@ def start(folder: Path, toy: Path, *settings: str, launcher: str = "recipe", **e
     mark = uuid.uuid4().hex
     known = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     told = known | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), MARK: mark}
-    told |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VERL_MEGATRON_VENV": str(Path(sys.executable).parents[1]), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"} | environment
+    told |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VERL_MEGATRON_VENV": str(Path(sys.executable).parents[1])}
+    told |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"} | environment
     with (folder / "output").open("w") as output:
         command = [*ranks, *job, *SETTINGS, f"run.output_dir={folder}/run", *settings]
         process = subprocess.Popen(command, cwd=folder, env=told, stdout=output, stderr=output, start_new_session=True)
