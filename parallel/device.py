@@ -4,6 +4,7 @@ Megatron-Core is written for CUDA. `prepare()` makes it run on CPU tensors and g
 Everything it changes is one entry of `CPU_PATCHES`, and a test shows that Megatron-Core fails without each.
 """
 
+import itertools
 import logging
 import mmap
 import os
@@ -21,9 +22,12 @@ from types import CodeType
 import torch
 import torch.distributed as dist
 
+from parallel import process, store
 from parallel.environment import check_world
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
+_served: set[int] = set()  # ports of stores that this process has made
+_worlds = itertools.count()  # that this process has joined
 _CPU_NAMES = {"cuda": "cpu", **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}}
 
 
@@ -47,12 +51,17 @@ def initialize() -> None:
     Raises:
         ValueError: the environment describes no world, or more ranks of this host than it has GPUs.
     """
+    process.end_with_launcher()
     prepare()
     check_world()
     for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
         os.environ[name] = os.environ.get(name) or value
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = str(_free_port())
+    one_host = _is_on_one_host()
+    if one_host and os.path.exists("/sys/class/net/lo"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # what the ranks listen on is nobody else's
     if is_gpu():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= gpus:
@@ -60,21 +69,34 @@ def initialize() -> None:
             raise ValueError(f"LOCAL_RANK={local_rank} has no GPU: this host shows {gpus}; {remedy}")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        joined = dict(device_id=device() if is_gpu() else None, timeout=COLLECTIVE_TIMEOUT, **_launchers_store())
+        joined = dict(device_id=device() if is_gpu() else None, timeout=COLLECTIVE_TIMEOUT, **_shared_store(one_host=one_host))
         dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", **joined)
 
 
-def _launchers_store() -> dict:
-    """Arguments that join through the store which torchrun keeps over all its attempts: under keys of this attempt alone.
+def _shared_store(*, one_host: bool) -> dict:
+    """Arguments that join through the launcher's store, or one that rank 0 has served, under keys of this world alone.
 
-    Without them a restarted gloo rank (torch 2.13) finds the addresses of the ranks that have ended, and cannot connect.
+    Without such keys a restarted gloo rank (torch 2.13) finds the addresses of the ranks that have ended, and cannot connect.
+    A rank that served the store itself would take it along when it is stopped, and the others could not say which one is.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if world_size == 1:
+        shared = dist.HashStore()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        shared = dist.TCPStore(address, port, world_size, is_master=False)
+    else:
+        if rank == 0 and port not in _served:
+            store.serve_apart(address, port, one_host=one_host)
+            _served.add(port)
+        shared = dist.TCPStore(store.LOCAL if one_host else address, port, world_size, is_master=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"verl_megatron/attempt_{attempt}", store), "rank": rank, "world_size": world_size}
+    return {"store": dist.PrefixStore(f"verl_megatron/attempt_{attempt}/{next(_worlds)}", shared), "rank": rank, "world_size": world_size}
+
+
+def _is_on_one_host() -> bool:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or ("1" if os.environ["WORLD_SIZE"] == "1" else "")
+    return ranks == os.environ["WORLD_SIZE"] if ranks else os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1")
 
 
 def _free_port() -> int:

@@ -8,6 +8,7 @@ started by a rank end at once unless they have groups of their own, and having r
 return.
 """
 
+import contextlib
 import os
 import re
 import select
@@ -20,6 +21,8 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+
+from parallel import leftovers
 
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell shows for a process that SIGTERM ended
 COPY_S = 2.0  # a scheduler may signal torchrun and its ranks, and torchrun passes its own on: one request, two signals
@@ -105,6 +108,9 @@ class Preemption:
             signals = os.read(self._ends[0], 4096)
             if 0 in signals:
                 return
+            if self._former_fd != -1:
+                with contextlib.suppress(OSError):  # it is full, and its reader awake
+                    os.write(self._former_fd, signals)
             if signal.SIGTERM not in signals:
                 continue
             now = time.monotonic()
@@ -146,4 +152,5 @@ def _say(text: str) -> None:
 
 def _end(reason: str) -> None:
     _say(f"{_who()}: {reason}: ending now")
+    leftovers.end()
     os._exit(EXIT_STATUS)

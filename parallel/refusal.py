@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from parallel import process
+
 T = TypeVar("T")
 
 VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line, lines of a message
@@ -96,7 +98,7 @@ def complain(text: str, *, agreed: bool = False) -> NoReturn:
     if rank == "0" or not agreed:
         # Not sys.stderr: while torch shows an exception it collects what is written there.
         print(f"error: {text}" + f" (rank {rank})" * (rank != "0"), file=sys.__stderr__, flush=True)
-    leave(REFUSED)
+    process.end(REFUSED)
 
 
 def tell_torchrun(text: str) -> None:
@@ -113,15 +115,8 @@ def tell_torchrun(text: str) -> None:
 
 def let_others_speak(code: int, *, seconds: float) -> None:
     """Wait for the rank that has the message: when it is gone torchrun ends this one. If nobody speaks, the caller does."""
-    signal.signal(signal.SIGTERM, lambda *_: leave(code))
+    signal.signal(signal.SIGTERM, lambda *_: process.end(code))
     time.sleep(seconds)
-
-
-def leave(code: int) -> NoReturn:
-    """End at once: engines that share this process have nothing left to say, and must not wait for each other's teardown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 # ---- the Python interface ---------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from parallel import leftovers
+
 EXIT_STATUS = 75  # sysexits.h's EX_TEMPFAIL: the same command may succeed when it is started again
 INTERVAL_S = 1.0  # between two messages of a rank
 START_S = 60.0  # a rank may enter this much later than the first, beside its timeout: some need seconds more to join the world
@@ -235,7 +237,7 @@ class Watchdog:
     # ---- the watching thread
 
     def _watch(self) -> None:
-        period_s = min(INTERVAL_S * (self.rank + 1), max(INTERVAL_S, self.timeout_s / 4))  # the lowest rank that lives sees it first; few readings in a large world
+        period_s = min(INTERVAL_S * max(self.rank, 1), max(INTERVAL_S, self.timeout_s / 4))  # the lowest ranks that live see it first; few readings in a large world
         read_at = time.monotonic()
         try:
             for pulse in itertools.count(1):
@@ -270,7 +272,8 @@ class Watchdog:
         absent = Report(**asdict(Position(timeout_s=self.timeout_s + START_S)), iteration=0, idle_s=0, waits=False, at="no line yet")
         reports = [self._reports.get(rank, absent) for rank in range(self.world_size)]
         unheard = {rank: now - at for rank, at in self._heard_at.items()}
-        silent = {rank: age_s for rank, age_s in unheard.items() if reports[rank].sequence != ENDED and age_s > reports[rank].timeout_s + SILENCE_S}
+        patience_s = {rank: SILENCE_S + (self.timeout_s if rank in self._reports else absent.timeout_s) for rank in unheard}  # a long operation is no reason for silence
+        silent = {rank: age_s for rank, age_s in unheard.items() if reports[rank].sequence != ENDED and age_s > patience_s[rank]}
         if said := verdict(reports, silent):
             ended = [rank for rank, report in enumerate(reports) if report.sequence == ENDED]
             record = asdict(_Verdict(text=f"{said}; stacks in {self.stacks}", ended=ended, by=self.rank))
@@ -349,4 +352,5 @@ def _leave() -> None:
     faulthandler.dump_traceback_later(GUARD_S, exit=True)  # flushing waits for a main thread that is stuck in a write
     sys.stdout.flush()
     sys.stderr.flush()
+    leftovers.end()
     os._exit(EXIT_STATUS)

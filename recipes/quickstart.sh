@@ -3,6 +3,7 @@
 #   bash recipes/quickstart.sh [settings of the PPO run, such as run.iterations=5]
 # Environment: SEED (1), OUT (outputs/toy), VERL_MEGATRON_VENV (see tools/install.sh).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+INSTALLS=1
 source recipes/launch/local.sh
 [[ -z ${LOCAL_RANK:-} && (${NNODES:-1} == 1 || -n $DRY_RUN) ]] || stop "quickstart.sh starts all its ranks itself; run it alone on one node"
 [[ ${NNODES:-1} == 1 ]] || echo "quickstart.sh runs on one node only; this is its plan there, without the other nodes of NNODES=$NNODES"
@@ -24,6 +25,7 @@ run() { NNODES=1 NODE_RANK=0 GPUS=$1 start "${@:2}"; }
 
 [[ -n $DRY_RUN && -d $OUT/model ]] || "$PYTHON" tools/make_toy.py "$OUT" --seed "$SEED"
 [[ -n $DRY_RUN ]] || refuse_bad_settings bash recipes/quickstart.sh "$@"
+trap 'exit 130' INT # the ranks' launcher has said it
 (run "$((RANKS < 2 ? 1 : 2))" verl_megatron.sft --config-name sft_toy_cpu run.seed="$SEED" run.output_dir="$OUT/sft" \
   data.train="$OUT/sft.jsonl" actor.path="$OUT/model" ${DRY_RUN:+--dry-run})
 run "$RANKS" verl_megatron.train --config-name ppo_toy_cpu run.seed="$SEED" run.output_dir="$OUT/ppo" data.train="$OUT/train.jsonl" \

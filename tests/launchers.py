@@ -28,7 +28,7 @@ class Call:
 
     @property
     def starts_ranks(self) -> bool:
-        return self.arguments[:2] == ("-m", "torch.distributed.run")
+        return self.arguments[:2] == ("-m", "parallel.launch")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,6 +119,7 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
     Raises:
         ValueError: it fails, refuses, takes too much time or memory, writes nothing, or leaves a message out.
     """
+    template = f"the chat template of {hf.name_or_path}" if getattr(hf, "name_or_path", "") else "the chat template"
     write = functools.partial(
         hf.apply_chat_template, messages, tokenize=False, add_generation_prompt=add_generation_prompt
     )
@@ -130,16 +131,16 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
             text = _limited(write)
     except _OutOfTime:
         raise ValueError(
-            f"the chat template took more than {RENDER_S:g} s for these messages; mend it"
+            f"{template} took more than {RENDER_S:g} s for these messages; mend it"
         ) from None
     except (MemoryError, OverflowError):
         raise ValueError(
-            f"the chat template takes more than {RENDER_BYTES >> 30} GiB for these messages; mend it"
+            f"{template} takes more than {RENDER_BYTES >> 30} GiB for these messages; mend it"
         ) from None
     except Exception as error:  # templates are programs of others
         said = f"{type(error).__name__}: {str(error)[:300]}"
         raise ValueError(
-            f"the chat template does not take these messages ({said}); change them or mend the template"
+            f"{template} does not take these messages ({said}); change them or mend the template"
         ) from None
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the chat template writes nothing for these messages; mend it")

@@ -14,8 +14,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallel import process
 from parallel.environment import check_environment
-from parallel.refusal import RefusalError, complain, leave, let_others_speak, nearest, readable, shown, tell_torchrun
+from parallel.refusal import RefusalError, complain, let_others_speak, nearest, readable, shown, tell_torchrun
 from verl_megatron.recipe import check_recipe
 
 NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
@@ -54,7 +55,7 @@ def _guarded(config: DictConfig, known: argparse.Namespace, main: Callable[[Dict
         if known.dry_run:
             text, fits = plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu)
             print(text)
-            leave(0 if fits else NO_ROOM)
+            process.end(0 if fits else NO_ROOM)
         main(config)
     except OmegaConfBaseException as error:
         complain(_about_values(error))
@@ -65,8 +66,8 @@ def _guarded(config: DictConfig, known: argparse.Namespace, main: Callable[[Dict
             let_others_speak(1, seconds=15)
         tell_torchrun(readable(f"{type(error).__name__}: {error}"))
         traceback.print_exc()
-        leave(1)
-    leave(0)
+        process.end(1)
+    process.end(0)
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------------
@@ -110,6 +111,8 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
     if known.multirun:
         raise ValueError("--multirun: a command is one run; start one for each value, with a run.output_dir of its own")
     for argument in rest:
+        if argument.startswith("="):
+            raise ValueError(f"{shown(argument)} cannot be read (it names no setting); {FORM}")
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise ValueError(f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}")
@@ -121,7 +124,7 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def _override(argument: str) -> str:
     """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
-    is_setting = "=" in argument and argument[0] not in "+~=" and not argument.startswith("hydra")
+    is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
     return "++" + argument if is_setting else argument
 
 

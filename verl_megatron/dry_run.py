@@ -18,7 +18,7 @@ from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks import batch_arithmetic, refuse, structured
 from verl_megatron.config import MISSING, SFTConfig, TrainerConfig
 from verl_megatron.planner import Case, report, supervised_report
-from verl_megatron.preflight import SAMPLE_ROWS, inspect_run, inspect_supervised
+from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
 HOST_RANKS = 8  # of a host, where LOCAL_WORLD_SIZE does not say it
 PLANNED_SPEC = "te"  # parameter names and shapes of GPU runs
@@ -39,13 +39,15 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     world_size, ranks_per_host = world()
     with _stand_ins(settings) as (complete, rows):
         config = structured(complete, TrainerConfig)
-        refuse(inspect_run(config, world_size=world_size, rows=rows))
+        inputs = Inputs()
+        refuse(inspect_run(config, world_size=world_size, rows=rows, inputs=inputs))
         case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
         lines = [
             _title(world_size, ranks_per_host),
             *_layouts(case, settings),
             batch_arithmetic(config, world_size),
             _reshard(case),
+            *inputs.notes,
             report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host),
         ]
     return "\n".join(lines)
@@ -56,11 +58,13 @@ def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
     world_size, ranks_per_host = world()
     with _stand_ins(settings) as (complete, rows):
         config = structured(complete, SFTConfig)
-        refuse(inspect_supervised(config, world_size=world_size, rows=rows))
+        inputs = Inputs()
+        refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
         layout = Layout.parse(config.actor.layout, parse_devices(config.actor.devices, world_size), tuple(config.actor.stage_layers))
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
     rows = config.data.rows_per_step
-    return "\n".join([_title(world_size, ranks_per_host), f"actor {layout}: {rows} rows a step, about {rows / layout.dp:.1f} a data-parallel rank", planned])
+    share = f"actor {layout}: {rows} rows a step, about {rows / layout.dp:.1f} a data-parallel rank"
+    return "\n".join([_title(world_size, ranks_per_host), share, *inputs.notes, planned])
 
 
 def world() -> tuple[int, int]:

@@ -8,6 +8,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from parallel.refusal import shown
 
 MOST_BYTES = 1 << 20
+TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 MOST_VALUES = 100_000  # with aliases written out: a few lines of them can stand for billions
 
 
@@ -16,6 +17,8 @@ def check_recipe(path: Path) -> None:
     Raises:
         ValueError: a file that is too large, no UTF-8, no YAML, no mapping of sections or that names a setting twice; the message names the line.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"recipe {path} is no regular file; name a .yaml file")
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -46,6 +49,8 @@ def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = 1  # of one that holds itself, which Hydra refuses
+    if node.tag not in TAGS:
+        raise ValueError(f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a recipe's; write plain values")
     if isinstance(node, MappingNode):
         names: set[str] = set()
         for key, _ in node.value:

@@ -1,13 +1,14 @@
 """Command line of supervised fine-tuning: `torchrun --nproc_per_node 2 -m verl_megatron.sft --config-name sft_toy_cpu`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from parallel import process
 
-from verl_megatron.command_line import run_command
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-def main(overrides: DictConfig) -> None:
+def main(overrides: "DictConfig") -> None:
     from verl_megatron.checks import structured
     from verl_megatron.config import SFTConfig
     from verl_megatron.sft_trainer import SFTTrainer
@@ -27,4 +28,8 @@ def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
 
 
 if __name__ == "__main__":
+    process.begin()  # before the first import that takes long
+
+    from verl_megatron.command_line import run_command
+
     run_command(main, plan=plan)

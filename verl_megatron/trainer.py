@@ -134,9 +134,9 @@ class RLTrainer:
             write_timeline(self.run.clock, self.output_dir)
             if tracker is not None:
                 tracker.close()
-                if "jsonl" in config.track_metrics:
+                if "jsonl" in config.track_metrics and (state.step or state.before):
                     draw_report(self.output_dir)
-        return metrics | before_and_after(state.before, after)
+        return metrics | (before_and_after(state.before, after) if state.step == config.iterations else {})
 
     def _iterate(self) -> dict[str, float] | None:
         """The metrics of the next iteration; None if the run has to end before it: it is saved then, with the rows collected so far."""

@@ -29,7 +29,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
         ValueError: no JSON, no object, a key given twice, NaN or an infinity, or too deeply nested.
     """
     try:
-        content = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
+        content = json.loads(text.decode("utf-8"), parse_constant=_Constant, object_pairs_hook=_without_twins)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, dict):
@@ -68,12 +68,22 @@ def _short() -> reprlib.Repr:
 _SHORT = _short()
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}, which is no JSON number")
+class _Constant(str):
+    """NaN, Infinity or -Infinity, which Python reads and JSON does not have."""
+
+
+def _constant_in(value: Any) -> str:
+    """The first such constant that is the value or stands in its lists; or nothing. Objects have refused theirs."""
+    if isinstance(value, list):
+        return next(filter(None, map(_constant_in, value)), "")
+    return value if isinstance(value, _Constant) else ""
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
+    for name, value in pairs:
+        if constant := _constant_in(value):
+            raise ValueError(f"its {shown_key(name)} is {constant}, which is no JSON number")
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twin = next(name for name in content if names.count(name) > 1)

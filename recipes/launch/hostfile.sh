@@ -8,8 +8,6 @@
 # Environment: SSH (the command that takes a host and a line of shell), MASTER_PORT (29500), and forwarded.txt.
 set -euo pipefail
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-STOP_S=${STOP_S:-90} # from asking nodes to end to cutting their connections; they need TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 40 s
-export GRACE_S=${GRACE_S:-$((STOP_S > 20 ? STOP_S - 10 : STOP_S))} # of which a run may use so many to end its iteration
 
 fail() {
   echo "hostfile.sh: $*" >&2
@@ -24,7 +22,7 @@ read_hosts() { # file: `hosts`, and `slots` of each
     number=$((number + 1))
     read -r host count extra <<<"${line%%#*}" || true
     [[ -n $host ]] || continue
-    [[ -z $extra && $host =~ ^[A-Za-z0-9][A-Za-z0-9._@-]*$ && $count =~ ^slots=[1-9][0-9]*$ ]] || fail "$1, line $number: '$line' is not understood; write a host and its GPUs: worker-0 slots=8"
+    [[ -z $extra && $host =~ ^([A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*$ && $count =~ ^slots=[1-9][0-9]*$ ]] || fail "$1, line $number: '${line:0:80}' is not understood; write a host and its GPUs: worker-0 slots=8"
     [[ " ${hosts[*]} " != *" $host "* ]] || fail "$1, line $number: $host stands there twice; name each host once, with all its slots"
     [[ -z $slots || $slots == "${count#slots=}" ]] || fail "$1, line $number: $count, and hosts before it have slots=$slots; every node starts as many ranks: use the smallest number"
     hosts+=("$host") slots=${count#slots=}
@@ -43,9 +41,11 @@ forwarded() { # assignments of the variables that nodes get from here
 }
 
 line_for() { # node: the line of shell that it gets
-  local address=${hosts[$1]#*@}
-  echo "cd ${PWD@Q} && $(forwarded)NNODES=${#hosts[@]} GPUS=$slots NODE_RANK=$1 NODE_ADDR=$address MASTER_ADDR=${hosts[0]#*@} MASTER_PORT=${MASTER_PORT:-29500} JOB_ID=$JOB_ID" \
-    "exec bash ${LAUNCH@Q}/node.sh bash ${recipe[*]@Q}"
+  local address=${hosts[$1]#*@} name pairs=()
+  for name in NNODES=${#hosts[@]} GPUS="$slots" NODE_RANK="$1" NODE_ADDR="$address" MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT="$MASTER_PORT" JOB_ID="$JOB_ID"; do
+    pairs+=("${name%%=*}=$(printf %q "${name#*=}")")
+  done
+  echo "cd ${PWD@Q} && $(forwarded)${pairs[*]} exec bash ${LAUNCH@Q}/node.sh bash ${recipe[*]@Q}"
 }
 
 run_node() { # node: until it has ended, which `ended` learns
@@ -61,7 +61,16 @@ ask_to_end() { # why: standard input of all nodes ends
   deadline=$((SECONDS + STOP_S))
 }
 
+whole_number() { # name, least, most: of a variable
+  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) || fail "$1=${!1@Q} has to be a whole number from $2 to $3"
+}
+
 [[ $# -ge 2 ]] || fail "two arguments are needed, a hostfile and a recipe; see the head of this file"
+MASTER_PORT=${MASTER_PORT:-29500}
+whole_number MASTER_PORT 1 65535
+STOP_S=${STOP_S:-90} # from asking nodes to end to cutting their connections; they need TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 40 s
+whole_number STOP_S 1 999999999 # bash would compute with a variable's text, and run what it finds there
+export GRACE_S=${GRACE_S:-$((STOP_S > 20 ? STOP_S - 10 : STOP_S))} # of which a run may use so many to end its iteration
 read_hosts "$1"
 recipe=("${@:2}")
 [[ -f ${recipe[0]} ]] || fail "recipe '${recipe[0]}' does not exist; choose one of $(cd "$LAUNCH/../.." && echo recipes/*.sh)"

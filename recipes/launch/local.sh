@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ranks of this node by torchrun. Every recipe reads this file, so that these two are the same:
+# The ranks of this node by torchrun (parallel/launch.py). Every recipe reads this file, so that these two are the same:
 #   bash recipes/llama3_8b_ppo.sh [settings]
 #   bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]
 # With --dry-run among the settings the command and the plan of the run are printed and nothing is started: no GPU, weights or data are needed.
@@ -20,16 +20,23 @@ stop() { # text: what is wrong with the call
   exit 2
 }
 
+trap 'echo "interrupted; start it again with the same command" >&2; exit 130' INT # until the ranks are started, which have one of their own
+
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
   [[ -f ${1:-} ]] || stop "recipe '${1:-}' does not exist; choose one of $(cd "$ROOT" && echo recipes/*.sh)"
   exec bash "$@"
 fi
 
-VENV=${VERL_MEGATRON_VENV:-${VIRTUAL_ENV:-$ROOT/.venv}} # where tools/install.sh puts what is needed
-if [[ -x $VENV/bin/python ]]; then export PATH="$VENV/bin:$PATH"; fi
+VENV=${VERL_MEGATRON_VENV:-} # else the first Python that has everything
+if [[ -z $VENV ]] && PYTHON=$(bash "$ROOT/tools/install.sh" find 2>/dev/null); then VENV=${PYTHON%/bin/*}; fi
+: "${VENV:=${VIRTUAL_ENV:-$ROOT/.venv}}"
+if [[ $(cat "$VENV/.verl_megatron" 2>/dev/null) == unfinished* ]]; then
+  [[ -n ${INSTALLS:-} ]] || stop "an installation into $VENV was broken off; bash tools/install.sh begins it anew"
+elif [[ -x $VENV/bin/python ]]; then
+  export PATH="$VENV/bin:$PATH"
+fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # 1 is torchrun's default, too, with eight lines about it
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40} # s from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks need a store of their own: in torchrun's gloo finds the addresses of those that are gone
 # NCCL. What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) the user sets; launchers take it along to all nodes (forwarded.txt).
 # CUDA_DEVICE_MAX_CONNECTIONS=1, usual with Megatron, is not set: kernels of several communicators in one process could block each other.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # the reason of a failure, in the log of the rank that saw it
@@ -58,6 +65,10 @@ world() { # nodes, GPUS: the usual size of the run, unless the launcher or the u
   ((NODE_RANK < NNODES)) || stop "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes count from 0"
   [[ $NNODES == 1 || -n ${MASTER_ADDR:-}${LOCAL_RANK:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
   ranks=$((NNODES * GPUS))
+}
+
+whole_number() { # name, least, most: of a variable; bash would compute with any other text, and run what it finds there
+  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) || stop "$1=${!1@Q} has to be a whole number from $2 to $3"
 }
 
 refuse_bad_settings() { # command of a dry run: what it refuses, except for want of room on the GPU that it supposes (3)
@@ -119,27 +130,24 @@ critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor a
 start() { # module, arguments: the ranks of this node, until they have ended, unless a dry run refuses; with --dry-run their command and the run's plan
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
   local plan=(env WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE="$GPUS" python -m "$@")
-  local torchrun=(python -m torch.distributed.run --nproc-per-node "$GPUS" --max-restarts "${MAX_RESTARTS:-0}")
+  local MAX_RESTARTS=${MAX_RESTARTS:-0} MASTER_PORT=${MASTER_PORT:-29500} name
+  whole_number NODE_RANK 0 $((NNODES - 1))
+  whole_number MAX_RESTARTS 0 1000000
+  whole_number MASTER_PORT 1 65535
+  for name in MASTER_ADDR NODE_ADDR; do
+    [[ ${!name:-x} =~ ^[A-Za-z0-9][A-Za-z0-9.:%_-]*$ ]] || stop "$name=${!name@Q} is no name or address of a host"
+  done
+  local launch=(python -m parallel.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
   if [[ $NNODES == 1 ]]; then
-    torchrun+=(--standalone)
-  else # c10d: only with it nodes start again together; node 0 keeps its store, whatever names that host has
-    torchrun+=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-NODE_0}:${MASTER_PORT:-29500}" --rdzv-id "${JOB_ID:-verl_megatron}"
-      --rdzv-conf "is_host=$((NODE_RANK == 0))" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
+    launch+=(--local-addr 127.0.0.1) # all of the run stays on this host's loopback
+  else # nodes start again together; node 0 keeps the store where they meet, whatever names that host has
+    launch+=(--rdzv-endpoint "${MASTER_ADDR:-NODE_0}:$MASTER_PORT" --rdzv-conf "is_host=$((NODE_RANK == 0))" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
   fi
   if [[ -n $DRY_RUN ]]; then
-    echo "node $NODE_RANK of $NNODES: ${torchrun[*]} -m $*"
+    echo "node $NODE_RANK of $NNODES: ${launch[*]} -m $*"
     exec "${plan[@]}"
   fi
   refuse_bad_settings "${plan[@]}"
-  watch "${torchrun[@]}" -m "$@"
-}
-
-watch() { # torchrun's command: on SIGTERM its ranks save and exit with 0, and so does it; the signal itself would make it fail
-  "$@" &
-  local torchrun=$! status=0
-  trap 'kill -TERM $(cat /proc/"$torchrun"/task/*/children) 2>/dev/null || kill -TERM "$torchrun"' TERM
-  trap 'kill -INT "$torchrun"' INT
-  while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" || true; done # a trap interrupts it
-  wait "$torchrun" || status=$?
-  exit "$status"
+  [[ $BASHPID == "$$" ]] || export LAUNCH_PARENT=$$ # a shell that goes on after the ranks: they end with it
+  exec "${launch[@]}" -m "$@" # on SIGTERM its ranks save and exit with 0, and so does it
 }

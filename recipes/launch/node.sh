@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Runs a command and ends it, with what it started, when standard input ends: a connection that breaks leaves nothing behind.
 #   bash recipes/launch/node.sh command [arguments]
+tied=() # the command ends with this process, even if that is killed
+if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig TERM); fi
 set -m # the command has a process group of its own
-"$@" </dev/null &
+"${tied[@]}" "$@" </dev/null &
 command=$!
 {
   cat >/dev/null

@@ -39,8 +39,10 @@ def run_rank(job: dict) -> None:
     placed, wanted = os.environ["LOCAL_WORLD_SIZE"], job["environment"]["GPUS"]
     if placed != wanted:
         raise RuntimeError(f"Ray placed {placed} ranks on {socket.gethostname()} and GPUS={wanted}; every node has to run as many: choose NNODES and GPUS that fill whole nodes")
-    with socket.socket() as listener:
-        listener.bind(("", 0))
+    address = os.environ["MASTER_ADDR"] if os.environ["RANK"] == "0" else "127.0.0.1"  # only the port of rank 0 is used
+    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as listener:
+        listener.bind(place)
         port = [listener.getsockname()[1]]
         dist.broadcast_object_list(port)
     environment = {**os.environ, **job["environment"], "MASTER_PORT": str(port[0])}

@@ -143,8 +143,8 @@ def test_a_node_that_fails_ends_the_others(loopback, tmp_path):
     launched = Launched(loopback, "hang", slots=1, folder=tmp_path)
     last = next(line for line in launched.sums(2) if " RANK=1 " in line)
     os.kill(int(last.rpartition("=")[2]), signal.SIGKILL)
-    assert launched.code() == 1
-    assert "127.0.0.2 ended with 1: ending all nodes" in launched.output.read_text()
+    assert launched.code() == 128 + signal.SIGKILL
+    assert "127.0.0.2 ended with 137: ending all nodes" in launched.output.read_text()
     assert "asked to end" in (launched.logs / "127.0.0.1.log").read_text()
     launched.assert_nothing_left()
 

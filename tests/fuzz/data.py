@@ -99,7 +99,7 @@ FINE_PROMPTS: tuple[Any, ...] = (
         "sort fig :",
         "ünïcödé ☃ 😀",
         "a\nb\tc",
-        "\u2028",
+        "a\u2028b",
         "\\",
         '"',
         "\ufeffa",

@@ -21,7 +21,7 @@ BAD_RESPONSES: tuple[Any, ...] = (
     [{"role": "assistant", "content": "a"}],
     [[]],
 )
-FINE_RESPONSES: tuple[Any, ...] = ("apple fig", "ü ☃ 😀", "a\nb", "\u2028", " a ", "</s>")
+FINE_RESPONSES: tuple[Any, ...] = ("apple fig", "ü ☃ 😀", "a\nb", "a\u2028b", " a ")
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 

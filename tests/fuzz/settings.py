@@ -1,5 +1,6 @@
 """Settings of both schemas, by reflection: wrong types, ranges, absurd values, names that do not exist."""
 
+import math
 import random
 from dataclasses import fields
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any, get_type_hints
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.limits import CHOICES, INTERVALS
+from verl_megatron.limits import CHOICES, INTERVALS, inside
 
 SCHEMAS = {"train": TrainerConfig, "sft": SFTConfig}
 # Values as a command line gives them, by what is wrong with them.
@@ -21,7 +22,8 @@ OF_ANOTHER_TYPE = {
     list[int]: ("{a:1}", "[[1]]", "null", "[a]", "[1.5]", "[null]", "7"),
     list[float]: ("{a:1}", "[[1]]", "null", "[a,b]", "[null,0.9]", "0.5"),
 }
-ABSURD = ("inf", "-inf", "nan", "1e300", "-1e300", "-1000000000", "1" + 30 * "0", "-1" + 30 * "0")
+ABSURD = ("inf", "-inf", "nan", "1e300", "-1e300")
+LARGE = ("-1000000000", "1" + 30 * "0", "-1" + 30 * "0")  # of floats, only outside their interval
 LONG = "x" * 60_000
 # Values that any run may have, beside the recipe's; drawn by `sound`.
 SOUND = {
@@ -127,7 +129,8 @@ def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
     values = list(OF_ANOTHER_TYPE[kind])
     if kind in (int, float):
         interval = INTERVALS[section_type][name]
-        values += (ABSURD[:5] if interval.startswith("(-inf") else ABSURD) + outside(interval, kind)
+        large = [value for value in LARGE if kind is int or not inside(float(value), interval)]
+        values += [*ABSURD, *large, *outside(interval, kind)]
     if choices := CHOICES.get(section_type, {}).get(name):
         values += [choice + choice[-1] for choice in choices] + [choices[0].upper(), "''", "ü", "0"]
     return values
@@ -136,9 +139,9 @@ def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
 def outside(interval: str, kind: type) -> tuple[str, ...]:
     """Just outside the ends of an interval such as "[0, inf)"."""
     low, high = map(float, interval[1:-1].split(","))
-    below = low if interval[0] == "(" else low - (1 if kind is int else 0.001)
-    above = high if interval[-1] == ")" else high + (1 if kind is int else 0.001)
-    return tuple(str(kind(end)) for end in (below, above) if abs(end) != float("inf"))
+    below = low if interval[0] == "(" else low - 1 if kind is int else math.nextafter(low, -math.inf)
+    above = high if interval[-1] == ")" else high + 1 if kind is int else math.nextafter(high, math.inf)
+    return tuple(str(kind(end)) for end in (below, above) if math.isfinite(end))
 
 
 def sound(program: str, rng: random.Random, count: int, *, without: tuple[str, ...] = ()) -> list[str]:

@@ -39,7 +39,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict], Any], str]] = {
     "no end of sequence": (
         "tokenizer_config.json",
         lambda config: {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"},
-        REFUSED,
+        EITHER,  # the model's own files may name one, which ends a rollout
     ),
     "null for the end of sequence": (
         "tokenizer_config.json",

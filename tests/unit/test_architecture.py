@@ -242,8 +242,8 @@ def test_reading_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"model_type": "llama", "hidden_size": NaN}', "it holds NaN"),
-        (b'{"model_type": "llama", "rms_norm_eps": -Infinity}', "it holds -Infinity"),
+        (b'{"model_type": "llama", "hidden_size": NaN}', "its hidden_size is NaN"),
+        (b'{"model_type": "llama", "rms_norm_eps": -Infinity}', "its rms_norm_eps is -Infinity"),
         (b'{"model_type": "llama", "model_type": "qwen2"}', "it gives model_type twice"),
         (b'{"a": ' * 100_000, "nested too deeply"),
         (b'{"model_type": "ll\xe4ma"}', "utf-8"),

@@ -46,6 +46,8 @@ BAD_RECIPES = [
     (b"run:\n\tseed: 3\n", "recipe.yaml, line 2, column 1: not valid YAML"),
     (b"run:\n  seed: 3\nactor:\n  lr: 1\nrun:\n  seed: 4\n", "recipe.yaml, line 5: 'run' stands there twice"),
     (b"run:\n  seed: 3\n  seed: 4\n", "recipe.yaml, line 3: 'seed' stands there twice"),
+    (b"run:\n  seed: !nothing 3\n", "recipe.yaml, line 2: the tag '!nothing'"),
+    (b"run:\n  seed: !!python/object/apply:os.getcwd []\n", "python/object/apply:os.getcwd"),
     ("run:\n  output_dir: ä\n".encode("latin-1"), "is no UTF-8 text (byte 19)"),
     ("run: {seed: 3}".encode("utf-16"), "is no UTF-8 text"),
     (b"run: {seed: 3}\0", "not valid YAML"),

@@ -29,6 +29,9 @@ def option(arguments: tuple[str, ...], name: str) -> str:
         ("worker-0 slots=0\n", "line 1"),
         ("worker-0 slots=8 max=9\n", "line 1"),
         ("-oProxyCommand=x slots=8\n", "line 1"),
+        ("me@-oProxyCommand slots=8\n", "line 1"),
+        ("$(touch_me) slots=8\n", "line 1"),
+        ("worker-0;id slots=8\n", "line 1"),
         ("worker-0 slots=8\n\n# more\nworker-1 slots=4", "line 4: slots=4, and hosts before it have slots=8"),
         ("worker-0 slots=8\nworker-0 slots=8\n", "line 2: worker-0 stands there twice"),
     ],
@@ -43,6 +46,27 @@ def test_a_hostfile_that_cannot_be_is_refused(text, message, tmp_path):
 def test_hostfile_and_recipe_are_needed(arguments, tmp_path):
     said = say("bash", LAUNCH / "hostfile.sh", *arguments, folder=tmp_path)
     assert said.code == 2 and said.stderr.startswith("hostfile.sh: ")
+
+
+@pytest.mark.parametrize("name", ["MASTER_PORT", "STOP_S"])
+@pytest.mark.parametrize("value", ["1; touch {}", "$(touch {})", "a[$(touch {})]", "0", "-1", "port"])
+def test_a_number_that_is_none_runs_nothing(name, value, tmp_path):
+    """Neither here nor, as a part of the line that it gets, on another host."""
+    hosts = hostfile(tmp_path / "hosts", nodes=1, slots=2)
+    for more in ([], ["--dry-run"]):
+        said = say("bash", LAUNCH / "hostfile.sh", hosts, RECIPE, *more, folder=tmp_path, **{name: value.format(tmp_path / "ran")}, **GIVEN)
+        assert said.code == 2 and f"{name}=" in said.stderr and "has to be a whole number" in said.stderr and not said.calls
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NODE_RANK", "a[$(touch {})]"), ("NODE_RANK", "2"), ("MAX_RESTARTS", "x"), ("MASTER_PORT", "65536"), ("NODE_ADDR", "-x"), ("MASTER_ADDR", "a b")],
+)
+def test_what_a_node_is_told_is_checked(name, value, tmp_path):
+    told = {"NNODES": "2", "GPUS": "8", "MASTER_ADDR": "worker-0", "MASTER_PORT": "1234"} | GIVEN | {name: value.format(tmp_path / "ran")}
+    said = say("bash", RECIPE, folder=tmp_path, **told)
+    assert said.code == 2 and said.stderr.startswith(f"error: {name}=") and not said.calls and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("launcher", ["local.sh", "hostfile.sh", "slurm.sbatch", "ray.py"])

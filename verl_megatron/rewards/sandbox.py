@@ -68,7 +68,7 @@ def _end_with_parent(number: int) -> None:
 
 def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn:
     """The warden: asked to end, it sends the reaper the signal `ending`; its exit code is the worker's."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(reaper, ending))
+    signal.signal(signal.SIGTERM, lambda *_: _end(reaper, ending))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     left = output_bytes
     while chunk := os.read(printed, 1 << 16):  # ends when no process of the sandbox is left
@@ -83,9 +83,14 @@ def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn
     _leave_as(os.waitpid(reaper, 0)[1])
 
 
+def _end(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and been waited for
+        os.kill(process, number)
+
+
 def _reap(worker: int) -> NoReturn:
     """The reaper: the first process of a namespace, or what adopts orphans where there is none."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: _end(worker, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ended, status = os.waitpid(-1, 0)
     while ended != worker:

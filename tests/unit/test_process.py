@@ -1,0 +1,120 @@
+"""A rank ends with its launcher, and Ctrl-C ends it in a line, whatever its main thread does."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from parallel import leftovers, process, store
+from tests.worlds import ROOT
+
+RANK = """
+import sys
+from parallel import process
+process.begin()
+print("begun", flush=True)
+import ctypes
+while True:
+    ctypes.CDLL(None).sleep(600)  # gives up Python's lock, and lets no handler in Python run
+"""
+LAUNCHER = """
+import os, subprocess, sys, time
+os.environ[sys.argv[1]] = str(os.getpid()) if sys.argv[1] == "VERL_MEGATRON_LAUNCHER" else "1"
+print(subprocess.Popen([sys.executable, "-c", sys.argv[2]], start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def start(*command: str, **more: str) -> subprocess.Popen:
+    known = {name: value for name, value in os.environ.items() if name not in ("RANK", process.LAUNCHER, "TORCHELASTIC_RUN_ID")}
+    told = known | {"PYTHONPATH": str(ROOT)} | more
+    return subprocess.Popen([sys.executable, "-c", *command], env=told, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("variable", ["VERL_MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID"])
+def test_a_rank_ends_with_its_launcher(variable, tmp_path):
+    launcher = start(LAUNCHER, variable, RANK, TMPDIR=str(tmp_path))
+    pid = int(launcher.stdout.readline())
+    assert launcher.stdout.readline() == "begun\n" and is_alive(pid)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(pid)
+    leftovers.sweep(tmp_path, leftovers.SHORT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_has_lost_its_launcher_before_does_not_begin(tmp_path):
+    rank = start(RANK, VERL_MEGATRON_LAUNCHER="1", TMPDIR=str(tmp_path))
+    assert rank.wait(20) == 128 + signal.SIGKILL and rank.stdout.read() == ""
+
+
+@pytest.mark.parametrize(("told", "lines"), [({}, 1), ({"RANK": "0"}, 1), ({"RANK": "1"}, 0)])
+def test_an_interrupt_ends_a_call_into_c_in_one_line(told, lines, tmp_path):
+    rank = start(RANK, TMPDIR=str(tmp_path), **told)
+    assert rank.stdout.readline() == "begun\n" and len(list(tmp_path.iterdir())) == 1
+    rank.send_signal(signal.SIGINT)
+    said, errors = rank.communicate(timeout=20)
+    assert rank.returncode == process.INTERRUPTED and not said and not list(tmp_path.iterdir())
+    assert errors.count("\n") == lines and errors.count("interrupted; the same command goes on") == lines
+
+
+# ---- the store of a world -----------------------------------------------------------------------------------------------
+
+
+def listening(port: int) -> list[str]:
+    found = [line.split()[1] for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").read().splitlines()[1:] if line.split()[3] == "0A"]
+    return [address for address, _, hexadecimal in (place.partition(":") for place in found) if int(hexadecimal, 16) == port]
+
+
+@pytest.mark.parametrize(("address", "one_host", "expected"), [("example.invalid", True, "0100007F"), ("127.0.0.2", False, "0200007F"), ("localhost", False, "00000000")])
+def test_a_store_listens_where_the_world_is(address, one_host, expected):
+    """A name of several hosts that means the loopback here means another interface there."""
+    listener = store.listen(address, 0, one_host=one_host)
+    assert listening(listener.getsockname()[1]) == [expected]
+    listener.close()
+    if one_host:
+        served = store.serve(address, one_host=True)
+        assert listening(served.port) == [expected]
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match=f"port {taken.getsockname()[1]} of .* is taken; choose another MASTER_PORT"):
+            store.listen("127.0.0.1", taken.getsockname()[1], one_host=True)
+
+
+def test_a_store_of_a_stopped_rank_answers_and_ends_with_it():
+    listener = store.listen("127.0.0.1", 0, one_host=True)
+    port = listener.getsockname()[1]
+    listener.close()
+    keeper = start(f"from parallel import store; import time; store.serve_apart('127.0.0.1', {port}, one_host=True); print('served', flush=True); time.sleep(600)")
+    try:
+        assert keeper.stdout.readline() == "served\n"
+        keeper.send_signal(signal.SIGSTOP)
+        client = dist.TCPStore("127.0.0.1", port, is_master=False)
+        client.set("a", "b")
+        assert client.get("a") == b"b" and listening(port) == ["0100007F"]
+    finally:
+        keeper.kill()
+        keeper.wait()
+    deadline = time.monotonic() + 10
+    while listening(port) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not listening(port)
