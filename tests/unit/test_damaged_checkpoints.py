@@ -83,11 +83,12 @@ def whole(world, tmp_path_factory) -> Path:
         path = checkpoints.save(
             folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write
         )
-        batch = RolloutBatch.from_rows([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]]).tensors()
+        batch = RolloutBatch.from_rows([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]])
+        batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([0, 0])
         sums = {"totals": {"loss": (1.0, 2.0)}, "maxima": {}}
         own = {
             "made_with": {"seed": 1},
-            "batch": batch,
+            "batch": batch.tensors(),
             "sums": sums,
             "reshard_bytes": 5,
             "seconds": {"rollout": 1.0},

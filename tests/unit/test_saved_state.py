@@ -52,7 +52,8 @@ def state(monkeypatch, tmp_path) -> SavedState:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     state = object.__new__(SavedState)
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
-    state.run = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None), clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
+    source = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None))
+    state.run = SimpleNamespace(source=source, clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
     state._made_with = dict
     return state
