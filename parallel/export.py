@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from parallel.checkpoints import together
+from parallel.checkpoint.folders import together
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture

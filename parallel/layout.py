@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from itertools import product
 
-from parallel.refusal import shown
+from parallel.runtime.refusal import shown
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
 _COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,9})")

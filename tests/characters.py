@@ -4,7 +4,7 @@ import tokenizers
 import torch  # noqa: F401  (transformers looks for it when it is imported)
 from transformers import PreTrainedTokenizerFast
 
-from verl_megatron.tokenizer import Tokenizer
+from verl_megatron.data.tokenizer import Tokenizer
 
 LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
 TEMPLATE = LOOP + "{% if add_generation_prompt %}<assistant>{% endif %}"

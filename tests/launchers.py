@@ -28,7 +28,7 @@ class Call:
 
     @property
     def starts_ranks(self) -> bool:
-        return self.arguments[:2] == ("-m", "parallel.launch")
+        return self.arguments[:2] == ("-m", "parallel.runtime.launch")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,18 +29,18 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import refuse
+from verl_megatron.checks.limits import check_values
+from verl_megatron.checks.settings import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
-from verl_megatron.limits import check_values
-from verl_megatron.losses import PolicyTokens, policy_loss
-from verl_megatron.metrics import Sums
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.packing import micro_batches
 from verl_megatron.models.heads import head_weight
-from verl_megatron.packing import micro_batches
+from verl_megatron.observe.metrics import Sums
+from verl_megatron.observe.profiling import described, make_profiler
 from verl_megatron.planner import Case, machine_here
 from verl_megatron.planner.training import forward_flops
-from verl_megatron.profiling import described, make_profiler
 from verl_megatron.roles.engine import Engine, Loss
 
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip (after parallel.device has prepared it)

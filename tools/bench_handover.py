@@ -41,12 +41,12 @@ from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
+from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.batch import RolloutBatch
+from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
-from verl_megatron.folders import check_weights
-from verl_megatron.losses import cross_entropy
-from verl_megatron.packing import micro_batches
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.packing import micro_batches
 from verl_megatron.roles.engine import Engine
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
 from verl_megatron.rollout.vllm import VLLMActor

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from parallel import device
-from verl_megatron.checks import refuse, structured
-from verl_megatron.command_line import run_command
+from verl_megatron.checks.settings import refuse, structured
 from verl_megatron.config import TrainerConfig
+from verl_megatron.launch.command_line import run_command
 from verl_megatron.planner import check_fits, machine_here
 from verl_megatron.rollout.weights import ColocatedChannel
 from verl_megatron.trainer import RLTrainer

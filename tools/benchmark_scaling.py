@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothi
 import torch
 
 from parallel import device
-from parallel.environment import MOST_RANKS
+from parallel.runtime.environment import MOST_RANKS
 from tools.scaling_model import Scaling
 from tools.scaling_report import Report, markdown, write_csv, write_png
 from tools.scaling_rows import Row, at_best, disturbance, measured_row
 from tools.scaling_runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
-from verl_megatron.checks import refuse
+from verl_megatron.checks.limits import check_values
+from verl_megatron.checks.settings import refuse
 from verl_megatron.config import TrainerConfig
-from verl_megatron.limits import check_values
 from verl_megatron.planner import MACHINES, Case, Machine, find_machine, machine_here, plan_memory, plan_seconds
 
 CPU_LINKS = replace(MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9)  # bytes a second: assumed, for the shape of a model

@@ -28,9 +28,9 @@ from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
 from parallel.weights.shapes import shape
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
-from verl_megatron.metrics import Sums
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.planner import MACHINES, Machine
 from verl_megatron.planner.machine import LAYER_SHARE
 from verl_megatron.planner.preflight import machine_here

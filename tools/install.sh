@@ -31,7 +31,7 @@ import importlib.util, sys
 names = "torch megatron.core vllm transformers hydra omegaconf safetensors sentencepiece matplotlib tensorboard tqdm jinja2 numpy"
 names += " pytest" if sys.argv[1] == "dev" else ""
 assert all(importlib.util.find_spec(name) for name in names.split())
-from verl_megatron.versions import check_versions
+from verl_megatron.checks.versions import check_versions
 check_versions()
 PYTHON
 }

@@ -3,7 +3,7 @@
 python tools/make_docs.py [--check]
 
 Settings come from the dataclasses of verl_megatron/config.py, meanings from the comments beside them, ranges and
-choices from verl_megatron/limits.py. With --check nothing is written; exit status 1: the page is stale.
+choices from verl_megatron/checks/limits.py. With --check nothing is written; exit status 1: the page is stale.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
 from verl_megatron import config as schemas
-from verl_megatron.limits import CHOICES, INTERVALS
+from verl_megatron.checks.limits import CHOICES, INTERVALS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

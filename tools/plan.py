@@ -23,12 +23,12 @@ from yaml import YAMLError
 
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks import check_planned, refuse, structured
+from verl_megatron.checks.limits import check_values
+from verl_megatron.checks.settings import check_planned, refuse, structured
 from verl_megatron.config import TrainerConfig
-from verl_megatron.limits import check_values
+from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import MACHINES, Case, Machine, compare, comparison_lines, find_machine, plan_memory, plan_seconds, search, search_text
 from verl_megatron.planner.search import CHOSEN, Candidate, Search
-from verl_megatron.tracking import METRICS_FILE, read_metrics
 
 HOST_RANKS = 8
 MAX_GPUS = 2**12

@@ -15,7 +15,7 @@ no small size can show. Terms, taken in this order, as many as there are measure
 
 Known are, from the links' rates: the reduction of gradients and the gathering of weights over r = dp·cp ranks in every optimizer step,
 (r-1)/r of a rank's parameters each way (ring; nothing of it is taken to overlap), and weights that come from other hosts. One thing more is
-known from timing it here: dealing rows over data-parallel ranks, which every rank does alone in Python (verl_megatron/packing.py). It has a
+known from timing it here: dealing rows over data-parallel ranks, which every rank does alone in Python (verl_megatron/data/packing.py). It has a
 phase of its own, DEALING, in modelled sizes; where sizes are measured it lies inside the others.
 """
 
@@ -30,7 +30,7 @@ from math import lcm, log2
 import numpy as np
 
 from tools.scaling_rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
-from verl_megatron.packing import balance
+from verl_megatron.data.packing import balance
 from verl_megatron.planner import Case, Machine
 from verl_megatron.planner.case import PlannedRole
 from verl_megatron.planner.handover import moved_bytes

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from parallel.layout import Layout
+from verl_megatron.observe.timeline import TRACE_FILE, Timeline
+from verl_megatron.observe.tracking import read_metrics
 from verl_megatron.planner import MACHINES, Case
 from verl_megatron.planner.seconds import plan_work
-from verl_megatron.timeline import TRACE_FILE, Timeline
-from verl_megatron.tracking import read_metrics
 
 MEASURED, MODELLED = "measured", "modelled"
 MODEL_OF = {"reward": "reward", "log_probs": "actor", "values": "critic", "critic_update": "critic", "actor_update": "actor"}  # by phase: whose layout it has

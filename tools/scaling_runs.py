@@ -20,10 +20,10 @@ from parallel import device
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks import check_config, refuse, structured
-from verl_megatron.command_line import NO_ROOM
+from verl_megatron.checks.settings import check_config, refuse, structured
 from verl_megatron.config import TrainerConfig
-from verl_megatron.json_lines import read_rows
+from verl_megatron.data.json_lines import read_rows
+from verl_megatron.launch.command_line import NO_ROOM
 from verl_megatron.planner import Case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -256,7 +256,7 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     """
     from make_random import write_prompts  # beside this file; brings safetensors
 
-    from verl_megatron.tokenizer import load_tokenizer
+    from verl_megatron.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     write_prompts(path, tokenizer.hf, rows=rows, tokens=tokens, seed=seed)

@@ -2,18 +2,18 @@
 
 import importlib
 
-from parallel.refusal import speak_once
+from parallel.runtime.refusal import speak_once
 
 __version__ = "0.1.0"
 
 _HOME = {
     "RLTrainer": "trainer",
     "TrainerConfig": "config",
-    "get_trainer_config": "presets",
-    "RolloutBatch": "batch",
-    "DataCollector": "collector",
+    "get_trainer_config": "launch.presets",
+    "RolloutBatch": "data.batch",
+    "DataCollector": "data.collector",
     "VLLMActor": "rollout.vllm",
-    "MetricsTracker": "tracking",
+    "MetricsTracker": "observe.tracking",
 }
 __all__ = ["__version__", *_HOME]
 

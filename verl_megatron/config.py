@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel.refusal import nearest
+from parallel.runtime.refusal import nearest
 
 MISSING = "???"  # OmegaConf's mark of a setting that has to be given
 

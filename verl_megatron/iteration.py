@@ -5,9 +5,9 @@ Every rank runs these functions together.
 
 from dataclasses import dataclass
 
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.metrics import Sums, iteration_metrics
-from verl_megatron.roles.rows import RowTable
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.rows import RowTable
+from verl_megatron.observe.metrics import Sums, iteration_metrics
 from verl_megatron.run import Run
 
 

@@ -10,17 +10,18 @@ from torch import Tensor
 
 from parallel.collectives import all_sum
 from verl_megatron.algorithms import Algorithm
+from verl_megatron.algorithms.diagnostics import batch_sums
+from verl_megatron.algorithms.kl import KLController
+from verl_megatron.algorithms.losses import PolicyTokens, value_loss
 from verl_megatron.algorithms.normalizers import token_mean
-from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.kl import KLController
-from verl_megatron.losses import PolicyTokens, value_loss
-from verl_megatron.metrics import PhaseTimer, Sums, batch_sums, reduce_over_world
-from verl_megatron.micro_batch import MicroBatch
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.micro_batch import MicroBatch
+from verl_megatron.data.rows import RowTable
+from verl_megatron.observe.metrics import PhaseTimer, Sums, reduce_over_world
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
 from verl_megatron.roles.role import DispatchedBatch, Role, infer_together
-from verl_megatron.roles.rows import RowTable
 
 POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 VALUE_FIELDS = ("values", "returns")

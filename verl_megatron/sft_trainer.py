@@ -8,27 +8,27 @@ from torch import Tensor
 
 from parallel import device
 from parallel.collectives import all_sum
-from parallel.refusal import agree, shown, speak_once
-from parallel.run_lock import RunLock
-from parallel.watchdog import Watchdog
+from parallel.runtime.refusal import agree, shown, speak_once
+from parallel.runtime.run_lock import RunLock
+from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
+from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import token_mean
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import refuse
+from verl_megatron.checks.folders import find_not_finite
+from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
-from verl_megatron.data import Demonstration, PromptCursor
-from verl_megatron.folders import find_not_finite
-from verl_megatron.losses import cross_entropy
-from verl_megatron.metrics import PhaseTimer, reduce_over_world
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import Demonstration, PromptCursor
+from verl_megatron.data.rows import RowTable
+from verl_megatron.observe.metrics import PhaseTimer, reduce_over_world
+from verl_megatron.observe.profiling import record_profile
+from verl_megatron.observe.timeline import record_timeline, write_timeline
+from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
-from verl_megatron.profiling import record_profile
 from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
-from verl_megatron.roles.rows import RowTable
-from verl_megatron.timeline import record_timeline, write_timeline
-from verl_megatron.tracking import MetricsTracker
-from verl_megatron.versions import check_versions
 
 
 class SFTTrainer:

@@ -8,28 +8,28 @@ from pathlib import Path
 import torch.distributed as dist
 
 from parallel import device
-from parallel.preemption import Preemption, usual_grace_s
-from parallel.refusal import agree, shown, speak_once
-from parallel.run_lock import RunLock
-from parallel.watchdog import Watchdog
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.checks import batch_arithmetic, refuse
+from parallel.runtime.preemption import Preemption, usual_grace_s
+from parallel.runtime.refusal import agree, shown, speak_once
+from parallel.runtime.run_lock import RunLock
+from parallel.runtime.watchdog import Watchdog
+from verl_megatron.checks.settings import batch_arithmetic, refuse
+from verl_megatron.checks.versions import check_versions, optional_packages
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data import GivenPrompts, Prompt
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import GivenPrompts, Prompt
+from verl_megatron.data.rows import RowTable
 from verl_megatron.iteration import Collected, collect, learn
-from verl_megatron.metrics import Sums, reduce_over_world
 from verl_megatron.model_specs import models_of
+from verl_megatron.observe.metrics import Sums, reduce_over_world
+from verl_megatron.observe.profiling import record_profile
+from verl_megatron.observe.report import draw_report
+from verl_megatron.observe.timeline import record_timeline, write_timeline
+from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, rows_together
 from verl_megatron.preflight import Inputs, inspect_run
-from verl_megatron.profiling import record_profile
-from verl_megatron.report import draw_report
-from verl_megatron.roles.rows import RowTable
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
-from verl_megatron.timeline import record_timeline, write_timeline
-from verl_megatron.tracking import MetricsTracker, writing_to
-from verl_megatron.versions import check_versions, optional_packages
 
 SLOW_S = 1800.0  # what builds a model, reads or writes a disk may take so long without a sign of progress
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from parallel.convert import chunk, metadata
+from parallel.checkpoint import metadata
+from parallel.checkpoint.sealed import read_json, shortened
+from parallel.convert import chunk
 from parallel.convert.keys import LAYER, VOCAB_KEYS, GlobalTensor, global_tensors, places
 from parallel.convert.open_files import OpenFiles
-from parallel.sealed import read_json, shortened
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head, hf_shapes
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.utils.serialization import config
 
+from parallel.checkpoint.metadata import write_metadata
 from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.journal import DigestedFile, Journal
 from parallel.convert.keys import GlobalTensor, Spec, extra_states, global_tensors
 from parallel.convert.megatron_checkpoint import CONFIG, HF_FOLDER, TRACKER
-from parallel.convert.metadata import write_metadata
 from parallel.convert.staging import conversion_of, staged
 from parallel.convert.workers import Budget, run_jobs
 from parallel.weights.architecture import Architecture

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ranks of this node by torchrun (parallel/launch.py). Every recipe reads this file, so that these two are the same:
+# The ranks of this node by torchrun (parallel/runtime/launch.py). Every recipe reads this file, so that these two are the same:
 #   bash recipes/llama3_8b_ppo.sh [settings]
 #   bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]
 # With --dry-run among the settings the command and the plan of the run are printed and nothing is started: no GPU, weights or data are needed.
@@ -137,7 +137,7 @@ start() { # module, arguments: the ranks of this node, until they have ended, un
   for name in MASTER_ADDR NODE_ADDR; do
     [[ ${!name:-x} =~ ^[A-Za-z0-9][A-Za-z0-9.:%_-]*$ ]] || stop "$name=${!name@Q} is no name or address of a host"
   done
-  local launch=(python -m parallel.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
+  local launch=(python -m parallel.runtime.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
   if [[ $NNODES == 1 ]]; then
     launch+=(--local-addr 127.0.0.1) # all of the run stays on this host's loopback
   else # nodes start again together; node 0 keeps the store where they meet, whatever names that host has

@@ -19,9 +19,9 @@ from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.checkpoint import CheckpointException  # noqa: E402
 
 from parallel import megatron  # noqa: E402
+from parallel.checkpoint.metadata import read_metadata  # noqa: E402
 from parallel.convert import to_hugging_face, to_megatron  # noqa: E402
 from parallel.convert.megatron_checkpoint import COMMON_STATE  # noqa: E402
-from parallel.convert.metadata import read_metadata  # noqa: E402
 from parallel.convert.to_hugging_face import CheckpointArguments  # noqa: E402
 from parallel.convert.workers import Budget  # noqa: E402
 from parallel.groups import ProcessGroups  # noqa: E402

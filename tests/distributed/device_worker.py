@@ -37,10 +37,10 @@ def train_a_step(folder: Path) -> None:
     """Two pipeline stages that share an embedding, two micro-batches, one optimizer step."""
     device.initialize()
     from parallel.groups import ProcessGroups
+    from verl_megatron.algorithms.losses import cross_entropy
     from verl_megatron.algorithms.normalizers import LossScale
-    from verl_megatron.batch import RolloutBatch
     from verl_megatron.config import EngineConfig
-    from verl_megatron.losses import cross_entropy
+    from verl_megatron.data.batch import RolloutBatch
     from verl_megatron.roles.engine import Engine
 
     groups = ProcessGroups(Layout.parse("pp2", (0, 1)))

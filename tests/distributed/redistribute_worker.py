@@ -6,8 +6,8 @@ from torch.testing import assert_close
 
 from parallel.layout import Layout
 from parallel.redistribute import exchange_rows
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.collector import DataCollector
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.collector import DataCollector
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8)
 

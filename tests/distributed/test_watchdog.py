@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel.watchdog import ENDED, EXIT_STATUS, Report, Watchdog, verdict
+from parallel.runtime.watchdog import ENDED, EXIT_STATUS, Report, Watchdog, verdict
 from tests.distributed.watchdog_worker import END_S, NUM_RANKS, SCENARIOS, UNDER_TORCHRUN, VICTIM
 from tests.end_to_end.launch import Started, start
 from tests.worlds import ROOT

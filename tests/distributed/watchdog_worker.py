@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.preemption import Preemption
-from parallel.watchdog import Watchdog
+from parallel.runtime.preemption import Preemption
+from parallel.runtime.watchdog import Watchdog
 
 NUM_RANKS, VICTIM = 4, 2
 TIMEOUT_S = 3.0

@@ -28,7 +28,7 @@ from tests.end_to_end.forked import run_ranks
 from tests.end_to_end.measured import learned
 from tests.worlds import ROOT
 from tools.make_toy import make_toy
-from verl_megatron.command_line import run_command
+from verl_megatron.launch.command_line import run_command
 from verl_megatron.train import main as train
 
 transformers.AutoTokenizer  # noqa: B018 (imported when it is first touched)

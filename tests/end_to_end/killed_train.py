@@ -13,8 +13,8 @@ import threading
 import time
 from pathlib import Path
 
-from parallel.watchdog import Watchdog
-from verl_megatron.command_line import run_command
+from parallel.runtime.watchdog import Watchdog
+from verl_megatron.launch.command_line import run_command
 from verl_megatron.train import main
 
 

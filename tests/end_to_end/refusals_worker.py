@@ -13,7 +13,7 @@ import transformers
 
 import verl_megatron.trainer  # noqa: F401
 from tests.end_to_end.forked import run_ranks
-from verl_megatron.command_line import run_command
+from verl_megatron.launch.command_line import run_command
 from verl_megatron.train import main
 
 transformers.AutoTokenizer  # noqa: B018 (imported when it is first touched)

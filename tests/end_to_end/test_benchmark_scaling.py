@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.worlds import ROOT
-from verl_megatron.tracking import read_metrics
+from verl_megatron.observe.tracking import read_metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 PHASES = ["reshard", "rollout", "return", "reward", "log_probs", "values", "advantages", "critic_update", "actor_update"]

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from parallel.run_lock import identity
+from parallel.runtime.run_lock import identity
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run, start
-from verl_megatron.tracking import read_metrics
+from verl_megatron.observe.tracking import read_metrics
 
 
 def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run
 from tests.end_to_end.measured import learned
-from verl_megatron.tracking import read_metrics
+from verl_megatron.observe.tracking import read_metrics
 
 
 @pytest.mark.parametrize("mode,offload", [("swap", "all"), ("share", "optimizer")])

@@ -15,7 +15,7 @@ from tests.end_to_end.conftest import TRAIN, adaptive_settings
 from tests.end_to_end.launch import start
 from tests.end_to_end.measured import learned
 from tests.worlds import ROOT
-from verl_megatron.tracking import read_metrics
+from verl_megatron.observe.tracking import read_metrics
 
 PLACES = ("actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2")
 

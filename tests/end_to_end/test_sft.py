@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.launch import run
-from verl_megatron.tracking import read_metrics
+from verl_megatron.observe.tracking import read_metrics
 
 
 def train(toy, folder, layout: str) -> list[dict]:

@@ -80,7 +80,7 @@ def warm_up() -> None:
     """Import what cases need, so that their processes need not."""
     import transformers
 
-    import verl_megatron.dry_run
+    import verl_megatron.launch.dry_run
     import verl_megatron.sft_trainer
     import verl_megatron.trainer  # noqa: F401
 

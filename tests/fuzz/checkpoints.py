@@ -113,7 +113,9 @@ def _write(folder: Path) -> None:
     import torch
     from torch.distributed.checkpoint import save
 
-    from parallel import checkpoint, checkpoints, random_state
+    from parallel.checkpoint.training_state import folders as checkpoints
+    from parallel.checkpoint.training_state import random_state
+    from parallel.checkpoint.training_state import training_state as checkpoint
 
     _world()
 
@@ -146,7 +148,8 @@ def _manifest(step: int) -> dict[str, Any]:
 
 def resume_from(folder: Path) -> None:
     """Which checkpoint a run goes on from: the newest, or with an error that tells why not."""
-    from parallel import checkpoints, resume
+    from parallel.checkpoint.training_state import folders as checkpoints
+    from parallel.checkpoint.training_state import resume
     from verl_megatron.manifest import manifest_problem
 
     _world()
@@ -188,7 +191,7 @@ def of_the_manifest(
 
 
 def _sealed(manifest: dict[str, Any]) -> str:
-    from parallel.sealed import SEAL, sealed
+    from parallel.checkpoint.sealed import SEAL, sealed
 
     return sealed({name: told for name, told in manifest.items() if name not in (SEAL, "format")})
 
@@ -244,7 +247,7 @@ def of_a_file(job: Job, rng: random.Random, *, file: str, what: str, make: Calla
 
 def unfinished(folder: Path) -> None:
     """The older one is used without a word: the newer was not complete."""
-    from parallel import resume
+    from parallel.checkpoint.training_state import resume
 
     _world()
     path, _ = resume.newest_sound(folder, say=lambda text: None)

@@ -106,7 +106,7 @@ def clear(path: Path) -> None:
 def run_program(program: str, argv: list[str], env: dict[str, str | None]) -> None:
     """What `python -m verl_megatron.PROGRAM ARGV` does, with these variables; it does not return."""
     from verl_megatron import sft, train
-    from verl_megatron.command_line import run_command
+    from verl_megatron.launch.command_line import run_command
 
     for name, value in env.items():
         os.environ.pop(name, None)

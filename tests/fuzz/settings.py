@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
+from verl_megatron.checks.limits import CHOICES, INTERVALS, inside
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.limits import CHOICES, INTERVALS, inside
 
 SCHEMAS = {"train": TrainerConfig, "sft": SFTConfig}
 # Values as a command line gives them, by what is wrong with them.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
 from tests.gpu.kernels_check import milliseconds
-from verl_megatron import log_prob_kernels as kernels
-from verl_megatron.log_prob_kernels import GRAD, STATS, Tuning
-from verl_megatron.log_probs import CHUNK_BYTES, TILE, token_log_probs
+from verl_megatron.models import log_prob_kernels as kernels
+from verl_megatron.models.log_prob_kernels import GRAD, STATS, Tuning
+from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, token_log_probs
 
 # Letters: N tokens, H hidden size, V vocabulary rows.
 

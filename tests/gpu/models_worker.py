@@ -11,9 +11,9 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
+from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import AlgorithmConfig, EngineConfig
-from verl_megatron.losses import PolicyTokens, policy_loss
 from verl_megatron.roles.engine import Engine
 
 SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)

@@ -22,9 +22,9 @@ from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
 from tests.tiny import SERVED, write_tokenizer
+from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig, ReshardConfig, RolloutConfig
-from verl_megatron.losses import cross_entropy
 from verl_megatron.roles.engine import Engine
 from verl_megatron.rollout.sampling import Request, Sampling
 from verl_megatron.rollout.vllm import VLLMActor

@@ -18,11 +18,11 @@ from parallel.offload import Residence, gradients, optimizer_tensors
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
 from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
+from verl_megatron.algorithms.losses import PolicyTokens, policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
-from verl_megatron.losses import PolicyTokens, policy_loss, value_loss
-from verl_megatron.metrics import Sums
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine
 from verl_megatron.roles.role import make_role

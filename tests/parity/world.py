@@ -14,8 +14,8 @@ from parallel import device
 from parallel.collectives import all_max
 from parallel.layout import Layout
 from tests.tiny import make_hf, write_hf
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.packing import balance, micro_batches
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.packing import balance, micro_batches
 
 logging.disable_progress_bar()
 device.initialize()

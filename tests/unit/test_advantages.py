@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from verl_megatron.advantages import gae, group_advantages, token_rewards, whiten
+from verl_megatron.algorithms.advantages import gae, group_advantages, token_rewards, whiten
 
 
 def ragged(rows: int = 6, length: int = 11, seed: int = 0):

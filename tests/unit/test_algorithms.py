@@ -5,10 +5,10 @@ from dataclasses import fields
 import pytest
 import torch
 
-from verl_megatron.advantages import own_rows
 from verl_megatron.algorithms import ALGORITHMS, get_algorithm
-from verl_megatron.batch import RolloutBatch
+from verl_megatron.algorithms.advantages import own_rows
 from verl_megatron.config import AlgorithmConfig
+from verl_megatron.data.batch import RolloutBatch
 
 SPANS = [(2, 6), (1, 3), (4, 8), (3, 4), (2, 8), (1, 7)]  # of the responses
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from parallel.background import Background
+from parallel.checkpoint.background import Background
 from tests.unit.test_checkpoint import world  # noqa: F401 (a fixture)
 
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from tests.characters import LOOP, TEMPLATE, characters
-from verl_megatron.chat import RENDER_S, split_answer
 from verl_megatron.config import DataConfig, SFTDataConfig
-from verl_megatron.data import DemonstrationDataset, PromptDataset
+from verl_megatron.data.chat import RENDER_S, split_answer
+from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 
 TOKENIZER = characters()
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -204,7 +204,7 @@ def test_templates_that_fail_are_said(tmp_path, template, said):
     ],
 )
 def test_templates_that_never_end_are_ended(monkeypatch, template):
-    monkeypatch.setattr("verl_megatron.chat.RENDER_S", 0.2)
+    monkeypatch.setattr("verl_megatron.data.chat.RENDER_S", 0.2)
     with pytest.raises(ValueError, match="took more than 0.2 s"):
         characters(template).encode_prompt([USER])
 

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata
 
-from parallel import checkpoint, checkpoints, device, random_state, resume
-from parallel.checkpoints import MANIFEST, CheckpointError
-from parallel.convert.metadata import read_metadata
+from parallel import device
+from parallel.checkpoint.folders import MANIFEST, CheckpointError
+from parallel.checkpoint.metadata import read_metadata
+from parallel.checkpoint.training_state import folders as checkpoints
+from parallel.checkpoint.training_state import random_state, resume
+from parallel.checkpoint.training_state import training_state as checkpoint
 
 MODELS = {"actor": {"hidden_size": 64, "rope_theta": 1e4}, "critic": {"hidden_size": 32}}
 

@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.worlds import ROOT
-from verl_megatron.checks import batch_arithmetic, check_config, check_sft_config, refuse, structured
+from verl_megatron.checks.limits import CHOICES, INTERVALS, check_values, inside
+from verl_megatron.checks.settings import batch_arithmetic, check_config, check_sft_config, refuse, structured
 from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, SFTConfig, TrainerConfig
-from verl_megatron.limits import CHOICES, INTERVALS, check_values, inside
-from verl_megatron.presets import get_trainer_config
+from verl_megatron.launch.presets import get_trainer_config
 
 LLAMA = dict(
     model_type="llama",
@@ -337,7 +337,7 @@ def test_every_number_has_an_interval_and_no_entry_is_left_over():
 
 def test_choices_are_those_of_the_tables_that_serve_them():
     from verl_megatron.algorithms import ALGORITHMS
-    from verl_megatron.kl import KL_ESTIMATORS
+    from verl_megatron.algorithms.kl import KL_ESTIMATORS
 
     assert set(CHOICES["AlgorithmConfig"]["name"]) == set(ALGORITHMS)
     assert set(CHOICES["AlgorithmConfig"]["kl_estimator"]) == set(KL_ESTIMATORS)

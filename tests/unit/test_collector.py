@@ -2,7 +2,7 @@ import torch
 from torch.testing import assert_close
 
 from parallel.redistribute import pad_trailing
-from verl_megatron.collector import pad_to, trim
+from verl_megatron.data.collector import pad_to, trim
 
 
 def test_pad_to_cuts_and_fills():

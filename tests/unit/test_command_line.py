@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.worlds import ROOT
-from verl_megatron.command_line import FLAGS, _read_arguments
-from verl_megatron.recipe import check_recipe
+from verl_megatron.launch.command_line import FLAGS, _read_arguments
+from verl_megatron.launch.recipe import check_recipe
 
 # What follows the options --config-path and --config-name, and what has to be said.
 ARGUMENTS = [

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from parallel.checkpoint.metadata import read_metadata
 from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.compare import describe, differences
 from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.journal import NAME, Journal
 from parallel.convert.megatron_checkpoint import MegatronCheckpoint
-from parallel.convert.metadata import read_metadata
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.weights.files import CheckpointFolder, carry_files

@@ -19,13 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import checkpoint, checkpoints, device, random_state, resume, sealed
-from parallel.checkpoints import MANIFEST, CheckpointError
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.data import PromptCursor
-from verl_megatron.kl import AdaptiveKL
+from parallel import device
+from parallel.checkpoint.folders import MANIFEST, CheckpointError
+from parallel.checkpoint.training_state import folders as checkpoints
+from parallel.checkpoint.training_state import random_state, resume, sealed
+from parallel.checkpoint.training_state import training_state as checkpoint
+from verl_megatron.algorithms.kl import AdaptiveKL
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import PromptCursor
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, rows_problem
-from verl_megatron.metrics import Sums
+from verl_megatron.observe.metrics import Sums
 
 NUMBERS = dict(
     max_lr=1e-4, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=9, start_wd=0.1, end_wd=0.1, wd_incr_steps=0

@@ -8,8 +8,8 @@ import pytest
 
 from tests.characters import characters
 from verl_megatron.config import DataConfig, SFTDataConfig
-from verl_megatron.data import DemonstrationDataset, PromptCursor, PromptDataset
-from verl_megatron.json_lines import read_rows
+from verl_megatron.data.json_lines import read_rows
+from verl_megatron.data.prompts import DemonstrationDataset, PromptCursor, PromptDataset
 
 TOKENIZER = characters()
 

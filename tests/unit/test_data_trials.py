@@ -9,7 +9,7 @@ from collections import Counter
 
 from tests.characters import characters
 from verl_megatron.config import DataConfig, SFTDataConfig
-from verl_megatron.data import DemonstrationDataset, PromptDataset
+from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 
 TRIALS = 400
 TOKENIZER = characters()

@@ -15,8 +15,8 @@ import pytest
 
 from tests.worlds import ROOT
 from tools import make_docs
+from verl_megatron.checks.limits import CHOICES
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.limits import CHOICES
 
 README = ROOT / "README.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "tools/README.md", *ROOT.glob("docs/*.md")])

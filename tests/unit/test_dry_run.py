@@ -11,9 +11,9 @@ from tests.launchers import LAUNCH, environment, hostfile
 from tests.planned import arch
 from tests.worlds import ROOT
 from tools.reshard_plan import read_case
-from verl_megatron.command_line import NO_ROOM
 from verl_megatron.config import SFTConfig
-from verl_megatron.dry_run import supervised_plan, training_plan, world
+from verl_megatron.launch.command_line import NO_ROOM
+from verl_megatron.launch.dry_run import supervised_plan, training_plan, world
 from verl_megatron.planner import MACHINES, check_supervised_fits
 from verl_megatron.planner.supervised import supervised_case
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from parallel import device
-from parallel.checkpoints import CheckpointError
+from parallel.checkpoint.folders import CheckpointError
 from parallel.export import _whole, export_folder
 from parallel.weights.architecture import read_architecture
 from tests.tiny import write_hf

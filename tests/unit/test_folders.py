@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from parallel import device
 from tests.tiny import SERVED, write_hf, write_tokenizer
+from verl_megatron.checks.folders import check_weights, find_not_finite, inspect_folders, roles_of
 from verl_megatron.config import TrainerConfig
-from verl_megatron.folders import check_weights, find_not_finite, inspect_folders, roles_of
+from verl_megatron.data.tokenizer import load_tokenizer
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
-from verl_megatron.tokenizer import load_tokenizer
 
 SERVED_LLAMA = SERVED["llama"]
 

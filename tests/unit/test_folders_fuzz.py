@@ -17,7 +17,7 @@ from parallel.weights.files import INDEX, CheckpointFolder, load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from tests.tiny import FAMILIES, make_hf
 from tests.unit.test_files import ARCH, random_tensors, write_folder
-from verl_megatron.folders import check_reading
+from verl_megatron.checks.folders import check_reading
 from verl_megatron.models.rope import rope_frequencies
 
 SLOWEST_S = 1.0

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from verl_megatron.batch import RolloutBatch
+from verl_megatron.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, make_controller, reference_kl
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, make_controller, reference_kl
+from verl_megatron.data.batch import RolloutBatch
 
 
 def test_estimators_average_to_the_divergence_of_known_distributions():

@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import yaml
 
-from parallel.preemption import Preemption
+from parallel.runtime.preemption import Preemption
 from tests.launchers import LAUNCH, environment, hostfile, operator, say
 from tests.worlds import ROOT
 

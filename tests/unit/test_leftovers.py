@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from parallel import leftovers
+from parallel.runtime import leftovers
 from tests.worlds import ROOT
 
 OWNER = """
 import multiprocessing, sys, time
 from multiprocessing import shared_memory
-from parallel import leftovers
+from parallel.runtime import leftovers
 leftovers.begin()
 memory = shared_memory.SharedMemory(create=True, size=64)
 lock = multiprocessing.get_context("spawn").Lock()

@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu.log_probs_check import Case, truth
 from tests.interpreter import run_interpreted
-from verl_megatron import log_prob_kernels as kernels
-from verl_megatron.log_prob_kernels import Tuning
+from verl_megatron.models import log_prob_kernels as kernels
+from verl_megatron.models.log_prob_kernels import Tuning
 
 # Letters: N tokens, V vocabulary rows.
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import run_world
-from verl_megatron.log_probs import token_log_probs
+from verl_megatron.models.log_probs import token_log_probs
 
 VOCAB_SIZE, TOKENS = 29, 13
 FLOAT32 = dict(rtol=0, atol=2e-5)  # sums in another order

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from verl_megatron.algorithms.losses import PolicyTokens, cross_entropy, importance_weights, policy_loss, value_loss
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.losses import PolicyTokens, cross_entropy, importance_weights, policy_loss, value_loss
 
 
 def reduced(sums):

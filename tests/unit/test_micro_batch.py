@@ -6,8 +6,8 @@ Row 0 is [10 11 | 12 13 14], row 1 is [20 21 22 | 23], row 2 is [30 | 31]: promp
 import pytest
 import torch
 
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.micro_batch import MicroBatch, pack, to_device
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.micro_batch import MicroBatch, pack, to_device
 
 
 @pytest.fixture

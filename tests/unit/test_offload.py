@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel import device as host
 from parallel.offload import Offload, Residence
-from verl_megatron.checks import check_config
+from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")

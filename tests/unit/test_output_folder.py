@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.config import RunConfig
 from verl_megatron.manifest import changed_settings
-from verl_megatron.output_folder import output_problems
 
 
 def problems(folder: Path, *, source: str = "/models/base", **settings) -> list[str]:

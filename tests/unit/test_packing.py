@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from verl_megatron.packing import balance, micro_batches
+from verl_megatron.data.packing import balance, micro_batches
 
 
 def random_lengths(seed: int) -> list[int]:

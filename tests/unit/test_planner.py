@@ -8,7 +8,7 @@ import pytest
 
 from parallel.weights.shapes import shape
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from verl_megatron.checks import structured
+from verl_megatron.checks.settings import structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import MACHINES, Machine, check_fits, find_machine, plan_memory, plan_seconds, report, search
 from verl_megatron.planner.activations import training_bytes

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from parallel import preemption
-from parallel.preemption import EXIT_STATUS, Preemption, usual_grace_s
+from parallel.runtime import preemption
+from parallel.runtime.preemption import EXIT_STATUS, Preemption, usual_grace_s
 
 PATIENCE_S = 30
 

@@ -9,7 +9,7 @@ import pytest
 from parallel.weights.files import INDEX
 from tests.tiny import SERVED, write_hf, write_tokenizer
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.dry_run import supervised_plan, training_plan
+from verl_megatron.launch.dry_run import supervised_plan, training_plan
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
 

@@ -10,12 +10,12 @@ import time
 import pytest
 import torch.distributed as dist
 
-from parallel import leftovers, process, store
+from parallel.runtime import leftovers, process, store
 from tests.worlds import ROOT
 
 RANK = """
 import sys
-from parallel import process
+from parallel.runtime import process
 process.begin()
 print("begun", flush=True)
 import ctypes

@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from verl_megatron.metrics import PhaseTimer
-from verl_megatron.profiling import BETWEEN, PhaseProfiler, Span, idle_between, idle_lines, meanwhile
+from verl_megatron.observe.metrics import PhaseTimer
+from verl_megatron.observe.profiling import BETWEEN, PhaseProfiler, Span, idle_between, idle_lines, meanwhile
 
 KERNELS = [Span(10, 20, "a"), Span(12, 15, "inside a"), Span(20, 22, "b"), Span(50, 60, "c"), Span(61, 70, "d")]
 OPERATORS = [Span(0, 100, "step"), Span(25, 48, "aten::item"), Span(30, 45, "cudaStreamSynchronize"), Span(46, 47, "short")]

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from parallel.weights.shapes import shape
 from tests.launchers import LAUNCH, environment, hostfile, operator, say
 from tests.worlds import ROOT
-from verl_megatron.checks import structured
+from verl_megatron.checks.settings import structured
 from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.dry_run import supervised_plan, training_plan
+from verl_megatron.launch.dry_run import supervised_plan, training_plan
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
@@ -90,7 +90,7 @@ def test_every_launcher_plans_every_recipe(run, launcher, tmp_path_factory, tmp_
     write_toy(toy)
     said = say(*before, f"recipes/{script}.sh", "--dry-run", folder=tmp_path, OUT=str(toy), **told | more)
     assert said.code == 0, said.stderr
-    assert "parallel.launch" in said.stdout and f"--nproc-per-node {gpus}" in said.stdout
+    assert "parallel.runtime.launch" in said.stdout and f"--nproc-per-node {gpus}" in said.stdout
     call = said.calls[-1]
     assert call.arguments[0] == "-m" and "--dry-run" in call.arguments
     assert (call.world_size, call.local_world_size) == (str(nodes * gpus), str(gpus))

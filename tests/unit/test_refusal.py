@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from parallel.environment import NUMBERS, TEXTS, check_environment, check_world
-from parallel.refusal import LINE, VALUE, RefusalError, agree, nearest, readable, shown
+from parallel.runtime.environment import NUMBERS, TEXTS, check_environment, check_world
+from parallel.runtime.refusal import LINE, VALUE, RefusalError, agree, nearest, readable, shown
 from tests.worlds import ROOT
 
 WORLD = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -122,7 +122,7 @@ def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> li
 
 
 SETTING = """
-    from parallel.refusal import let_others_speak
+    from parallel.runtime.refusal import let_others_speak
     from verl_megatron import TrainerConfig
     TrainerConfig().rollout.temprature = 0
 """
@@ -153,7 +153,7 @@ def test_all_ranks_refuse_what_one_refuses(tmp_path):
     script = """
         import os
         import torch.distributed as dist
-        from parallel.refusal import agree, complain
+        from parallel.runtime.refusal import agree, complain
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], size), rank=rank, world_size=size)
         def check():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_megatron.algorithms.normalizers import token_mean
-from verl_megatron.roles.rows import RowTable
+from verl_megatron.data.rows import RowTable
 
 
 def make_table(lengths: list[int], num_mini_batches: int = 1) -> RowTable:

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from parallel import run_lock
-from parallel.run_lock import NAME, RunLock, identity, is_dead
+from parallel.runtime import run_lock
+from parallel.runtime.run_lock import NAME, RunLock, identity, is_dead
 
 HOLD = """
 import sys, time
-from parallel import run_lock
+from parallel.runtime import run_lock
 lock = run_lock.RunLock(sys.argv[1])
 assert lock._acquire() is None
 print("held", flush=True)

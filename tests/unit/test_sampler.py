@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from parallel.reshard.execute import ReshardReport
 from tests.scripted_engine import ScriptedEngine
-from verl_megatron.data import GivenPrompts, Prompt
-from verl_megatron.metrics import Sums
+from verl_megatron.data.prompts import GivenPrompts, Prompt
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import Reward
 from verl_megatron.rollout.dispatch import generate

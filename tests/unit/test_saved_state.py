@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.metrics import Sums
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.saved_state import SavedState, _merged, differences
 
 
@@ -64,7 +64,7 @@ def test_rows_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expec
     """What two ranks had written is this rank's own, and stays whole."""
     batch = RolloutBatch.from_rows([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
     part = {"made_with": {}, "cursor": {}, "seconds": {}, "reshard_bytes": 0, "batch": batch.tensors(), "sums": Sums().state_dict()}
-    monkeypatch.setattr("parallel.resume.added", lambda path, name, say, check: ([part], world_size))
+    monkeypatch.setattr("parallel.checkpoint.resume.added", lambda path, name, say, check: ([part], world_size))
     state._resume_rows(Path())
     assert state._resumed.batch.row_id.tolist() == expected and state._resumed.rows == len(expected)
 
@@ -73,8 +73,8 @@ def test_only_the_first_attempt_begins_anew(state, monkeypatch):
     """With run.resume=never; what torchrun starts again looks for the checkpoints of this run."""
     calls = []
     state.config.run.resume = "never"
-    monkeypatch.setattr("parallel.resume.put_aside_all", lambda folder: calls.append("anew") or [])
-    monkeypatch.setattr("parallel.resume.newest_sound", lambda folder, say, check: calls.append("newest"))
+    monkeypatch.setattr("parallel.checkpoint.resume.put_aside_all", lambda folder: calls.append("anew") or [])
+    monkeypatch.setattr("parallel.checkpoint.resume.newest_sound", lambda folder, say, check: calls.append("newest"))
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         state.resume()

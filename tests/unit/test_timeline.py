@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from verl_megatron.metrics import PhaseEvent, PhaseTimer, RecordedIteration
-from verl_megatron.report import draw_timeline
-from verl_megatron.timeline import Timeline, chrome_trace, record_timeline
-from verl_megatron.tracking import MetricsTracker, check_sinks
+from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
+from verl_megatron.observe.report import draw_timeline
+from verl_megatron.observe.timeline import Timeline, chrome_trace, record_timeline
+from verl_megatron.observe.tracking import MetricsTracker, check_sinks
 
 WORK_S = {"rollout": (0.02, 0.1), "update": (0.08, 0.02)}  # by phase: of rank 0 and 1
 

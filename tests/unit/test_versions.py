@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from tests.worlds import ROOT
-from verl_megatron.versions import TESTED, check_versions, minor, optional_packages, require
+from verl_megatron.checks.versions import TESTED, check_versions, minor, optional_packages, require
 
 CPU = TESTED[0].packages
 

@@ -7,11 +7,11 @@ from typing import Protocol
 from torch import Tensor
 
 from verl_megatron.algorithms import grpo, ppo
+from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
 from verl_megatron.algorithms.normalizers import Normalizer, token_mean
-from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.losses import PolicyTokens, policy_loss
-from verl_megatron.metrics import Sums
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.observe.metrics import Sums
 
 
 class AdvantageFunction(Protocol):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from verl_megatron.advantages import gae, token_rewards, whiten
-from verl_megatron.batch import RolloutBatch
+from verl_megatron.algorithms.advantages import gae, token_rewards, whiten
+from verl_megatron.algorithms.kl import reference_kl
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.kl import reference_kl
+from verl_megatron.data.batch import RolloutBatch
 
 
 def advantages(

@@ -10,7 +10,7 @@ divided by t. With norms on queries and keys also what went into these (q + k). 
 
 from math import ceil
 
-from verl_megatron.log_probs import CHUNK_BYTES
+from verl_megatron.models.log_probs import CHUNK_BYTES
 from verl_megatron.planner.case import Case, PlannedRole, attention_channels, part_elements
 
 
@@ -61,7 +61,7 @@ def fp8_weight_bytes(case: Case, role: PlannedRole, stage: int, *, copies: int) 
 
 
 def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> float:
-    """What verl_megatron/log_probs.py takes on the last stage: hidden states of all and of the asked tokens, and chunks of logits."""
+    """What verl_megatron/models/log_probs.py takes on the last stage: hidden states of all and of the asked tokens, and chunks of logits."""
     if stage != role.layout.pp - 1 or role.head != "lm":
         return 0.0
     rows, vocabulary = case.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp

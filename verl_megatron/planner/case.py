@@ -157,7 +157,7 @@ class Case:
         return ceil(self.rows / self.config.algorithm.mini_batches / role.layout.dp)
 
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
-        """Micro-batches of a mini-batch on a data-parallel rank, and the rows of a full one (verl_megatron/packing.py)."""
+        """Micro-batches of a mini-batch on a data-parallel rank, and the rows of a full one (verl_megatron/data/packing.py)."""
         layout, row, rows = role.layout, self.packed_tokens + 1, self.rows_of_rank(role)
         together = min(rows, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // row))
         count = ceil(rows / together)

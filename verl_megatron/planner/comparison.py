@@ -29,7 +29,7 @@ def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, floa
     """Plans beside the medians of a run's iterations, the first left out: it compiles and allocates.
 
     Args:
-        rows: of metrics.jsonl (`verl_megatron.tracking.read_metrics`).
+        rows: of metrics.jsonl (`verl_megatron.observe.tracking.read_metrics`).
 
     Raises:
         ValueError: fewer than two iterations.

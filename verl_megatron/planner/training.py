@@ -7,7 +7,7 @@ twice the products of a forward pass and 2.5 times its attention; recomputation 
 
 from dataclasses import dataclass
 
-from verl_megatron.log_probs import CHUNK_BYTES
+from verl_megatron.models.log_probs import CHUNK_BYTES
 from verl_megatron.planner.case import Case, PlannedRole, attention_channels
 from verl_megatron.planner.machine import Machine
 

@@ -12,7 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
-from parallel import checkpoint, device, megatron
+from parallel import device, megatron
+from parallel.checkpoint.training_state import training_state as checkpoint
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
@@ -21,13 +22,13 @@ from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import megatron_parameters
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.batch import RolloutBatch
 from verl_megatron.config import EngineConfig
-from verl_megatron.log_probs import token_log_probs
-from verl_megatron.metrics import Sums
-from verl_megatron.micro_batch import MicroBatch
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
 from verl_megatron.models.heads import head_weight
+from verl_megatron.models.log_probs import token_log_probs
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.learning_rate import make_scheduler
 from verl_megatron.roles.schedule import run_schedule
 

@@ -12,13 +12,13 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout, parse_devices
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import Normalizer
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.collector import DataCollector, trim
 from verl_megatron.config import EngineConfig, ModelConfig
-from verl_megatron.metrics import Sums
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.collector import DataCollector, trim
+from verl_megatron.data.rows import RowTable
 from verl_megatron.models.build import Head
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.engine import Engine, Loss, infer_models
-from verl_megatron.roles.rows import RowTable
 
 TOKENS = ("generated_ids", "attention_mask", "response_mask")  # what every pass over the samples needs
 

@@ -1,27 +1,42 @@
 """Megatron-Core's pipeline schedules over packed micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from parallel import megatron
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.micro_batch import MicroBatch, pack, to_device
-from verl_megatron.models.build import drop_fp8_weights
+from parallel.groups import ProcessGroups
+from parallel.layout import Layout
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.micro_batch import MicroBatch, pack, to_device
+from verl_megatron.models.build import Compute, drop_fp8_weights
 from verl_megatron.models.heads import trunk
 
-if TYPE_CHECKING:
-    from verl_megatron.roles.engine import Engine
+
+class ScheduledModel(Protocol):
+    """A model on this rank, as far as a pipeline schedule goes."""
+
+    layout: Layout
+    groups: ProcessGroups
+    compute: Compute
+    chunks: list[Any]  # GPTModel, or what wraps it for training
+    model_config: TransformerConfig
+
+    def progress(self) -> None: ...
+
+    def outputs(self, output: Tensor, micro: MicroBatch, model: Any) -> dict[str, Tensor]:
+        """The head's answers from the last chunk's output."""
+        ...
 
 
 def run_schedule(
-    engines: Sequence[Engine],
+    engines: Sequence[ScheduledModel],
     batch: RolloutBatch,
     micro_batches: Sequence[list[int]],
     on_last_stage: Callable,
@@ -72,7 +87,7 @@ def run_schedule(
     return answers
 
 
-def _forward_step(first: Engine, on_last_stage: Callable, iterator: Iterator[tuple[Engine, MicroBatch]], chunk: torch.nn.Module):
+def _forward_step(first: ScheduledModel, on_last_stage: Callable, iterator: Iterator[tuple[ScheduledModel, MicroBatch]], chunk: torch.nn.Module):
     """One micro-batch through one chunk: its output, and what makes the answers of it. Megatron gives `chunk` of the first engine what came in."""
     engine, micro = next(iterator)
     engine.progress()

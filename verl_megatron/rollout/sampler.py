@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import all_names, all_sum
-from verl_megatron.batch import RolloutBatch
-from verl_megatron.data import Prompt
-from verl_megatron.metrics import REWARD_FAILED, REWARD_LATENCY, Sums, own_metric
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import Prompt
+from verl_megatron.data.tokenizer import Tokenizer
+from verl_megatron.observe.metrics import REWARD_FAILED, REWARD_LATENCY, Sums, own_metric
 from verl_megatron.rewards.pool import Reward, RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.rollout.dispatch import ContinueTurn, generate
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
-from verl_megatron.tokenizer import Tokenizer
 
 KeepGroup = Callable[[Sequence[float]], bool]  # the rewards of a prompt's samples → whether they are trained on
 

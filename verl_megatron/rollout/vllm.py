@@ -15,12 +15,12 @@ from parallel import device
 from parallel.weights.architecture import read_config
 from parallel.weights.json_files import is_count
 from verl_megatron.config import RolloutConfig
+from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
-from verl_megatron.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: its weights are written in place

@@ -1,0 +1,273 @@
+"""The newest checkpoint that is what was written, and what was added to it: looked at before it is loaded.
+
+Nothing is believed: not the manifest, nor a pickle, nor that a file is a file. All functions are collective over the
+world.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel.checkpoint import metadata
+from parallel.checkpoint.folders import (
+    DAMAGED,
+    EARLIER,
+    MANIFEST,
+    CheckpointError,
+    clean,
+    each,
+    from_first,
+    gathered,
+    named,
+    share,
+    step_of,
+    together,
+)
+from parallel.checkpoint.sealed import SEAL, file_damage, files_problem, load_tensors, read_sealed, shortened
+
+Check = Callable[[dict], str | None]  # what is wrong, if anything is
+
+
+def _anything(content: dict) -> None:
+    """A check that nothing fails."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= 2**53
+
+
+def newest_sound(
+    folder: Path, *, say: Callable[[str], None], check: Check = _anything
+) -> tuple[Path, dict] | None:
+    """The newest checkpoint that is as it was written, and its manifest; None: there is no checkpoint.
+
+    A damaged one is told of, put aside as step_N.damaged if another can be used, and never loaded. What a run that
+    was killed left half-written is removed.
+
+    Args:
+        check: what is wrong with a manifest beside what is looked at here.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged; or the folder cannot be read.
+    """
+    damaged, first, paths = [], "", []
+    with together(f"the checkpoints in {folder} cannot be read; make the folder readable and writable"):
+        if dist.get_rank() == 0:
+            clean(folder)
+            paths = named(folder)
+    for path in from_first(paths):
+        manifest, problem = damage(path, check)
+        if problem is None:
+            with contextlib.suppress(OSError):  # it only saves the next start the reading
+                _put_aside(damaged, DAMAGED)
+            dist.barrier()
+            return path, manifest
+        damaged.append(path)
+        first = first or f"{path.name}: {problem}"
+        say(f"warning: checkpoint {path} is damaged and not used: {problem}")
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew"
+        )
+    return None
+
+
+def put_aside_all(folder: Path) -> list[Path]:
+    """Give the checkpoints of an earlier run names under which the one that begins does not take them for its own.
+
+    Returns:
+        Their new paths: step_N.earlier, or with a number where that is taken; on every rank.
+
+    Raises:
+        CheckpointError: they cannot be renamed.
+    """
+    aside = []
+    with together(
+        f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"
+    ):
+        if dist.get_rank() == 0:
+            clean(folder)
+            aside = _put_aside(named(folder), EARLIER)
+    return from_first(aside)
+
+
+def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
+    """Rename them, from the first rank; what was put aside before stays."""
+    if dist.get_rank() or not paths:
+        return []
+    numbers = ("", *range(2, 10_000))
+    free = next(n for n in numbers if not any(os.path.lexists(f"{path}{suffix}{n}") for path in paths))
+    aside = [path.with_name(f"{path.name}{suffix}{free}") for path in paths]
+    for path, new in zip(paths, aside):
+        os.replace(path, new)
+    return aside
+
+
+def damage(path: Path, check: Check = _anything) -> tuple[dict, str | None]:
+    """The manifest, and what is wrong with it or the files: a sentence that is the same on every rank, or None."""
+    manifest, problem = from_first(_read_manifest(path, check) if dist.get_rank() == 0 else None)
+    if problem is not None:
+        return {}, problem
+    problem = _damage_among(path, manifest["files"])
+    if problem is None:  # now that they are the files which were written: by whom?
+        problem = next(filter(None, gathered(_pickle_problem(path, manifest))), None)
+    return manifest, problem
+
+
+def _damage_among(path: Path, files: dict[str, dict]) -> str | None:
+    """What is wrong with one of these files, if anything is; the same on every rank."""
+    found = each(
+        lambda name: file_damage(path / name, files[name]),
+        share({name: written["bytes"] for name, written in files.items()}),
+    )
+    return next((problem for problems in gathered(found) for problem in problems if problem), None)
+
+
+def _read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
+    try:
+        manifest = read_sealed(path / MANIFEST)
+    except ValueError as error:
+        return {}, str(error)
+    files, world_size = manifest.get("files"), manifest.get("world_size")
+    if type(manifest.get("step")) is not int or manifest["step"] != step_of(path):
+        return {}, f"{MANIFEST} is of step {shortened(manifest.get('step'), 40)}, not of the folder's"
+    if not _is_count(world_size) or not world_size:
+        return {}, f"{MANIFEST} tells no number of ranks"
+    if problem := files_problem(files):
+        return {}, f"{MANIFEST} is damaged: {problem}"
+    if missing := _missing(files, "rank", world_size):
+        return {}, f"{MANIFEST} does not list {missing}"
+    return manifest, check(manifest)
+
+
+def _pickle_problem(path: Path, manifest: dict) -> str | None:
+    """What is wrong with the pickles that this rank is going to read, if anything is."""
+    try:
+        if manifest["world_size"] == dist.get_world_size():
+            own_state(path)
+        for name in manifest["files"] if dist.get_rank() == 0 else ():
+            if name.endswith(f"/{metadata.FILE}"):
+                folder = name.removesuffix(metadata.FILE)
+                stored = metadata.read_tensor_table(path / folder).storage_data.values()
+                unlisted = [
+                    one.relative_path for one in stored if folder + one.relative_path not in manifest["files"]
+                ]
+                if unlisted:
+                    return f"{path / name} names {shortened(unlisted[0])}, which {MANIFEST} does not list"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> None:
+    """Compare the architectures of the roles that learn.
+
+    Raises:
+        CheckpointError: the checkpoint is of other models, with what differs.
+    """
+    saved, models = manifest["models"], json.loads(json.dumps(models))
+    if saved.keys() != models.keys():
+        raise CheckpointError(
+            f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never"
+        )
+    for role, model in models.items():
+        for name in sorted(model.keys() | saved[role].keys()):
+            if model.get(name) != saved[role].get(name):
+                held, given = shortened(saved[role].get(name)), shortened(model.get(name))
+                raise CheckpointError(
+                    f"checkpoint {path} holds an {role} with {shortened(name)}={held}, this run's has {name}={given};"
+                    f" set {role}.path to the model that it was trained from, or run.resume=never"
+                )
+
+
+def own_state(path: Path) -> dict:
+    """What this rank gave to `save` as its own; only if the number of ranks is the same.
+
+    Raises:
+        ValueError: it is not what a run saves, or would run code.
+    """
+    return load_tensors(path / f"rank_{dist.get_rank()}.pt")
+
+
+# ---- what was added to a checkpoint ----------------------------------------------------------------------
+
+
+def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything) -> dict | None:
+    """What `tell` wrote, on every rank; None: nothing, or nothing that can be used, which is said."""
+
+    def read() -> tuple[dict | None, str | None]:
+        try:
+            if not os.path.lexists(path / f"{name}.json"):
+                return None, None
+            content = read_sealed(path / f"{name}.json")
+            if content.get("of") != read_sealed(path / MANIFEST)[SEAL] or not isinstance(
+                content.get("told"), dict
+            ):
+                return None, f"{name}.json belongs to another checkpoint"
+            problem = check(content["told"])
+            return (None, f"{name}.json is damaged: {problem}") if problem else (content["told"], None)
+        except (OSError, ValueError) as error:
+            return None, str(error)
+
+    found, problem = from_first(read() if dist.get_rank() == 0 else None)
+    if problem:
+        say(f"warning: {name} of {path} are not used: {problem}")
+    return found
+
+
+def added(
+    path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything
+) -> tuple[list[dict], int] | None:
+    """What `add` wrote, where it is whole, and on how many ranks.
+
+    This rank's own part if there are as many ranks as then, else those of all, on each.
+
+    Args:
+        check: what is wrong with one rank's part, if anything is; such parts are not used either.
+    """
+    listed = told(path, name, say=say, check=lambda listed: _listing_problem(listed, name))
+    if listed is None:
+        return None
+    problem, parts = _damage_among(path, listed["files"]), []
+    if problem is None:
+        is_same = listed["world_size"] == dist.get_world_size()
+        parts, problem = _parts(
+            path, name, [dist.get_rank()] if is_same else range(listed["world_size"]), check
+        )
+        problem = next(filter(None, gathered(problem)), None)
+    if problem:
+        say(f"warning: {name} of {path} are not used: {problem}")
+        return None
+    return parts, listed["world_size"]
+
+
+def _listing_problem(listed: dict, name: str) -> str | None:
+    if not _is_count(listed.get("world_size")) or not listed["world_size"]:
+        return "it tells no number of ranks"
+    if problem := files_problem(listed.get("files")):
+        return problem
+    missing = _missing(listed["files"], name, listed["world_size"])
+    return f"it does not list {missing}" if missing else None
+
+
+def _missing(files: dict, name: str, world_size: int) -> str | None:
+    """The first rank's file that is not listed."""
+    if world_size > len(files):  # most likely nonsense: nobody counts to it
+        return f"the files of {world_size} ranks"
+    return next((file for rank in range(world_size) if (file := f"{name}_{rank}.pt") not in files), None)
+
+
+def _parts(path: Path, name: str, ranks: Iterable[int], check: Check) -> tuple[list[dict], str | None]:
+    parts = []
+    try:
+        for rank in ranks:
+            parts.append(load_tensors(path / f"{name}_{rank}.pt"))
+            if problem := check(parts[-1]):
+                return [], f"{path / f'{name}_{rank}.pt'} is refused: {problem}"
+    except ValueError as error:
+        return [], str(error)
+    return parts, None

@@ -1,0 +1,151 @@
+"""What a user did wrong, in words: cut to size, with the nearest name, the same on every rank, said once, in torchrun's report too.
+
+Only the standard library is imported until ranks have to agree.
+"""
+
+import difflib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from parallel.runtime import process
+
+T = TypeVar("T")
+
+VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line, lines of a message
+REFUSED = 2  # exit status
+OURS = ("parallel", "verl_megatron")
+
+
+class RefusalError(ValueError):
+    """A problem that every rank of the world knows of."""
+
+
+# ---- words ------------------------------------------------------------------------------------------------------------
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """`, did you mean "x"?` for the closest of `names`, or nothing."""
+    close = difflib.get_close_matches(str(name)[:VALUE], list(names), n=1)
+    return f', did you mean "{close[0]}"?' if close else ""
+
+
+def shown(value: object) -> str:
+    """How `value` is written in Python, its middle left out where it is long."""
+    try:
+        return _cut(repr(value), VALUE)
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        return f"a {type(value).__name__} that is too long to be shown"
+
+
+def readable(text: str) -> str:
+    """`text` without control characters and without the middle of long lines."""
+    lines = text.split("\n")
+    if len(lines) > LINES:
+        lines = [*lines[: LINES // 2], f"... ({len(lines) - LINES:,} lines)", *lines[-LINES // 2 :]]
+    return "\n".join(_cut("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in _cut(line, 2 * LINE)), LINE) for line in lines)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    head, tail = limit * 3 // 5, limit * 2 // 5 - 40
+    return f"{text[:head]}... ({len(text) - head - tail:,} characters) ...{text[-tail:]}"
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def agree(check: Callable[[], T]) -> T:
+    """What `check` returns, run on every rank of the world. What one rank refuses all refuse, in the same words. Collective.
+
+    Raises:
+        RefusalError: the ValueError of rank 0 if it has one, else that of the first rank that has, with rank and host.
+    """
+    import torch.distributed as dist
+
+    result, problem = None, ""
+    try:
+        result = check()
+    except ValueError as error:
+        problem = str(error) or type(error).__name__
+    found: list[tuple[str, str]] = [(problem, socket.gethostname())]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, found[0] if not problem else (readable(problem), socket.gethostname()))
+    for rank, (problem, host) in enumerate(found):
+        if problem:
+            raise RefusalError(problem + f" (rank {rank} on {host})" * bool(rank))
+    return result
+
+
+def complain(text: str, *, agreed: bool = False) -> NoReturn:
+    """Say what the user did wrong, from one rank, and end the process; the others wait for torchrun to end them.
+
+    Args:
+        agreed: every rank has this text; else a rank that is not ended in time says it as well.
+    """
+    rank, text = os.environ.get("RANK") or "0", readable(text)
+    tell_torchrun(text)
+    if rank != "0":
+        let_others_speak(REFUSED, seconds=5)
+    if rank == "0" or not agreed:
+        # Not sys.stderr: while torch shows an exception it collects what is written there.
+        print(f"error: {text}" + f" (rank {rank})" * (rank != "0"), file=sys.__stderr__, flush=True)
+    process.end(REFUSED)
+
+
+def tell_torchrun(text: str) -> None:
+    """Give the reason for a failure to torchrun, which ends its report with it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # As torch.distributed.elastic.multiprocessing.errors reads it: of a plain message it would not print the time.
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        try:
+            with open(path, "w") as file:
+                json.dump({"message": message}, file)
+        except OSError:
+            pass  # the report is torchrun's; the message is printed anyway
+
+
+def let_others_speak(code: int, *, seconds: float) -> None:
+    """Wait for the rank that has the message: when it is gone torchrun ends this one. If nobody speaks, the caller does."""
+    signal.signal(signal.SIGTERM, lambda *_: process.end(code))
+    time.sleep(seconds)
+
+
+# ---- the Python interface ---------------------------------------------------------------------------------------------
+
+
+def speak_once() -> None:
+    """From now on an uncaught ValueError of this program ends a rank of torchrun's as on the command line, not with a traceback a rank.
+
+    Where torchrun started nothing, such as in a notebook, an exception stays an exception.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+class _Hook:
+    """An exception hook in front of another."""
+
+    def __init__(self, others: Callable[..., Any]):
+        self.others = others
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, ValueError) and _came_through_us(trace):
+            complain(str(error), agreed=isinstance(error, RefusalError))
+        self.others(kind, error, trace)
+
+
+def _came_through_us(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").split(".")[0] in OURS:
+            return True
+        trace = trace.tb_next
+    return False

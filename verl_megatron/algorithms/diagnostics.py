@@ -1,0 +1,27 @@
+"""What a batch says of an iteration, whatever the algorithm."""
+
+from verl_megatron.algorithms.kl import reference_kl
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.observe.metrics import REWARD_MAX, REWARD_MEAN, Sums
+
+
+def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
+    """What the rows at home say of the iteration: reward, response tokens, KL of a row from the reference, gap to the sampler (nats)."""
+    sums, rows, mask_BT = Sums(), len(batch), batch.response_mask
+    tokens_B = mask_BT.sum(-1)
+    sums.add("rollout/response_tokens_mean", tokens_B.sum(), rows)
+    if batch.rewards is not None:
+        sums.add(REWARD_MEAN, batch.rewards.sum(), rows)
+    kl_BT = reference_kl(batch, estimator=kl_estimator)
+    if kl_BT is not None:
+        sums.add("kl/ref", kl_BT.sum(), rows)
+    if batch.logprobs is not None and batch.rollout_logprobs is not None:
+        gap_N = (batch.logprobs - batch.rollout_logprobs)[mask_BT].abs()
+        sums.add("rollout/logprob_gap_mean", gap_N.sum(), gap_N.numel())
+        if gap_N.numel():
+            sums.max("rollout/logprob_gap_max", gap_N.max())
+    if rows:
+        sums.max("rollout/response_tokens_max", tokens_B.max())
+        if batch.rewards is not None:
+            sums.max(REWARD_MAX, batch.rewards.max())
+    return sums

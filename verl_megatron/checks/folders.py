@@ -1,0 +1,228 @@
+"""What the model folders of a run hold, against what its roles need and what the others hold: before anything is built."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel import device
+from parallel.weights.architecture import FAMILIES, HEADS, TABLE, Architecture, read_architecture, read_config
+from parallel.weights.files import CheckpointFolder, has_weights
+from parallel.weights.json_files import is_count, read_object, reason_of, shown
+from parallel.weights.rules import Head, hf_shapes
+from parallel.weights.values import check_tied, not_finite
+from verl_megatron.config import TrainerConfig
+from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from verl_megatron.model_specs import models_of
+from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
+
+Roles = Mapping[str, tuple[str, Head]]  # the folder and the head of each role that has a folder; "actor" is one of them
+SCORE = ("score.weight", "score.bias")
+
+
+@dataclass
+class Findings:
+    """What is wrong with the folders, and what has to be said of them though nothing is."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def roles_of(config: TrainerConfig) -> Roles:
+    """The folders of a reinforcement-learning run; a critic without one of its own starts from the actor's."""
+    return {spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"}  # which is the actor's
+
+
+def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:
+    """Everything that keeps the folders from being what their roles need; reads the weights' headers, and values only of tied heads.
+
+    Args:
+        rollout: vLLM serves the actor.
+        dry: only plans: passes over weights and tokenizers that are not there, and what this machine could not serve.
+    """
+    findings, architectures, broken = Findings(), {}, set()
+    for name, (path, head) in roles.items():
+        if path in broken:  # said already
+            continue
+        try:
+            arch = read_architecture(path)
+            if dry and not has_weights(path):
+                architectures[name] = arch
+                continue
+            check_reading(path, arch)
+            architectures[name] = arch
+            if new := check_weights(path, head):
+                findings.notes.append(f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, all zeros")
+        except ValueError as error:
+            findings.problems.append(f"{name}.path={shown(path)}: {error}")
+            broken.add(path)
+    if "actor" in architectures:
+        path, arch = roles["actor"][0], architectures["actor"]
+        findings.problems += _check_vocabularies(roles, architectures, dry=dry)
+        said = _check_served(path, arch, here=not dry) if rollout else []
+        findings.problems += [f"actor.path={shown(path)}: {problem}" for problem in said]
+    return findings
+
+
+def find_not_finite(roles: Roles, dtypes: Sequence[torch.dtype], *, place: int = 0, of: int = 1) -> list[str]:
+    """Tensors with values that are no numbers in one of `dtypes`; reads every `of`-th tensor of each folder, from `place` on.
+
+    The folders have passed `inspect_folders`. Each of `of` ranks looks at a part, and all of them speak of what any has found.
+    """
+    problems = []
+    for path, head in dict.fromkeys(roles.values()):
+        with CheckpointFolder(path) as files:
+            names = sorted(files.names & hf_shapes(read_architecture(path), head).keys())
+            problems += not_finite(files, names[place::of], dtypes)
+    return list(dict.fromkeys(problems))
+
+
+def check_weights(folder: str, head: Head) -> list[str]:
+    """Compare a folder's weights with its config.json and with what a head needs; reads no weights but those of a tied head.
+
+    Returns:
+        Tensors of a critic's head that are not in the folder, which start new.
+
+    Raises:
+        ValueError: a file is missing or broken, a tensor is missing, unknown or of another shape, a reward model has no head, or a
+            tied model has a head that it does not use.
+    """
+    arch = read_architecture(folder)
+    with CheckpointFolder(folder) as files:
+        absent = [name for name in SCORE if name not in files.names]
+        if head == "sequence" and SCORE[0] in absent:
+            stem = FAMILIES[arch.model_type].stem
+            raise ValueError(
+                f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; name the folder of a {stem}{HEADS[head]} with one label"
+            )
+        new = absent if head == "token" else []
+        claimed = [name for name in read_config(folder).get("architectures") or [] if name.endswith("Classification")]
+        if SCORE[0] in new and (claimed or SCORE[1] not in new):
+            raise ValueError(f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; copy its weights again from their source")
+        files.check_shapes(hf_shapes(arch, head), optional=set(new))
+        if head == "lm" and arch.tied:
+            check_tied(files)
+    return new
+
+
+def check_reading(folder: str, arch: Architecture) -> None:
+    """Prove that transformers (and with it vLLM) reads config.json, and the same sizes as here.
+
+    Raises:
+        ValueError: it cannot, or it takes a size for another.
+    """
+    from transformers import AutoConfig  # seconds to import: only who starts a run pays
+
+    path = Path(folder) / "config.json"
+    with _quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # its checks of types raise nearly anything
+            raise ValueError(f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source") from None
+    read = {key: (getattr(config, key, None), getattr(arch, name)) for key, (name, _, _) in TABLE.items()}
+    if wrong := [f"{key}={shown(theirs)} and not {ours}" for key, (theirs, ours) in read.items() if theirs is not None and theirs != ours]:
+        raise ValueError(f"{path} is read otherwise by transformers ({', '.join(wrong)}); give these keys explicitly")
+
+
+def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
+    """What keeps vLLM from serving the actor; `here`: on this machine, too."""
+    wanted = FAMILIES[arch.model_type].stem + HEADS["lm"]
+    problems = []
+    if wanted not in (names := read_config(folder).get("architectures") or []):
+        problems.append(f'vLLM serves a {wanted}, and config.json has architectures={shown(names)}; set it to ["{wanted}"]')
+    if here and not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        problems.append(f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: use such a model, or GPUs")
+    try:
+        problems += _check_stops(folder, arch)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _check_stops(folder: str, arch: Architecture) -> list[str]:
+    """The ids that end a response, which vLLM reads from generation_config.json, or from config.json where there is none."""
+    path = Path(folder) / "generation_config.json"
+    if path.exists():
+        from transformers import GenerationConfig
+
+        settings = read_object(path)
+        with _quiet_transformers():
+            try:
+                GenerationConfig.from_pretrained(folder, local_files_only=True)
+            except Exception as error:
+                raise ValueError(f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source") from None
+    else:
+        path, settings = Path(folder) / "config.json", read_config(folder)
+    ids = settings.get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if all(is_count(token) and token < arch.vocab_size for token in listed):
+        return []
+    return [f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below vocab_size={arch.vocab_size}; correct it"]
+
+
+def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture], *, dry: bool) -> list[str]:
+    """The actor's token ids go to the critic and the reward model as they are: they have to be there and to mean the same."""
+    path, actor = roles["actor"][0], architectures["actor"]
+    problems, tokenizer = [], None
+    if not dry or has_tokenizer(path):
+        try:
+            tokenizer = load_tokenizer(path)
+            problems += _check_end(tokenizer, path, actor)
+        except ValueError as error:
+            problems.append(f"actor.path={shown(path)}: {error}")
+    for name, arch in architectures.items():
+        other = roles[name][0]
+        if Path(other).resolve() == Path(path).resolve():
+            continue
+        if arch.vocab_size < actor.vocab_size:
+            problems.append(
+                f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, and the actor generates tokens below its vocab_size={actor.vocab_size};"
+                f" use a model of the actor's vocabulary, or widen this one with transformers' resize_token_embeddings({actor.vocab_size})"
+            )
+        if tokenizer is not None and has_tokenizer(other):
+            try:
+                problems += _compare(tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={shown(other)}")
+            except ValueError as error:
+                problems.append(f"{name}.path={shown(other)}: {error}")
+    return problems
+
+
+def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]:
+    end = tokenizer.hf.eos_token_id
+    if end is None or end < arch.vocab_size:
+        return []
+    return [
+        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, and the model has vocab_size={arch.vocab_size};"
+        " use the model's own tokenizer"
+    ]
+
+
+def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> list[str]:
+    """Tokens that the actor can write and that are another id, or none, for the other; it may have more of its own."""
+    ours, theirs = actor.hf.get_vocab(), other.hf.get_vocab()
+    wrong = sorted((token_id, token) for token, token_id in ours.items() if token_id < num_ids and theirs.get(token) != token_id)
+    if not wrong:
+        return []
+    token_id, token = wrong[0]
+    return [
+        f"{where}: its tokenizer is not the actor's: {len(wrong)} of the actor's {len(ours)} tokens have another id here, the first being"
+        f" {shown(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; use a model with the actor's tokenizer, or take the"
+        " tokenizer's files out of this folder if its ids mean the same"
+    ]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without notes that every rank would print."""
+    from transformers.utils import logging
+
+    level: Any = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,142 @@
+"""Which values each setting may have: intervals of numbers and tables of choices, by section and setting."""
+
+from dataclasses import fields
+from typing import Any, get_args, get_origin
+
+from parallel.runtime.refusal import nearest, shown
+
+# Square brackets include the end, round ones leave it out. Upper ends are where the value stops to mean anything, or where a
+# machine, vLLM or a float32 stops; what depends on the model, the data or the machine is checked with them.
+COUNT = "[0, 1000000000]"  # of iterations, steps, tokens: more than any run has
+SHARE = "[0, 1000000]"  # coefficients and norms: far from what overflows in float32 beside a loss
+INTERVALS = {
+    "RunConfig": {
+        "seed": "[0, 4294967295]",  # what numpy takes
+        "iterations": "[1, 1000000000]",
+        "validate_interval": COUNT,
+        "save_interval": COUNT,
+        "keep_last_k": COUNT,
+        "keep_best_k": COUNT,
+        "stall_timeout_s": "[0, 10000000]",  # four months; the operating system waits no longer than 292 years
+    },
+    "DataConfig": {
+        "max_prompt_tokens": "[1, 1000000000]",
+        "prompts_per_iteration": "[1, 1000000]",  # every rank has the table of all rows
+        "samples_per_prompt": "[1, 1000000]",
+        "validation_rows": COUNT,
+        "validation_temperature": "[0, 2]",  # vLLM's
+    },
+    "SFTDataConfig": {"max_tokens": "[2, 1000000000]", "rows_per_step": "[1, 1000000]"},
+    "ModelConfig": {"lr": "[0, 1]"},  # AdamW moves every weight by about lr
+    "EngineConfig": {
+        "tokens_per_micro_batch": "[1, 1000000000]",
+        "warmup_steps": COUNT,
+        "min_lr_ratio": "[0, 1]",
+        "weight_decay": "[0, 1000]",
+        "clip_grad": SHARE,
+        "adam_eps": "[1e-30, 1]",  # below it is 0 in float32, by which nothing can be divided
+    },
+    "RewardConfig": {"timeout_s": "(0, 10000000]", "workers": "[1, 1024]", "failure_score": "[-1e30, 1e30]"},  # float32
+    "RolloutConfig": {
+        "tp": "[1, 131072]",
+        "temperature": "[0.01, 2]",  # log-probs are those of softmax(logits / temperature); vLLM takes less for 0.01, and refuses more
+        "top_p": "(0, 1]",
+        "top_k": "[-1, 2147483647]",
+        "min_tokens": COUNT,
+        "max_tokens": "[1, 1000000000]",
+        "max_num_seqs": "[1, 65536]",  # vLLM keeps tables of that many rows, each as long as the model's
+        "gpu_memory_utilization": "(0, 1]",
+        "kv_cache_mib": "[1, 16777216]",  # 16 TiB
+    },
+    "AlgorithmConfig": {
+        "gamma": "(0, 1]",
+        "lam": "[0, 1]",
+        "epochs": "[1, 10000]",
+        "mini_batches": "[1, 1000000]",
+        "clip_low": "(0, 1]",
+        "clip_high": "(0, 1000000]",
+        "value_clip": SHARE,
+        "entropy_coef": SHARE,
+        "kl_coef": SHARE,
+        "kl_target": SHARE,
+        "kl_horizon": "[1, 1000000000]",
+        "importance_cap": SHARE,
+        "stop_kl": SHARE,
+        "critic_warmup": COUNT,
+    },
+    "ReshardConfig": {"window_mib": "[1, 65536]"},  # 64 GiB, of a GPU's memory
+}
+
+CHOICES = {
+    "RunConfig": {"resume": ("newest", "verify", "never")},
+    "DataConfig": {"overlong": ("error", "drop")},
+    "SFTDataConfig": {"overlong": ("error", "drop")},
+    "EngineConfig": {
+        "dtype": ("auto", "bfloat16", "fp8", "float32"),
+        "spec": ("auto", "te", "local"),
+        "recompute": ("none", "selective", "full"),
+        "schedule": ("constant", "linear", "cosine"),
+    },
+    "RolloutConfig": {"dtype": ("auto", "bfloat16", "float16", "float32")},
+    "AlgorithmConfig": {"name": ("ppo", "grpo"), "kl_in": ("reward", "loss"), "kl_estimator": ("k1", "k2", "k3")},
+    "ReshardConfig": {"mode": ("keep", "share", "swap"), "verify": ("sample", "all", "none"), "offload": ("none", "grads", "optimizer", "all")},
+}
+
+
+def inside(value: float, interval: str) -> bool:
+    """Whether `value` lies in an interval such as "(0, 1]"; NaN lies in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    return above and below
+
+
+def check_types(config: Any) -> list[str]:
+    """A problem for each section and setting of `config` whose value is of another type than its field."""
+    problems = []
+    for section in fields(config):
+        values = getattr(config, section.name)
+        if type(values) is not section.type:
+            problems.append(f"{section.name}={shown(values)} is no section; give a {section.type.__name__}")
+            continue
+        for field in fields(values):
+            value = getattr(values, field.name, None)
+            if not _has_type(value, field.type):
+                problems.append(f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); give {TYPES[field.type]}")
+    return problems
+
+
+TYPES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list[str]: "a list of texts",
+    list[int]: "a list of integers",
+    list[float]: "a list of numbers",
+}
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is list:
+        return isinstance(value, list | tuple) and all(_has_type(element, get_args(kind)[0]) for element in value)
+    if isinstance(value, bool) or kind is bool:  # True is an integer, too
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def check_values(config: Any) -> list[str]:
+    """A problem for each setting of `config` (a dataclass of sections, of the right types) outside its interval or its choices."""
+    problems = []
+    for section in fields(config):
+        values = getattr(config, section.name)
+        kind = type(values).__name__
+        for name, interval in INTERVALS.get(kind, {}).items():
+            value = getattr(values, name)
+            if not inside(value, interval):
+                problems.append(f"{section.name}.{name}={shown(value)} lies outside {interval}; choose a value inside")
+        for name, choices in CHOICES.get(kind, {}).items():
+            value = getattr(values, name)
+            if value not in choices:
+                problems.append(f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}")
+    return problems

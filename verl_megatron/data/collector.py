@@ -1,0 +1,83 @@
+"""Rows travel between their homes and the ranks of a role, whatever the layouts.
+
+Letters: B rows at home on this rank, W rows that work on this rank, T positions of prompt and response, R rows of the iteration.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel.layout import Layout
+from parallel.redistribute import exchange_rows
+from verl_megatron.data.batch import RolloutBatch
+
+
+class DataCollector:
+    """Slices, pads and aligns rows between where they were generated and the ranks of one layout.
+
+    Every rank of `group` calls its methods together; a rank outside the layout gives the rows at home on it and works on none.
+
+    Args:
+        layout: of the role; its ranks are ranks of `group`.
+        rank: this process in `group`.
+        group: all ranks that hold or borrow rows; None is the world.
+        device: where exchanges run: the GPU under NCCL. Results come back on the device of the rows given.
+    """
+
+    def __init__(self, layout: Layout, *, rank: int, group: ProcessGroup | None = None, device: torch.device | str = "cpu"):
+        self.layout, self.rank, self.group, self.device = layout, rank, group, device
+        self._workers = [sorted(rank for rank in layout.ranks if layout.coordinates(rank).dp == dp) for dp in range(layout.dp)]
+        last = layout.pp - 1
+        self._answers = rank in [layout.rank_of(pp=last, dp=dp) for dp in range(layout.dp)]
+
+    def to_role(self, batch: RolloutBatch, dp_of_row: Tensor, fields: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Fields of the rows of this rank's data-parallel index, "row_id" among them, sorted by it.
+
+        Args:
+            batch: the rows at home here, perhaps none; the same fields are set on every rank.
+            dp_of_row: [R] int64, the data-parallel index that works on each row, the same on every rank.
+            fields: names of those to send; those that are not set are left out. None: all.
+        """
+        destinations = [self._workers[dp] for dp in dp_of_row[batch.row_id.cpu()].tolist()]
+        sent = {name: value for name, value in batch.tensors().items() if fields is None or name == "row_id" or name in fields}
+        received = exchange_rows(sent, destinations, self.group, device=self.device)
+        order = received["row_id"].argsort()
+        return {name: value[order].to(batch.row_id.device) for name, value in received.items()}
+
+    def to_home(self, names: Sequence[str], values: Mapping[str, Tensor] | None, row_id: Tensor, home_of_row: Tensor, batch: RolloutBatch) -> dict[str, Tensor]:
+        """Send per-token results home, together; returns each [B, T] float32 aligned with the rows of `batch`, 0 after a row's end.
+
+        Args:
+            names: of the results, the same on every rank.
+            values: by name [W, T'] one row of results for each of `row_id`, read on the first rank (tp 0, cp 0) of the last pipeline
+                stage of each data-parallel index only; elsewhere it may be None.
+            row_id: [W] int64, the rows that work on this rank.
+            home_of_row: [R] int64, the rank each row is at home on.
+            batch: the rows at home here.
+        """
+        if self._answers:
+            assert values is not None and all(len(values[name]) == len(row_id) for name in names), "the last stage has a result for each row that works there"
+            sent = {"row_id": row_id} | {name: values[name].float() for name in names}
+        else:
+            sent = {"row_id": row_id.new_zeros(0)} | {name: torch.zeros(0, 0, device=row_id.device) for name in names}
+        destinations = [[home] for home in home_of_row[sent["row_id"].cpu()].tolist()]
+        received = exchange_rows(sent, destinations, self.group, device=self.device)
+        order, place = received["row_id"].argsort(), batch.row_id.argsort()
+        found = received["row_id"][order].to(batch.row_id.device)
+        assert torch.equal(found, batch.row_id[place]), "each row at home gets its results once"
+        home = {name: torch.zeros(batch.generated_ids.shape, device=batch.row_id.device) for name in names}
+        for name in names:
+            home[name][place] = pad_to(received[name][order], home[name].size(1)).to(batch.row_id.device)
+        return home
+
+
+def trim(fields: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """Per-token fields [B, T] cut to `width` positions; others as they are."""
+    return {name: value[:, :width] if value.dim() > 1 else value for name, value in fields.items()}
+
+
+def pad_to(values_BT: Tensor, length: int) -> Tensor:
+    """[B, length]: cut at the end, or filled up with zeros."""
+    return torch.nn.functional.pad(values_BT, (0, length - values_BT.size(1)))

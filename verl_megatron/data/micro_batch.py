@@ -1,0 +1,104 @@
+"""Rows packed into one sequence without padding: what a model's forward pass takes.
+
+Letters: B rows, T token positions of a row, P packed tokens on this context-parallel rank, N tokens asked about on this rank.
+
+A row of length L enters with its tokens 0 … L-2: the hidden state at t-1 speaks of token t (its log-probability, and the value
+of the state in which it is chosen). A reward model reads the last token's hidden state instead and takes all L tokens.
+
+With context parallelism a row is filled up to a multiple of 2·cp tokens and cut into 2·cp pieces, of which rank r holds pieces
+r and 2·cp-1-r. Sequence parallelism, fp8 and empty micro-batches need a few more tokens: a filler sequence that nobody asks about.
+"""
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from parallel import device
+from verl_megatron.data.batch import RolloutBatch
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Packed rows and the tokens asked about."""
+
+    tokens: Tensor  # [1, P] int64
+    positions: Tensor  # [1, P] int64, place of each token in its row
+    lengths: list[int]  # of the packed sequences, whole (before context parallelism cuts them)
+    cu_seqlens: Tensor  # [len(lengths) + 1] int32
+    index: Tensor  # [N] int64, places in the P packed tokens whose hidden state answers
+    labels: Tensor  # [N] int64, the tokens asked about
+    row: Tensor  # [N] int64, row of the batch
+    column: Tensor  # [N] int64, position t in the row
+    fields: dict[str, Tensor] = field(default_factory=dict)  # [N] each: the batch's per-token fields at (row, column)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, always in the same order."""
+        return [self.tokens, self.positions, self.cu_seqlens, self.index, self.labels, self.row, self.column, *self.fields.values()]
+
+    def holding(self, tensors: list[Tensor]) -> "MicroBatch":
+        """The same with other `tensors()`."""
+        tokens, positions, cu_seqlens, index, labels, row, column, *fields = tensors
+        return MicroBatch(tokens, positions, self.lengths, cu_seqlens, index, labels, row, column, dict(zip(self.fields, fields)))
+
+
+def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """All of them on this rank's device, copied together."""
+    moved = iter(device.copy_together([tensor for micro in micro_batches for tensor in micro.tensors()]))
+    return [micro.holding(list(islice(moved, len(micro.tensors())))) for micro in micro_batches]
+
+
+def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, multiple_of: int = 1, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
+    """Pack the rows `rows` of a batch (on the CPU).
+
+    Args:
+        fields: per-token fields of the batch to bring along for the tokens asked about.
+        last_token: ask one question a row, at its last token (reward model), instead of one a response token.
+        multiple_of: packed tokens on this rank become a multiple of it (sequence parallelism, fp8).
+    """
+    take = torch.tensor(rows, dtype=torch.int64)
+    if len(batch) == 0:  # a rank without rows still runs its part of the pipeline; the filler looks at one row
+        batch = RolloutBatch.from_rows([0], [[0]], [[]])
+    lengths_R = batch.attention_mask[take].sum(1)
+    used_R = lengths_R if last_token else lengths_R - 1
+    unit = 2 * cp if cp > 1 else 1
+    whole_R = (used_R + unit - 1) // unit * unit  # with filling
+    total = int(whole_R.sum())
+    filler = -total % (unit * multiple_of) or (unit * multiple_of if total == 0 else 0)
+    whole = whole_R.tolist() + ([filler] if filler else [])
+
+    whole_R = torch.tensor(whole)
+    start_R = whole_R.cumsum(0) - whole_R
+    sequence_Q = torch.repeat_interleave(torch.arange(len(whole)), whole_R)  # Q: packed tokens before they are cut
+    position_Q = torch.arange(int(whole_R.sum())) - start_R[sequence_Q]
+    row_Q = torch.cat([take, take.new_zeros(len(whole) - len(rows))])[sequence_Q]
+    used_Q = torch.cat([used_R, used_R.new_zeros(len(whole) - len(rows))])[sequence_Q]
+    real_Q = position_Q < used_Q
+    tokens_Q = torch.where(real_Q, batch.generated_ids[row_Q, position_Q.clamp(max=batch.generated_ids.size(1) - 1)], 0)
+    if last_token:
+        asked_Q, column_Q = position_Q == used_Q - 1, position_Q
+    else:
+        column_Q = torch.where(real_Q, position_Q + 1, 0)
+        asked_Q = real_Q & batch.response_mask[row_Q, column_Q].bool()
+
+    mine = _context_parallel_part(position_Q, whole_R[sequence_Q], cp, cp_rank) if cp > 1 else torch.arange(len(position_Q))
+    index = asked_Q[mine].nonzero().squeeze(1)
+    row, column = row_Q[mine][index], column_Q[mine][index]
+    return MicroBatch(
+        tokens=tokens_Q[mine].unsqueeze(0),
+        positions=position_Q[mine].unsqueeze(0),
+        lengths=whole,
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), whole_R.cumsum(0)]).int(),
+        index=index,
+        labels=batch.generated_ids[row, column],
+        row=row,
+        column=column,
+        fields={name: value[row, column] for name in fields if (value := getattr(batch, name)) is not None},
+    )
+
+
+def _context_parallel_part(position_Q: Tensor, length_Q: Tensor, cp: int, rank: int) -> Tensor:
+    """Places of the packed tokens that rank `rank` holds: pieces rank and 2·cp-1-rank of every sequence, in order."""
+    piece_Q = position_Q * (2 * cp) // length_Q
+    return ((piece_Q == rank) | (piece_Q == 2 * cp - 1 - rank)).nonzero().squeeze(1)

@@ -1,0 +1,215 @@
+"""Text to token ids and back, thin over Hugging Face tokenizers; only local files are read and no remote code runs."""
+
+import functools
+import json
+from pathlib import Path
+
+from parallel.weights.json_files import read_object, reason_of
+from verl_megatron.data.chat import Message, Messages, checked, continuation, render
+from verl_megatron.data.json_lines import shown
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # a broken one may be passed over
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer (`hf`) with the four operations training needs."""
+
+    def __init__(self, hf):
+        self.hf = hf
+
+    def __len__(self) -> int:
+        """Number of token ids, added tokens included."""
+        return len(self.hf)
+
+    @property
+    def eos_token_id(self) -> int:
+        """Token that ends a response.
+
+        Raises:
+            ValueError: the tokenizer has none.
+        """
+        if self.hf.eos_token_id is None:
+            raise ValueError(f"the tokenizer in {self.hf.name_or_path} has no end-of-sequence token; name one as eos_token in its tokenizer_config.json")
+        return self.hf.eos_token_id
+
+    @functools.cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens at which vLLM ends a response: the end-of-sequence token and those that the folder names.
+
+        Raises:
+            ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is no JSON.
+        """
+        found = {self.eos_token_id}
+        for name in ("generation_config.json", "config.json"):  # vLLM takes the first that there is
+            path = Path(self.hf.name_or_path, name)
+            if self.hf.name_or_path and path.is_file():
+                found |= _eos_of(path)
+                break
+        return frozenset(found)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most."""
+        return max(map(len, self.hf.get_vocab()))
+
+    def prompt_text(self, prompt: str | Messages) -> str:
+        """What the model reads: a string as it is, chat messages through the chat template with the generation prompt.
+
+        Raises:
+            ValueError: neither a string nor messages, an answer at their end, or what the chat template does not take.
+        """
+        if isinstance(prompt, str):
+            return prompt
+        messages = self._checked(prompt)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("the messages of a prompt end in an assistant turn, which is an answer; leave it out")
+        return render(self.hf, messages, add_generation_prompt=True)
+
+    def demonstration_text(self, prompt: str | Messages, answer: str | Message) -> tuple[str, str]:
+        """What the model reads and is to write: for messages, what the chat template adds for the answer.
+
+        Raises:
+            ValueError: as in `prompt_text`, an empty answer, or one that the template does not write behind the prompt.
+        """
+        if isinstance(answer, str):
+            if not answer.strip():
+                raise ValueError("the response is empty; give one, or leave the row out")
+            if isinstance(prompt, str):
+                return prompt, answer
+            answer = {"role": "assistant", "content": answer}
+        *messages, answer = self._checked([*prompt, answer] if isinstance(prompt, list) else prompt)
+        if not ((answer.get("content") or "").strip() or answer.get("tool_calls")):
+            raise ValueError("the assistant turn is empty; give it content, or leave the row out")
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("beside a response, the prompt must be messages that end in a turn of the user")
+        return continuation(self.hf, messages, answer)
+
+    def _checked(self, messages: Messages) -> Messages:
+        template = self.hf.chat_template
+        if isinstance(messages, list) and messages and not template:
+            raise ValueError(f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages; add chat_template.jinja or give prompts as strings")
+        return checked(messages, template if isinstance(template, str) else " ".join((template or {}).values()))
+
+    def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """Token ids of a prompt; errors as in `prompt_text` and `encode_text`."""
+        return self.encode_text(self.prompt_text(prompt), is_chat=not isinstance(prompt, str))
+
+    def encode_text(self, text: str, *, is_chat: bool) -> list[int]:
+        """Token ids of a prompt's text; before a string stand the tokenizer's special tokens, a template writes its own.
+
+        Raises:
+            ValueError: there is nothing in it, or it cannot be encoded.
+        """
+        if not text.strip():
+            raise ValueError("the prompt is empty; give it text, or leave the row out")
+        ids = self._encode(text, add_special_tokens=not is_chat)
+        # Some tokenizers end every text; a prompt has to go on.
+        while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
+            ids.pop()
+        if self._special.issuperset(ids):
+            raise ValueError(f"the prompt {shown(text)} has special or unknown tokens only; give it text")
+        return ids
+
+    def encode_response(self, response: str) -> list[int]:
+        """Token ids of a response to a string, ended by one token that stops generation.
+
+        Raises:
+            ValueError: it is empty, or such a token stands inside it.
+        """
+        return self._ended(self._encode(response, add_special_tokens=False))
+
+    def encode_chat(self, before: str, behind: str) -> tuple[list[int], list[int]]:
+        """Token ids of a chat's prompt and of the response, ended and refused as in `encode_response`."""
+        ids, whole = self.encode_text(before, is_chat=True), self._encode(before + behind, add_special_tokens=False)
+        if whole[: len(ids)] != ids:  # a token spans the border, and the prompt's are given
+            return ids, self.encode_response(behind)
+        return ids, self._ended(whole[len(ids) :])
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        stops = self.stop_token_ids
+        end = next((at for at, token in enumerate(ids) if token in stops), len(ids))
+        rest = [token for token in ids[end:] if token not in stops]
+        if rest and (text := self.decode(rest)).strip():
+            stop = shown(self.hf.decode(ids[end]))
+            raise ValueError(f"the response has {stop}, which ends generation, before {shown(text)}; remove it")
+        if self._special.issuperset(ids[:end]):
+            raise ValueError("the response is empty; give one, or leave the row out")
+        return ids[: end + 1] if end < len(ids) else [*ids, self.eos_token_id]
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.hf.all_special_ids)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.hf.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # of transformers, tokenizers or sentencepiece, whatever its kind
+            said = type(error).__name__
+            raise ValueError(f"the tokenizer cannot encode {shown(text)} ({said}); remove what is no text") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.hf.decode(ids, skip_special_tokens=True)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+def _eos_of(path: Path) -> set[int]:
+    """The end-of-sequence tokens that a model's JSON file names: none, one or a list."""
+    try:
+        named = json.loads(path.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is no JSON object that can be read; copy it again from where the model is from") from None
+    return {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, the fast one where there is one.
+
+    Raises:
+        ValueError: no such folder, no tokenizer in it, or one that is broken; the message names the file where it can be told.
+    """
+    from transformers import AutoTokenizer  # seconds to import: only who needs a tokenizer pays
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"tokenizer folder {folder} does not exist; give a local Hugging Face folder")
+    # Without this check transformers may build an empty tokenizer from config.json alone.
+    if not has_tokenizer(folder):
+        raise ValueError(f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it")
+    for name in SMALL_FILES:
+        if (folder / name).exists():
+            read_object(folder / name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some faults show at the first use
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # libraries for each format, one of which raises panics that are no Exceptions
+        raise ValueError(f"{_broken_file(folder, error)}; copy the tokenizer's files again from their source") from None
+    return Tokenizer(tokenizer)
+
+
+def _broken_file(folder: Path, error: BaseException) -> str:
+    """What is wrong with which file of a tokenizer that fails with `error`."""
+    from tokenizers import Tokenizer as Reader
+
+    present = [folder / name for name in ("tokenizer.json", "vocab.json") if (folder / name).exists()]
+    try:
+        for path in present:
+            read_object(path)
+        for template in folder.glob("chat_template*"):
+            template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as reason:
+        return f"{template} is no UTF-8 text ({reason_of(reason)})"
+    except ValueError as reason:
+        return str(reason).rpartition(";")[0]
+    if present and present[0].name == "tokenizer.json":
+        try:
+            Reader.from_file(str(present[0]))
+        except Exception as reason:
+            return f"{present[0]} is no tokenizer ({reason_of(reason)})"
+        return f"{folder / SMALL_FILES[0]} does not go with {present[0].name} ({reason_of(error)})"
+    return f"the tokenizer in {folder} cannot be loaded ({reason_of(error)})"

@@ -1,0 +1,180 @@
+"""What the entry points share: Hydra reads the recipe, and what a user did wrong is said once, without a traceback."""
+
+import argparse
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel.runtime import process
+from parallel.runtime.environment import check_environment
+from parallel.runtime.refusal import RefusalError, complain, let_others_speak, nearest, readable, shown, tell_torchrun
+from verl_megatron.launch.recipe import check_recipe
+
+NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
+FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
+FLAGS = {"--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard]", "--verify": "run.resume=verify"}
+QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+
+
+def _no_plan(settings: dict, *, gpu: str) -> tuple[str, bool]:
+    raise ValueError("--dry-run: this command has no plan; leave it out")
+
+
+def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple[str, bool]] = _no_plan) -> None:
+    """Compose the recipe named on the command line and hand it to `main`.
+
+    With `--dry-run` its settings, by section, go to `plan` instead, together with the GPU of `--gpu`. It answers with a text, which is printed, and whether
+    the run fits, without which the exit status is `NO_ROOM`.
+    `--track_metrics` stands for run.track_metrics with every file sink, `--verify` for run.resume=verify. Relative paths count from where the command was typed.
+    A ValueError is the user's: one rank prints it and all exit with 2. Of other errors those are shown that began it, not those
+    of ranks which lost a peer by it.
+    """
+    gc.disable()  # the imports and engines to come make millions of objects that stay: collecting them again and again doubles the start; trainers start it again
+    try:
+        check_environment()
+        known = _read_arguments(sys.argv[1:])
+        folder = _recipes(known.config_path)
+        for path in _named_recipes(known, folder):
+            check_recipe(path)
+        _compose(known, folder, lambda config: _guarded(config, known, main, plan))
+    except ValueError as error:
+        complain(str(error), agreed=isinstance(error, RefusalError))
+
+
+def _guarded(config: DictConfig, known: argparse.Namespace, main: Callable[[DictConfig], None], plan: Callable[..., tuple[str, bool]]) -> NoReturn:
+    try:
+        if known.dry_run:
+            text, fits = plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu)
+            print(text)
+            process.end(0 if fits else NO_ROOM)
+        main(config)
+    except OmegaConfBaseException as error:
+        complain(_about_values(error))
+    except ValueError as error:
+        complain(str(error), agreed=isinstance(error, RefusalError))
+    except Exception as error:
+        if "peer" in str(error) or "NCCL" in str(error):
+            let_others_speak(1, seconds=15)
+        tell_torchrun(readable(f"{type(error).__name__}: {error}"))
+        traceback.print_exc()
+        process.end(1)
+    process.end(0)
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; options are {', '.join(self.names())}")
+
+    def names(self) -> list[str]:
+        return [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
+
+
+def _parser() -> _Parser:
+    parser = _Parser(usage="%(prog)s --config-name RECIPE [OPTION ...] [SECTION.SETTING=VALUE ...]", description=FORM, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", metavar="RECIPE", help="a file of the recipes' folder, without .yaml")
+    parser.add_argument("--config-path", "-cp", metavar="FOLDER", default="../recipes", help="of recipes, from here or from the package")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="of more recipes")
+    parser.add_argument("--dry-run", action="store_true", help="check and plan the run, and start nothing")
+    parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
+    parser.add_argument("--track_metrics", action="store_true", help="metrics go to the console and to every kind of file")
+    parser.add_argument("--verify", action="store_true", help="repeat an iteration of the newest checkpoint and compare")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="show the settings instead of running")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"], help="show what Hydra found")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: values in place of ${names}")
+    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _read_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Options, and in `overrides` the settings as Hydra takes them.
+
+    Raises:
+        ValueError: an option that is not known or has no value, or an argument that is no text.
+    """
+    for argument in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise ValueError(f"argument {shown(argument)} is no UTF-8 text; type it again in a UTF-8 terminal")
+    parser = _parser()
+    known, rest = parser.parse_known_args(arguments)
+    if known.multirun:
+        raise ValueError("--multirun: a command is one run; start one for each value, with a run.output_dir of its own")
+    for argument in rest:
+        if argument.startswith("="):
+            raise ValueError(f"{shown(argument)} cannot be read (it names no setting); {FORM}")
+        if argument.startswith("-"):
+            name = argument.partition("=")[0]
+            raise ValueError(f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}")
+    if known.config_name is not None and (not known.config_name or "=" in known.config_name):
+        raise ValueError(f"--config-name has no recipe after it but {shown(known.config_name)}; name one, such as --config-name ppo_toy_cpu")
+    known.overrides = [_override(argument) for argument in rest] + [_override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])]
+    return known
+
+
+def _override(argument: str) -> str:
+    """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
+    is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
+    return "++" + argument if is_setting else argument
+
+
+def _recipes(path: str) -> str:
+    """An absolute folder of recipes: `path` counts from where the command was typed or, as Hydra has it, from this package."""
+    return str(next((found for base in (Path.cwd(), Path(__file__).parents[1]) if (found := (base / path).resolve()).is_dir()), path))
+
+
+def _named_recipes(known: argparse.Namespace, folder: str) -> list[Path]:
+    name = (known.config_name or "").removesuffix(".yaml")
+    paths = [Path(base) / f"{name}.yaml" for base in (folder, known.config_dir) if base] if name else []
+    return [path for path in paths if path.exists()]
+
+
+# ---- Hydra ------------------------------------------------------------------------------------------------------------
+
+
+def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig], None]) -> None:
+    """Let Hydra put the recipe together and call `run`; ValueError for what it cannot read."""
+    given = [("--config-name", known.config_name), ("--config-dir", known.config_dir), ("--cfg", known.cfg), ("--info", known.info)]
+    options = [part for name, value in given if value is not None for part in (name, value)] + ["--resolve"] * known.resolve
+    sys.argv[1:] = options + known.overrides + QUIET
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raises what it would print from every rank
+    try:
+        hydra.main(version_base=None, config_path=folder, config_name=None)(run)()
+    except OverrideParseException as error:
+        reason = (error.message or "").removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0].split(" expecting ")[0]
+        raise ValueError(f"{shown(error.override.removeprefix('++'))} cannot be read ({reason}); {FORM}") from None
+    except MissingConfigException as error:
+        recipes = ", ".join(sorted(path.stem for path in Path(folder).glob("*.yaml"))) or "none"
+        missing = error.missing_cfg_file
+        asked = "--config-name" if missing in (None, known.config_name) else f"--config-name {known.config_name}, defaults"
+        raise ValueError(f"{asked}: {folder} has no recipe {shown(missing)}; it has {recipes}") from None
+    except HydraException as error:
+        raise ValueError(_about_overrides(error)) from None
+    except OmegaConfBaseException as error:
+        raise ValueError(_about_values(error)) from None
+    except ValueError as error:
+        raise ValueError(f"the settings cannot be read: {str(error).split(';')[0]}; {FORM}") from None
+    except RecursionError:
+        raise ValueError(f"the settings are nested too deeply to be read; {FORM}") from None
+
+
+def _about_overrides(error: HydraException) -> str:
+    reason = str(error).split("\n")[0].replace("'++", "'").replace(" ++", " ")
+    if reason.startswith("Ambiguous value"):
+        return f"{reason}: a run has one value of each setting; write [A,B] for a list, or quote a text with a comma in it"
+    return f"{reason.rstrip('.')}; {FORM}"
+
+
+def _about_values(error: OmegaConfBaseException) -> str:
+    where = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
+    return f"{where}{str(error).splitlines()[0]}; give the value itself, or a ${{section.setting}} that exists"

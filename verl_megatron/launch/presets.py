@@ -1,0 +1,47 @@
+"""Settings from a few numbers, for the Python interface."""
+
+from parallel.runtime.environment import MOST_RANKS
+from parallel.runtime.refusal import shown
+from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
+
+MIXED_PRECISION = {True: "bfloat16", False: "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
+RECOMPUTE = {True: "full", False: "none", "none": "none", "selective": "selective", "full": "full"}
+
+
+def get_trainer_config(
+    dp_size: int = 1,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    hybrid_engine: bool = True,
+    enable_recompute: bool | str = False,
+    mixed_precision: bool | str = "auto",
+) -> TrainerConfig:
+    """A configuration whose actor and critic share `dp_size * tp_size * pp_size` ranks; all else is the defaults, to be changed by attribute.
+
+    Args:
+        hybrid_engine: vLLM on the actor's ranks, replicas of `tp_size` ranks. There is no other way yet.
+        enable_recompute: True recomputes whole layers ("full"); also "selective" or "none".
+        mixed_precision: True is bfloat16 with float32 master weights, False float32, "auto" the first on GPUs and the second on CPUs.
+
+    Raises:
+        ValueError: a size below 1, a value that is not known, or `hybrid_engine=False`.
+    """
+    sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
+    for name, size in sizes.items():
+        if type(size) is not int or not 1 <= size <= MOST_RANKS:
+            raise ValueError(f"{name}={shown(size)} must be a whole number of at least 1 and at most {MOST_RANKS}")
+    if not isinstance(hybrid_engine, bool):
+        raise ValueError(f"hybrid_engine={shown(hybrid_engine)} must be True")
+    if not hybrid_engine:
+        raise ValueError("hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, which shares the actor's ranks")
+    if not isinstance(enable_recompute, bool | str) or enable_recompute not in RECOMPUTE:
+        raise ValueError(f"enable_recompute={shown(enable_recompute)} is not known; choose one of {', '.join(map(str, RECOMPUTE))}")
+    if not isinstance(mixed_precision, bool | str) or mixed_precision not in MIXED_PRECISION:
+        raise ValueError(f"mixed_precision={shown(mixed_precision)} is not known; choose one of {', '.join(map(str, MIXED_PRECISION))}")
+    layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"
+    return TrainerConfig(
+        actor=ModelConfig(layout=layout),
+        critic=ModelConfig(layout=layout, lr=TrainerConfig().critic.lr),
+        engine=EngineConfig(dtype=MIXED_PRECISION[mixed_precision], recompute=RECOMPUTE[enable_recompute]),
+        rollout=RolloutConfig(tp=tp_size),
+    )

@@ -1,0 +1,108 @@
+"""Log-probabilities and entropy from a vocabulary-sharded head, without ever holding the logits of all tokens.
+
+Letters: N tokens whose log-probability is wanted, H hidden size, V vocabulary rows on this tensor-parallel rank.
+
+logits = hidden · weightᵀ / temperature, taken in chunks of tokens. Of each chunk only four numbers a token survive: the largest
+logit m, Σ exp(l − m), Σ exp(l − m)·l and the label's logit. They are combined over the tensor-parallel ranks once. The backward
+pass makes each chunk's logits again and turns them into their gradient in place:
+    ∂ log p(y) / ∂l_j = [j = y] − p_j            ∂ entropy / ∂l_j = −p_j (l_j − Σ_i p_i l_i)
+"""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_megatron.models.log_prob_kernels import grad_logits_, stats
+
+CHUNK_BYTES = 512 << 20  # logits held at once, in the type of the hidden states
+TILE = 128  # rows of a matrix product's tile on a GPU: chunks are whole tiles
+
+
+def token_log_probs(
+    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup | None = None, chunk_tokens: int = 0
+) -> tuple[Tensor, Tensor]:
+    """log p(label) and entropy of each token's distribution over the true vocabulary.
+
+    Args:
+        hidden_NH: hidden states, the same on every rank of `group`; their gradient is this rank's part and must be summed over
+            `group` by whoever spread them (LanguageHead does).
+        weight_VH: this rank's rows of the output layer, of the same type; rows at or beyond `vocab_size` are padding and take no part.
+        labels_N: int64 token ids below `vocab_size`.
+        temperature: logits are divided by it, as in sampling; 0 (greedy) counts as 1.
+        chunk_tokens: tokens whose logits are made at once; 0: as many as CHUNK_BYTES hold.
+
+    Returns:
+        logprobs_N and entropy_N, float32; both carry gradients.
+    """
+    row_bytes = hidden_NH.element_size() * weight_VH.size(0)
+    chunk = chunk_tokens or max(TILE, CHUNK_BYTES // row_bytes // TILE * TILE)
+    return _TokenLogProbs.apply(hidden_NH, weight_VH, labels_N, vocab_size, temperature or 1.0, group, chunk)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, vocab_size, temperature, group, chunk):
+        size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        first = rank * weight.size(0)
+        ctx.rows = max(0, min(weight.size(0), vocab_size - first))  # without padding
+        ctx.temperature, ctx.chunk = temperature, chunk
+        local = labels - first
+        stats_4N = torch.zeros(4, labels.numel(), device=hidden.device)
+        stats_4N[0] = -torch.inf
+        for part in _chunks(labels.numel() if ctx.rows else 0, chunk):
+            stats_4N[:, part] = stats(_logits(hidden[part], weight, ctx.rows), local[part], temperature)
+        top = stats_4N[0].clone()
+        if size > 1:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            stats_4N[1:3] *= (stats_4N[0] - top).exp()
+            dist.all_reduce(stats_4N[1:], group=group)
+        log_z = top + stats_4N[1].log()
+        mean_logit = stats_4N[2] / stats_4N[1]
+        ctx.save_for_backward(hidden, weight, local, log_z, mean_logit)
+        return stats_4N[3] - log_z, log_z - mean_logit
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, local, log_z, mean_logit = ctx.saved_tensors
+        factors_4N = torch.stack([log_z, mean_logit, grad_logprobs, grad_entropy])
+        grad_hidden = torch.zeros_like(hidden)
+        # A sum over several chunks is rounded to the weight's type once, as the sum within a product is.
+        grad_weight = torch.zeros_like(weight, dtype=weight.dtype if local.numel() <= ctx.chunk else torch.float32)
+        for part in _chunks(local.numel() if ctx.rows else 0, ctx.chunk):
+            grad = grad_logits_(_logits(hidden[part], weight, ctx.rows), local[part], ctx.temperature, factors_4N[:, part])
+            torch.mm(grad, weight[: ctx.rows], out=grad_hidden[part])
+            _add_product(grad_weight[: ctx.rows], grad.t(), hidden[part])
+            del grad  # before the next chunk's logits are made
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    return [slice(at, at + chunk) for at in range(0, tokens, chunk)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """Of one chunk and the true rows; made with the padding, for an odd number of columns is slow to write and to read."""
+    return (hidden @ weight.t())[:, :rows]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; where PyTorch can, a float32 total takes a bfloat16 product before it is rounded, and in the same pass."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda and _sums_in_float32(a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+@cache
+def _sums_in_float32(dtype: torch.dtype) -> bool:
+    """Whether this PyTorch adds a product of this type to a float32 sum on GPUs; some of the supported versions do not."""
+    ones, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
+    try:
+        torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())

@@ -1,0 +1,228 @@
+"""What a rank measures: sums with their counts, seconds per phase, and the keys they are reported under (written by tracking.py).
+
+Letters: B rows on this rank, T token positions, N response tokens of those rows.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import all_max, all_names, all_sum
+
+Scalar = Tensor | float | int
+
+# What the run itself reports of rewards. A reward's own metric of such a name is reported as reward/own_NAME: see `own_metric`.
+REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = ("reward/mean", "reward/max", "reward/failed", "reward/latency_ms")
+
+
+def own_metric(name: str) -> str:
+    """Key of a number that a reward function reports as `name`: reward/NAME, or reward/own_NAME where the run has that key itself."""
+    bare = name
+    while bare.startswith("own_"):  # "own_mean" moves on to own_own_mean: no two names share a key
+        bare = bare.removeprefix("own_")
+    return f"reward/own_{name}" if f"reward/{bare}" in RESERVED else f"reward/{name}"
+
+
+class Sums:
+    """Totals with their counts, and maxima, by name. Tensors stay on their device until `reduce`: adding never waits for a GPU."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[Scalar, Scalar]] = {}
+        self._maxima: dict[str, Scalar] = {}
+
+    def add(self, name: str, total: Scalar, count: Scalar) -> None:
+        """Add to the mean `name`: a sum (scalar) and the number of things summed."""
+        total_so_far, count_so_far = self._totals.get(name, (0.0, 0))
+        self._totals[name] = (total_so_far + detached(total), count_so_far + detached(count))
+
+    def max(self, name: str, value: Scalar) -> None:
+        """Raise the maximum `name` to `value` (scalar)."""
+        value = detached(value)
+        if name in self._maxima:
+            value = torch.maximum(*(torch.as_tensor(x, dtype=torch.float64) for x in (value, self._maxima[name])))
+        self._maxima[name] = value
+
+    def state_dict(self) -> dict[str, dict]:
+        """Plain numbers, for `from_state`."""
+        names = list(self._totals)
+        cells = iter(to_floats([cell for name in names for cell in self._totals[name]]))
+        return {"totals": {name: (next(cells), next(cells)) for name in names}, "maxima": dict(zip(self._maxima, to_floats(list(self._maxima.values()))))}
+
+    @classmethod
+    def from_state(cls, state: dict[str, dict]) -> "Sums":
+        sums = cls()
+        sums._totals, sums._maxima = {name: tuple(cells) for name, cells in state["totals"].items()}, dict(state["maxima"])
+        return sums
+
+    def merge(self, other: "Sums") -> None:
+        """Take in everything `other` holds."""
+        for name, (total, count) in other._totals.items():
+            self.add(name, total, count)
+        for name, value in other._maxima.items():
+            self.max(name, value)
+
+    def reduce(
+        self,
+        *,
+        all_sum: Callable[[Tensor], Tensor],
+        all_max: Callable[[Tensor], Tensor],
+        all_names: Callable[[list[str]], list[str]],
+    ) -> dict[str, float]:
+        """Means of global totals over global counts, and global maxima; a mean whose global count is 0 is left out.
+
+        `all_sum` and `all_max` reduce a float64 CPU vector over the ranks; `all_names` returns the union of the ranks' names, so that
+        ranks which saw other things, or nothing, still speak of the same positions.
+        """
+        names = sorted(set(all_names([*self._totals, *self._maxima])))
+        cells = to_floats([cell for name in names for cell in self._totals.get(name, (0.0, 0))])
+        totals_and_counts = all_sum(torch.tensor(cells, dtype=torch.float64)).view(-1, 2).tolist()
+        maxima = to_floats([self._maxima.get(name, -math.inf) for name in names])
+        maxima = all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
+        means = {name: total / count for name, (total, count) in zip(names, totals_and_counts, strict=True) if count}
+        return means | {name: value for name, value in zip(names, maxima, strict=True) if value > -math.inf or math.isnan(value)}
+
+
+def reduce_over_world(sums: Sums) -> dict[str, float]:
+    """Means and maxima over all ranks of the world, the same on each."""
+    return sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)
+
+
+def detached(x: Scalar) -> Scalar:
+    """A tensor without its graph, in float64 so that long sums keep their digits; a number as it is."""
+    return x.detach().double() if isinstance(x, Tensor) else x
+
+
+def to_floats(values: list[Scalar]) -> list[float]:
+    """The values as numbers, with one copy from the device for all tensors together."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    copied = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else [])
+    return [next(copied) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEvent:
+    """A phase on one rank, in seconds from a moment that all ranks share."""
+
+    name: str
+    start_s: float
+    busy_end_s: float  # the rank's own work is done, its GPU's included; what follows is waiting for other ranks
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedIteration:
+    """What a rank did from one `pop()` to the next."""
+
+    events: tuple[PhaseEvent, ...]
+    began_at: float  # wall-clock time of the shared moment, seconds since 1970
+    wall_s: float  # between the two `pop()`: with what lies outside the phases
+
+
+class PhaseTimer:
+    """Wall-clock seconds per phase of an iteration, and between them, in the order in which they first began, and memory in use after each."""
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None] = lambda: None,
+        used_memory: Callable[[], int] = lambda: 0,
+        around: Callable[[str], AbstractContextManager] = nullcontext,
+    ):
+        self._synchronize = synchronize  # waits for the device's work, so that a phase owns the kernels it queued
+        self._used_memory = used_memory
+        self._around = around  # entered with the phase's name
+        self._wait_for_others: Callable[[], None] | None = None  # None: nothing is recorded
+        self._events: list[PhaseEvent] = []
+        self._began_s = self._began_at = self._inside_s = 0.0
+        self._popped_s: float | None = None  # None: no phase yet
+        self.seconds: dict[str, float] = {}  # since the last pop()
+        self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
+        self.recorded: RecordedIteration | None = None  # the last iteration that pop() ended
+
+    def record(self, wait_for_others: Callable[[], None]) -> None:
+        """From now on keep when each phase began and ended, in `recorded`.
+
+        Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting shows where it arises; without
+        recording there are no barriers, and a rank that is early waits inside its next collective.
+        """
+        self._wait_for_others = wait_for_others
+
+    def enter(self, around: Callable[[str], AbstractContextManager]) -> None:
+        """From now on every phase is inside `around(name)`, too."""
+        before = self._around
+
+        @contextmanager
+        def both(name: str) -> Iterator[None]:
+            with before(name), around(name):
+                yield
+
+        self._around = both
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to phase `name`; phases do not nest."""
+        if self._popped_s is None:
+            self._popped_s = time.perf_counter()
+        self._synchronize()
+        if self._wait_for_others is not None and not self._events:
+            self._meet()
+        start = time.perf_counter()
+        self._busy_end_s: float | None = None
+        try:
+            with self._around(name):
+                yield
+                self._synchronize()
+                if self._wait_for_others is not None:
+                    self._finish(name, start)
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            self._inside_s += elapsed
+            self.memory_bytes[name] = self._used_memory()
+
+    def own_work_ends(self) -> None:
+        """Inside a phase, where the block itself goes on to wait for other ranks: only a recording wants to know."""
+        if self._wait_for_others is not None:
+            self._synchronize()
+            self._busy_end_s = time.perf_counter()
+
+    def _meet(self) -> None:
+        """The clocks of hosts differ: all ranks count from the end of a barrier."""
+        self._wait_for_others()
+        self._began_s, self._began_at = time.perf_counter(), time.time()
+
+    def _finish(self, name: str, start: float) -> None:
+        busy_end = self._busy_end_s or time.perf_counter()
+        self._wait_for_others()
+        self._events.append(PhaseEvent(name, *(moment - self._began_s for moment in (start, busy_end, time.perf_counter()))))
+
+    def pop(self) -> dict[str, float]:
+        """The seconds per phase since the last call, "other" for what lay between them: the sum is the time that went by."""
+        if self._popped_s is None:
+            return {}
+        now = time.perf_counter()
+        wall_s = now - self._popped_s
+        seconds = self.seconds | {"other": wall_s - self._inside_s}
+        if self._wait_for_others is not None:
+            self.recorded = RecordedIteration(tuple(self._events), self._began_at, wall_s)
+        self.seconds, self._events, self._popped_s, self._inside_s = {}, [], now, 0.0
+        return seconds
+
+
+def iteration_metrics(seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, memory_bytes: dict[str, int]) -> dict[str, float]:
+    """Costs of an iteration from the seconds of its phases ("rollout", "reshard", "critic_update", ...) and its global amounts."""
+    costs = {
+        "rollout/throughput_tokens_per_sec": response_tokens / seconds["rollout"],
+        "train/step_time_ms": 1e3 * sum(seconds.values()),
+        "memory/actor_gpu_mem_mb": memory_bytes.get("actor_update", 0) / 2**20,
+        "reshard/ms": 1e3 * seconds["reshard"],
+        "reshard/bytes": float(reshard_bytes),
+    }
+    if "critic_update" in seconds:
+        costs["critic/update_ms"] = 1e3 * seconds["critic_update"]
+    costs |= {f"memory/{phase}_mb": value / 2**20 for phase, value in memory_bytes.items()}
+    return costs | {f"time/{phase}_s": value for phase, value in seconds.items()}

@@ -1,0 +1,104 @@
+"""Where each rank of one iteration works and where it waits: a trace for chrome://tracing or ui.perfetto.dev, and a picture.
+
+A recording adds a barrier over all ranks to the end of every phase: what a rank does until its own work is done is called busy, and
+the rest of the phase is waiting. Waiting inside the work, in the collectives of a model or of vLLM, counts as busy.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel.collectives import all_sum
+from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
+from verl_megatron.observe.report import draw_timeline
+from verl_megatron.observe.tracking import replace_text
+
+TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"
+
+
+def record_timeline(clock: PhaseTimer, track_metrics: Sequence[str]) -> None:
+    """Let `clock` record from now on if `track_metrics` names "timeline"; alike on all ranks."""
+    if "timeline" in track_metrics:
+        clock.record(lambda: all_sum(torch.zeros(1)))  # on the CPU: it waits for ranks, not for their GPUs, which the clock has waited for
+
+
+def write_timeline(clock: PhaseTimer, output_dir: str | Path) -> None:
+    """Write what was recorded of the last iteration, if anything was, from the first rank. Collective over the world."""
+    if clock.recorded is None or not clock.recorded.events:
+        return
+    is_first = dist.get_rank() == 0
+    gathered: list[RecordedIteration] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(clock.recorded, gathered)
+    if is_first:
+        folder = Path(output_dir)
+        replace_text(folder / TRACE_FILE, json.dumps(chrome_trace(gathered)) + "\n")
+        draw_timeline(folder / PICTURE_FILE, [iteration.events for iteration in gathered])
+
+
+def chrome_trace(iterations: Sequence[RecordedIteration]) -> dict:
+    """One iteration of all ranks in the Trace Event Format: microseconds, pid and tid are the rank.
+
+    Every phase is a complete event ("X") of category "work", followed by one named "wait" of category "wait" until the phase ends.
+    `otherData` has the wall-clock time at 0 and the first rank's seconds from the end of the iteration before to that of this one.
+    """
+    events = []
+    for rank, iteration in enumerate(iterations):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": rank, "args": {"sort_index": rank}})
+        for event in iteration.events:
+            events.append(_complete(rank, event.name, "work", event.start_s, event.busy_end_s, event.name))
+            events.append(_complete(rank, "wait", "wait", event.busy_end_s, event.end_s, event.name))
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(iterations[0].began_at))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_at": began, "wall_s": iterations[0].wall_s}}
+
+
+def _complete(rank: int, name: str, category: str, start_s: float, end_s: float, phase: str) -> dict:
+    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+    return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": rank, **times, "args": {"phase": phase}}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A trace as it was written."""
+
+    events: tuple[tuple[PhaseEvent, ...], ...]  # by rank
+    wall_s: float
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Timeline":
+        """From `timeline.json`.
+
+        Raises:
+            ValueError: no such file, or one that `write_timeline` did not write.
+        """
+        try:
+            trace = json.loads(Path(path).read_text())
+            found: dict[int, list[dict]] = {}
+            for event in trace["traceEvents"]:
+                if event["ph"] == "X":
+                    found.setdefault(event["pid"], []).append(event)
+            ranks = tuple(tuple(_joined(work, wait) for work, wait in zip(found[rank][::2], found[rank][1::2], strict=True)) for rank in sorted(found))
+            return cls(ranks, trace["otherData"]["wall_s"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no timeline ({error!r}); a run with timeline in run.track_metrics writes one") from None
+
+    @property
+    def phases_s(self) -> float:
+        """All phases together, on the first rank."""
+        return sum(event.end_s - event.start_s for event in self.events[0])
+
+    @property
+    def waiting_share(self) -> float:
+        """Of the time that all ranks spend in phases."""
+        events = [event for rank in self.events for event in rank]
+        return sum(event.end_s - event.busy_end_s for event in events) / sum(event.end_s - event.start_s for event in events)
+
+
+def _joined(work: dict, wait: dict) -> PhaseEvent:
+    start, busy_end = work["ts"] / 1e6, wait["ts"] / 1e6
+    return PhaseEvent(work["name"], start, busy_end, busy_end + wait["dur"] / 1e6)
