@@ -143,7 +143,7 @@ def await_moment(running: Running, name: str, draw: random.Random) -> None:
 
 def kills(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
     """What is wrong after so many kills."""
-    draw, struck, problems, last = random.Random(seed), Counter(), [], f"run.iterations={4 * count + 4}"
+    draw, struck, problems, last = random.Random(seed), Counter(), [], f"run.iterations={3 * count + 4}"
     whole = start(folder / "whole", toy, last)
     assert whole.process.wait(3600) == 0, whole.text[-6000:]
     while struck.total() < count:
@@ -192,6 +192,9 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
         print(f"rank {rank} under {launcher} {environment or ''} was named after {took_s:.1f} s", flush=True)
         problems += [f"rank {rank} was named after {took_s:.1f} s"] * (took_s > STALL_S + 5)
         problems += [f"not named:\n{running.text[-3000:]}"] * (f"rank {rank} made no progress" not in running.text)
+        deadline = time.monotonic() + 40
+        while running.rank(1 - rank) is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
         os.kill(victim, signal.SIGKILL)  # torchrun would, after its --shutdown-timeout
         status = running.process.wait(60)
         problems += [f"the recipe ended with {status}"] * (launcher == "recipe" and status != 75)
