@@ -4,7 +4,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "verl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "verl_megatron" / "__init__.py").read_text(), re.MULTILINE
+)[1]
 README = HERE / "README.md"
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]
 

@@ -25,10 +25,15 @@ import torch.distributed as dist
 from parallel.runtime import process, store
 from parallel.runtime.environment import check_world
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
+COLLECTIVE_TIMEOUT = timedelta(
+    hours=2
+)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
 _served: set[int] = set()  # ports of stores that this process has made
 _worlds = itertools.count()  # that this process has joined
-_CPU_NAMES = {"cuda": "cpu", **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}}
+_CPU_NAMES = {
+    "cuda": "cpu",
+    **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")},
+}
 
 
 def is_gpu() -> bool:
@@ -65,11 +70,17 @@ def initialize() -> None:
     if is_gpu():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= gpus:
-            remedy = f"start at most {gpus} ranks on it (GPUS, --nproc-per-node) or change CUDA_VISIBLE_DEVICES"
+            remedy = (
+                f"start at most {gpus} ranks on it (GPUS, --nproc-per-node) or change CUDA_VISIBLE_DEVICES"
+            )
             raise ValueError(f"LOCAL_RANK={local_rank} has no GPU: this host shows {gpus}; {remedy}")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        joined = dict(device_id=device() if is_gpu() else None, timeout=COLLECTIVE_TIMEOUT, **_shared_store(one_host=one_host))
+        joined = dict(
+            device_id=device() if is_gpu() else None,
+            timeout=COLLECTIVE_TIMEOUT,
+            **_shared_store(one_host=one_host),
+        )
         dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu() else "gloo", **joined)
 
 
@@ -91,12 +102,20 @@ def _shared_store(*, one_host: bool) -> dict:
             _served.add(port)
         shared = dist.TCPStore(store.LOCAL if one_host else address, port, world_size, is_master=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"verl_megatron/attempt_{attempt}/{next(_worlds)}", shared), "rank": rank, "world_size": world_size}
+    return {
+        "store": dist.PrefixStore(f"verl_megatron/attempt_{attempt}/{next(_worlds)}", shared),
+        "rank": rank,
+        "world_size": world_size,
+    }
 
 
 def _is_on_one_host() -> bool:
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or ("1" if os.environ["WORLD_SIZE"] == "1" else "")
-    return ranks == os.environ["WORLD_SIZE"] if ranks else os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1")
+    return (
+        ranks == os.environ["WORLD_SIZE"]
+        if ranks
+        else os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1")
+    )
 
 
 def _free_port() -> int:
@@ -169,16 +188,22 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
     """
     if not is_gpu() or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # CUDA pins whole pages: they are shared with nothing else
+    pages = mmap.mmap(
+        -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # CUDA pins whole pages: they are shared with nothing else
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with ThreadPoolExecutor(cores_per_rank()) as pool:
-        list(pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank())))  # the system gives a page when it is first written to
+        list(
+            pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank()))
+        )  # the system gives a page when it is first written to
     cudart = torch.cuda.cudart()
     failure = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if failure:
         remedy = "set reshard.offload=none and run.async_save=false, or give the host more memory"
-        raise ValueError(f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); {remedy}")
+        raise ValueError(
+            f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); {remedy}"
+        )
     # Before the memory is freed: CUDA would go on to copy to the old pages, whoever has the address next. The process's end frees it anyway.
     weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
@@ -239,12 +264,17 @@ def _rng():
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    random.logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    random.logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
 
 # In the order in which they are applied: what fails without the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
-    "literals": ('Megatron-Core writes device="cuda" and compares tensor types with torch.cuda.FloatTensor', _rename_literals),
+    "literals": (
+        'Megatron-Core writes device="cuda" and compares tensor types with torch.cuda.FloatTensor',
+        _rename_literals,
+    ),
     "current_device": ("parameters and buffers are created on torch.cuda.current_device()", _current_device),
     "tensor_cuda": ("models and shared embeddings are moved with .cuda()", _tensor_cuda),
     "rng": ("the tensor-parallel random state is kept in CUDA generators; here it is the CPU's", _rng),
@@ -262,14 +292,24 @@ def prepare(*, leave_out: str = "") -> None:
     Raises:
         RuntimeError: megatron.core was imported before.
     """
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # notices for Megatron's own developers, once a rank
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # every module says once a rank that Apex is missing
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names that Megatron-Core still uses
+    logging.getLogger("megatron").setLevel(
+        logging.ERROR
+    )  # notices for Megatron's own developers, once a rank
+    warnings.filterwarnings(
+        "ignore", module=r"megatron\.core"
+    )  # every module says once a rank that Apex is missing
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"torch\.distributed"
+    )  # names that Megatron-Core still uses
     if is_gpu() or _applied:
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before parallel.device.prepare(); import parallel.device first")
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Megatron-Core compiles small functions: seconds each, with a C++ compiler, for nothing
+        raise RuntimeError(
+            "megatron.core was imported before parallel.device.prepare(); import parallel.device first"
+        )
+    os.environ.setdefault(
+        "TORCH_COMPILE_DISABLE", "1"
+    )  # Megatron-Core compiles small functions: seconds each, with a C++ compiler, for nothing
     for name, (_, patch) in CPU_PATCHES.items():
         _applied.append(name)  # first: a patch may import modules that call prepare() themselves
         if name != leave_out:

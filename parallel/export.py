@@ -53,32 +53,61 @@ def export_folder(
     """
     folder = Path(folder)
     if folder.resolve() == Path(template_folder).resolve():
-        raise ValueError(f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original")
+        raise ValueError(
+            f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original"
+        )
     action = f"the model was not exported to {folder}; make room or make the folder writable"
     with together(action, group):
         folder.mkdir(parents=True, exist_ok=True)
     shapes = hf_shapes(arch, head)
-    files = deal_into_files({name: _elements(shape) * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
+    files = deal_into_files(
+        {name: _elements(shape) * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes
+    )
     names = _file_names(len(files))
     writers = sorted(parameters_of)
     for start in range(0, len(files), len(writers)):
         turn = dict(zip(writers, range(start, len(files))))
-        targets = {writer: [_whole(name, shapes[name]) for name in files[number]] for writer, number in turn.items()}
-        plan = compile_plan(source=parameters_of, destination=targets, element_bytes=dtype.itemsize, window_bytes=_window_bytes(shapes, dtype))
-        tensors: dict[str, Tensor] = {target.name: torch.empty(target.shape, dtype=dtype, device=device) for target in targets.get(rank, ())}
+        targets = {
+            writer: [_whole(name, shapes[name]) for name in files[number]] for writer, number in turn.items()
+        }
+        plan = compile_plan(
+            source=parameters_of,
+            destination=targets,
+            element_bytes=dtype.itemsize,
+            window_bytes=_window_bytes(shapes, dtype),
+        )
+        tensors: dict[str, Tensor] = {
+            target.name: torch.empty(target.shape, dtype=dtype, device=device)
+            for target in targets.get(rank, ())
+        }
         assembled = {(0, name): tensor for name, tensor in tensors.items()}
-        Resharder(plan, rank=rank, source=source, destination=assembled, dtype=dtype, group=group, device=device, verify="all").run()
+        Resharder(
+            plan,
+            rank=rank,
+            source=source,
+            destination=assembled,
+            dtype=dtype,
+            group=group,
+            device=device,
+            verify="all",
+        ).run()
         with together(action, group):
             if rank in turn:
                 _write(folder / names[turn[rank]], tensors)
     with together(action, group):  # after it the folder is complete on every rank
         if rank == writers[0]:
             carry_files(template_folder, folder, config=config)
-            for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in names}:
-                old.unlink(missing_ok=True)  # of an earlier export with other files, which a reader would take for these
+            for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {
+                folder / name for name in names
+            }:
+                old.unlink(
+                    missing_ok=True
+                )  # of an earlier export with other files, which a reader would take for these
             if len(files) > 1:
                 total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
-                write_index(folder, {name: names[number] for number, file in enumerate(files) for name in file}, total)
+                write_index(
+                    folder, {name: names[number] for number, file in enumerate(files) for name in file}, total
+                )
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -96,7 +125,9 @@ def _file_names(count: int) -> list[str]:
 
 def _whole(name: str, shape: tuple[int, ...]) -> ShardedParameter:
     rows, cols = matrix_shape(shape)
-    return ShardedParameter(name=name, shape=shape, blocks=(Block(tensor=name, rows=(0, rows), cols=(0, cols)),))
+    return ShardedParameter(
+        name=name, shape=shape, blocks=(Block(tensor=name, rows=(0, rows), cols=(0, cols)),)
+    )
 
 
 def _window_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:

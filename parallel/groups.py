@@ -11,7 +11,9 @@ _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of these world ranks. Every rank of the world has to call this, in the same order; equal ranks share a group."""
     if ranks not in _made:
-        _made[ranks] = dist.new_group(list(ranks), backend=device.backend(), timeout=device.COLLECTIVE_TIMEOUT)
+        _made[ranks] = dist.new_group(
+            list(ranks), backend=device.backend(), timeout=device.COLLECTIVE_TIMEOUT
+        )
     return _made[ranks]
 
 

@@ -40,11 +40,17 @@ class Layout:
     def __post_init__(self):
         size = self.tp * self.cp * self.dp * self.pp
         if len(self.ranks) != size or len(set(self.ranks)) != size:
-            raise ValueError(f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change its sizes or its devices")
+            raise ValueError(
+                f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change its sizes or its devices"
+            )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"layout {self} has virtual stages but one pipeline stage; use pp2 or more, or leave vpp out")
+            raise ValueError(
+                f"layout {self} has virtual stages but one pipeline stage; use pp2 or more, or leave vpp out"
+            )
         if self.stage_layers and len(self.stage_layers) != self.pp:
-            raise ValueError(f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of the {self.pp} pipeline stages")
+            raise ValueError(
+                f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of the {self.pp} pipeline stages"
+            )
 
     @classmethod
     def parse(cls, text: str, ranks: tuple[int, ...], stage_layers: tuple[int, ...] = ()) -> "Layout":
@@ -62,19 +68,32 @@ class Layout:
         parts = _COMPACT.findall(body)
         names = [name for name, _ in parts]
         if "".join(name + size for name, size in parts) != body or len(set(names)) != len(names):
-            raise ValueError(f"layout {shown(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2")
+            raise ValueError(
+                f"layout {shown(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2"
+            )
         sizes = {name: int(size) for name, size in parts}
         if 0 in sizes.values():
             raise ValueError(f'layout "{text}" has a size of 0; sizes start at 1')
         model = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
         if len(ranks) % model or sizes.get("dp", len(ranks) // model) != len(ranks) // model:
             need = model * sizes.get("dp", 1)
-            raise ValueError(f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has {len(ranks)}; change the layout or its devices')
+            raise ValueError(
+                f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has {len(ranks)}; change the layout or its devices'
+            )
         sizes.setdefault("dp", len(ranks) // model)
-        return cls(**sizes, sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1, stage_layers=tuple(stage_layers), ranks=tuple(ranks))
+        return cls(
+            **sizes,
+            sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1,
+            stage_layers=tuple(stage_layers),
+            ranks=tuple(ranks),
+        )
 
     def __str__(self) -> str:
-        sizes = "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "cp", "dp") if getattr(self, name) > 1)
+        sizes = "".join(
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "vpp", "cp", "dp")
+            if getattr(self, name) > 1
+        )
         return (sizes or "tp1") + ("sp" if self.sequence_parallel else "")
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -94,7 +113,9 @@ class Layout:
         groups = []
         for outer in product(*(range(getattr(self, axis)) for axis in fixed)):
             inner = product(*(range(getattr(self, axis)) for axis in spanned))
-            groups.append([self.rank_of(**dict(zip(fixed, outer)), **dict(zip(spanned, place))) for place in inner])
+            groups.append(
+                [self.rank_of(**dict(zip(fixed, outer)), **dict(zip(spanned, place))) for place in inner]
+            )
         return groups
 
     def layers_of(self, num_layers: int) -> dict[tuple[int, int], range]:
@@ -105,11 +126,17 @@ class Layout:
         """
         stages = self.stage_layers or (num_layers // self.pp,) * self.pp
         if sum(stages) != num_layers:
-            raise ValueError(f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that divides them or set stage_layers (sum {num_layers})")
+            raise ValueError(
+                f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that divides them or set stage_layers (sum {num_layers})"
+            )
         if not all(count > 0 for count in stages):
-            raise ValueError(f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one, or choose a smaller pp")
+            raise ValueError(
+                f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one, or choose a smaller pp"
+            )
         if any(count % self.vpp for count in stages):
-            raise ValueError(f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that divides each stage")
+            raise ValueError(
+                f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that divides each stage"
+            )
         ranges, first = {}, 0
         for chunk in range(self.vpp):
             for stage in range(self.pp):
@@ -130,13 +157,19 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
     for part in text.replace("cuda:", "").replace(" ", "").split(","):
         match = _RANKS.fullmatch(part)
         if not match:
-            raise ValueError(f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or cuda:0-3,6")
+            raise ValueError(
+                f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or cuda:0-3,6"
+            )
         last = int(match[2] or match[1])
         if last >= world_size:  # before they are listed
-            raise ValueError(f"devices {shown(text)} must name distinct ranks below the {world_size} that were started")
+            raise ValueError(
+                f"devices {shown(text)} must name distinct ranks below the {world_size} that were started"
+            )
         ranks += range(int(match[1]), last + 1)
     if ranks != sorted(ranks):  # torch sorts a group's ranks, so that Megatron would take them for others
         raise ValueError(f"devices {shown(text)} must name ranks in increasing order; write them so")
     if len(set(ranks)) != len(ranks) or not ranks:
-        raise ValueError(f"devices {shown(text)} must name distinct ranks below the {world_size} that were started")
+        raise ValueError(
+            f"devices {shown(text)} must name distinct ranks below the {world_size} that were started"
+        )
     return tuple(ranks)

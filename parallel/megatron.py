@@ -84,13 +84,27 @@ class Pipeline(P2PCommunicator):
             lengths: tokens of each micro-batch that this rank holds between stages.
         """
         super().__init__(pp_group=groups.pp, config=config)
-        passes = get_schedule_table(len(lengths), config.virtual_pipeline_model_parallel_size or 1, config.microbatch_group_size_per_vp_stage)
+        passes = get_schedule_table(
+            len(lengths),
+            config.virtual_pipeline_model_parallel_size or 1,
+            config.microbatch_group_size_per_vp_stage,
+        )
         shapes = [[length, 1, config.hidden_size] for length in lengths]
         # The first stage begins with its first chunk, the last stage's backward pass with its last: the table counts both as 0.
-        self._from_previous = iter([shapes[micro] for micro, chunk in passes if chunk or not groups.is_first_stage])
-        self._from_next = iter([shapes[micro] for micro, chunk in passes if chunk or not groups.is_last_stage])
+        self._from_previous = iter(
+            [shapes[micro] for micro, chunk in passes if chunk or not groups.is_first_stage]
+        )
+        self._from_next = iter(
+            [shapes[micro] for micro, chunk in passes if chunk or not groups.is_last_stage]
+        )
 
-    def _communicate_shapes(self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool) -> tuple[list[int] | None, list[int] | None]:
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int] | None, list[int] | None]:
         """Shapes [3] of what comes from the previous and from the next stage with this message."""
         return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
 
@@ -98,7 +112,9 @@ class Pipeline(P2PCommunicator):
 def seed(groups: ProcessGroups, value: int) -> None:
     """Seed Megatron's random states: tensor-parallel ranks differ inside tensor-parallel regions and agree outside."""
     place = groups.coordinates
-    model_parallel_cuda_manual_seed(value + 100 * place.pp, tp_rank=place.tp, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    model_parallel_cuda_manual_seed(
+        value + 100 * place.pp, tp_rank=place.tp, ep_rank=0, etp_rank=0, force_reset_rng=True
+    )
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list, groups: ProcessGroups) -> MegatronOptimizer | None:
@@ -110,4 +126,6 @@ def build_optimizer(config: OptimizerConfig, chunks: list, groups: ProcessGroups
         for _ in range(2):
             dist.all_gather_object([None] * dist.get_world_size(), [])
         return None
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=collection(groups))
+    return get_megatron_optimizer(
+        config, chunks, use_gloo_process_groups=False, pg_collection=collection(groups)
+    )

@@ -50,7 +50,9 @@ class Offload:
         """Host memory held from the first release on, pinned on a GPU's host."""
         return sum(block.numel() for block in self._blocks)
 
-    def offload_async(self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]) -> None:
+    def offload_async(
+        self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]
+    ) -> None:
         """Begin to copy `keep` to the host. Until `wait_offload` all tensors may be read; what is written to `keep` may be lost.
 
         Args:
@@ -110,10 +112,17 @@ class Offload:
 
     def wait(self) -> None:
         """What the current stream is given from here on finds everything in place; the host waits until the last copies are queued."""
-        assert self.residence in (Residence.ON_DEVICE, Residence.RETURNING), f"nothing is on its way back: {self.residence.name}; call onload_async first"
+        assert self.residence in (Residence.ON_DEVICE, Residence.RETURNING), (
+            f"nothing is on its way back: {self.residence.name}; call onload_async first"
+        )
         if self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied.result())
-        self._kept, self._dropped, self._copied, self.residence = [], [], None, Residence.ON_DEVICE  # their owners may let go of the tensors
+        self._kept, self._dropped, self._copied, self.residence = (
+            [],
+            [],
+            None,
+            Residence.ON_DEVICE,
+        )  # their owners may let go of the tensors
 
     def _copy(self, *, to_host: bool) -> None:
         """Copy the kept storages to the host or back, after what the current stream was given, beside what it is given next."""
@@ -132,7 +141,9 @@ class Offload:
                 target.copy_(source)
 
 
-def copy_beside(copies: Iterable[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], begin: torch.cuda.Event) -> torch.cuda.Event:
+def copy_beside(
+    copies: Iterable[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], begin: torch.cuda.Event
+) -> torch.cuda.Event:
     """Give the streams in turn the copies (target, source), each after the one before, the first after `begin`; the event after the last.
 
     One direction's copy engine stays with a stream as long as that has copies: a copy of the work beside 16 GiB had to wait for all of
@@ -180,5 +191,7 @@ def optimizer_tensors(optimizer) -> list[Tensor]:
     In bfloat16 that is the float32 master weights; in float32 the model's own parameters, which the caller lets stay.
     """
     stepped = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
-    moments = [value for _, state in optimizer.state.items() for name, value in state.items() if name != "step"]
+    moments = [
+        value for _, state in optimizer.state.items() for name, value in state.items() if name != "step"
+    ]
     return stepped + [value for value in moments if isinstance(value, Tensor)]

@@ -24,14 +24,25 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import EMBEDDING, megatron_parameters, vllm_parameters
 from parallel.weights.shard import ShardedParameter
 
-NEVER_WIDER = ("tp", "cp", "dp")  # axes that speak in every layer or reduce every gradient: their groups span no more hosts than in the usual order
+NEVER_WIDER = (
+    "tp",
+    "cp",
+    "dp",
+)  # axes that speak in every layer or reduce every gradient: their groups span no more hosts than in the usual order
 Digit = tuple[str, int]  # an axis or a factor of it, and its size
 Shard = tuple[int, int]  # tp and pp: which part of the model
 Shards = dict[int, Shard]  # by world rank
 Rects = dict[str, list[Rect]]  # by Hugging Face tensor
 
 
-def place(arch: Architecture, train: Layout, rollout: Layout, *, spec: Literal["te", "local"] = "local", ranks_per_host: int) -> tuple[Layout, Layout]:
+def place(
+    arch: Architecture,
+    train: Layout,
+    rollout: Layout,
+    *,
+    spec: Literal["te", "local"] = "local",
+    ranks_per_host: int,
+) -> tuple[Layout, Layout]:
     """The same two layouts with their `ranks` reordered so that a reshard from `train` into `rollout` moves least.
 
     First the bytes that the busiest rank receives from other hosts are made smallest, then those that it receives at all. Nothing
@@ -46,17 +57,33 @@ def place(arch: Architecture, train: Layout, rollout: Layout, *, spec: Literal["
         ValueError: the architecture does not split over a layout, or `rollout` has more axes than tp and dp.
     """
     if rollout.cp * rollout.pp > 1:
-        raise ValueError(f"rollout layout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{rollout.tp}")
+        raise ValueError(
+            f"rollout layout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{rollout.tp}"
+        )
     missing = cache(_Counts(arch, train, rollout, spec).missing)
-    trained, served = ([(layout, _shards(layout)) for layout in _candidates(side, ranks_per_host)] for side in (train, rollout))
+    trained, served = (
+        [(layout, _shards(layout)) for layout in _candidates(side, ranks_per_host)]
+        for side in (train, rollout)
+    )
     # The first of the smallest: both candidates' lists begin with the layout as it is.
-    (best_train, _), (best_rollout, _) = min(product(trained, served), key=lambda pair: _busiest(pair[0][1], pair[1][1], missing, ranks_per_host))
+    (best_train, _), (best_rollout, _) = min(
+        product(trained, served), key=lambda pair: _busiest(pair[0][1], pair[1][1], missing, ranks_per_host)
+    )
     return best_train, best_rollout
 
 
-def busiest_elements(arch: Architecture, train: Layout, rollout: Layout, *, spec: Literal["te", "local"] = "local", ranks_per_host: int) -> tuple[int, int]:
+def busiest_elements(
+    arch: Architecture,
+    train: Layout,
+    rollout: Layout,
+    *,
+    spec: Literal["te", "local"] = "local",
+    ranks_per_host: int,
+) -> tuple[int, int]:
     """What `place` makes smallest: elements that the busiest rank receives from other hosts, and that the busiest rank receives."""
-    return _busiest(_shards(train), _shards(rollout), _Counts(arch, train, rollout, spec).missing, ranks_per_host)
+    return _busiest(
+        _shards(train), _shards(rollout), _Counts(arch, train, rollout, spec).missing, ranks_per_host
+    )
 
 
 def described(train: Layout, rollout: Layout) -> str:
@@ -67,8 +94,12 @@ def described(train: Layout, rollout: Layout) -> str:
 def _in_words(layout: Layout) -> str:
     if list(layout.ranks) == sorted(layout.ranks):
         return "as usual"
-    distances = {axis: abs(layout.rank_of(**{axis: 1}) - layout.ranks[0]) for axis in AXES if getattr(layout, axis) > 1}
-    return "neighbours " + ", ".join(f"along {axis} are {ranks} apart" for axis, ranks in sorted(distances.items(), key=itemgetter(1)))
+    distances = {
+        axis: abs(layout.rank_of(**{axis: 1}) - layout.ranks[0]) for axis in AXES if getattr(layout, axis) > 1
+    }
+    return "neighbours " + ", ".join(
+        f"along {axis} are {ranks} apart" for axis, ranks in sorted(distances.items(), key=itemgetter(1))
+    )
 
 
 def _candidates(layout: Layout, ranks_per_host: int) -> list[Layout]:
@@ -79,7 +110,9 @@ def _candidates(layout: Layout, ranks_per_host: int) -> list[Layout]:
     found = {layout.ranks: layout}
     for digits in _orders(layout, ranks_per_host):
         ordered = _ordered(layout, digits)
-        if ordered.ranks not in found and all(now <= before for now, before in zip(_hosts(ordered, ranks_per_host), hosts)):
+        if ordered.ranks not in found and all(
+            now <= before for now, before in zip(_hosts(ordered, ranks_per_host), hosts)
+        ):
             found[ordered.ranks] = ordered
     return list(found.values())
 
@@ -89,7 +122,9 @@ def _orders(layout: Layout, ranks_per_host: int) -> Iterator[list[Digit]]:
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     for order in permutations(axis for axis in AXES if sizes[axis] > 1):
         yield [(axis, sizes[axis]) for axis in order]
-    for parts in product(*([part for part in range(1, size + 1) if size % part == 0] for size in sizes.values())):
+    for parts in product(
+        *([part for part in range(1, size + 1) if size % part == 0] for size in sizes.values())
+    ):
         if prod(parts) == ranks_per_host < len(layout.ranks):
             over_hosts = [(axis, size // part) for (axis, size), part in zip(sizes.items(), parts)]
             for inside in permutations((axis, part) for axis, part in zip(AXES, parts) if part > 1):
@@ -102,7 +137,12 @@ def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
     for axis, size in digits:
         offsets[axis] = [step * stride + offset for step in range(size) for offset in offsets[axis]]
         stride *= size
-    return replace(layout, ranks=tuple(layout.ranks[sum(index)] for index in product(*(offsets[axis] for axis in reversed(AXES)))))
+    return replace(
+        layout,
+        ranks=tuple(
+            layout.ranks[sum(index)] for index in product(*(offsets[axis] for axis in reversed(AXES)))
+        ),
+    )
 
 
 def _hosts(layout: Layout, ranks_per_host: int) -> list[int]:
@@ -112,7 +152,9 @@ def _hosts(layout: Layout, ranks_per_host: int) -> list[int]:
         size, step = getattr(layout, axis), step * getattr(layout, axis)
         if axis in NEVER_WIDER and size > 1:
             starts = [start + first for start in range(0, len(hosts), step) for first in range(step // size)]
-            counts += sorted((len(set(hosts[start : start + step : step // size])) for start in starts), reverse=True)
+            counts += sorted(
+                (len(set(hosts[start : start + step : step // size])) for start in starts), reverse=True
+            )
     return counts
 
 
@@ -121,14 +163,19 @@ def _shards(layout: Layout) -> Shards:
     return {rank: (tp, pp) for rank, (pp, _, _, tp) in zip(layout.ranks, indices)}
 
 
-def _busiest(held: Shards, slots: Shards, missing: Callable[[frozenset[Shard], int], int], ranks_per_host: int) -> tuple[int, int]:
+def _busiest(
+    held: Shards, slots: Shards, missing: Callable[[frozenset[Shard], int], int], ranks_per_host: int
+) -> tuple[int, int]:
     on_host: dict[int, set[Shard]] = defaultdict(set)
     for rank, shard in held.items():
         on_host[rank // ranks_per_host].add(shard)
     hosts = {host: frozenset(shards) for host, shards in on_host.items()}
     elsewhere = received = 0
     nothing: frozenset[Shard] = frozenset()
-    for slot, of_host, of_rank in {(slot, hosts.get(rank // ranks_per_host, nothing), held.get(rank)) for rank, (slot, _) in slots.items()}:
+    for slot, of_host, of_rank in {
+        (slot, hosts.get(rank // ranks_per_host, nothing), held.get(rank))
+        for rank, (slot, _) in slots.items()
+    }:
         elsewhere = max(elsewhere, missing(of_host, slot))
         received = max(received, missing(frozenset([of_rank]) if of_rank else nothing, slot))
     return elsewhere, received
@@ -142,8 +189,14 @@ class _Counts:
         one, flat = replace(arch, num_layers=1), Layout(tp=train.tp, ranks=tuple(range(train.tp)))
         held = [_rects(megatron_parameters(one, flat, tp, spec=spec)) for tp in range(train.tp)]
         wanted = [_rects(vllm_parameters(one, rollout.tp, slot)) for slot in range(rollout.tp)]
-        common = {tensor: rects for tensor, rects in held[0].items() if all(other.get(tensor) == rects for other in held)}
-        own = [{tensor: rects for tensor, rects in rects_of.items() if tensor not in common} for rects_of in held]
+        common = {
+            tensor: rects
+            for tensor, rects in held[0].items()
+            if all(other.get(tensor) == rects for other in held)
+        }
+        own = [
+            {tensor: rects for tensor, rects in rects_of.items() if tensor not in common} for rects_of in held
+        ]
         # By vLLM's tensor-parallel rank: what it needs, what all of Megatron's tensor-parallel ranks hold of it, what each alone does.
         self.need = [_meeting(rects, rects) for rects in wanted]
         self.common = [_meeting(rects, common) for rects in wanted]
@@ -157,7 +210,9 @@ class _Counts:
         elements = 0
         for pp, repeats in enumerate(self.repeats):
             for part, count in enumerate(repeats):
-                found = self.common[slot][part] * (pp in stages) + sum(self.own[slot][tp][part] for tp in stages.get(pp, ()))
+                found = self.common[slot][part] * (pp in stages) + sum(
+                    self.own[slot][tp][part] for tp in stages.get(pp, ())
+                )
                 elements += count * (self.need[slot][part] - found)
         return elements
 
@@ -167,7 +222,9 @@ def _meeting(wanted: Rects, held: Rects) -> tuple[int, int, int]:
     elements = [0, 0, 0]
     for tensor, rects in wanted.items():
         part = 0 if tensor in EMBEDDING.tensors else 1 if tensor.startswith("model.layers.") else 2
-        elements[part] += sum(area(meet) for meet in (intersect(a, b) for a, b in product(rects, held.get(tensor, ()))) if meet)
+        elements[part] += sum(
+            area(meet) for meet in (intersect(a, b) for a, b in product(rects, held.get(tensor, ()))) if meet
+        )
     return elements[0], elements[1], elements[2]
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def exchange_rows(tensors: dict[str, Tensor], destinations: Sequence[Sequence[int]], group: ProcessGroup | None, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def exchange_rows(
+    tensors: dict[str, Tensor],
+    destinations: Sequence[Sequence[int]],
+    group: ProcessGroup | None,
+    *,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
     """Send row b of every tensor to the ranks `destinations[b]`; return the rows received, by source rank, then source order.
 
     Args:
@@ -24,7 +30,9 @@ def exchange_rows(tensors: dict[str, Tensor], destinations: Sequence[Sequence[in
     Returns:
         The same names, [B', ...], B' rows received.
     """
-    assert all(len(value) == len(destinations) for value in tensors.values()), "each tensor has a row for every list of destinations"
+    assert all(len(value) == len(destinations) for value in tensors.values()), (
+        "each tensor has a row for every list of destinations"
+    )
     size = dist.get_world_size(group)
     order = [(rank, row) for row, ranks in enumerate(destinations) for rank in ranks]
     order.sort()
@@ -41,17 +49,23 @@ def exchange_rows(tensors: dict[str, Tensor], destinations: Sequence[Sequence[in
     return {name: received[name] for name in tensors}
 
 
-def _exchange_counts(sent: Tensor, group: ProcessGroup | None, *, device: torch.device | str) -> tuple[list[int], list[int]]:
+def _exchange_counts(
+    sent: Tensor, group: ProcessGroup | None, *, device: torch.device | str
+) -> tuple[list[int], list[int]]:
     sent = sent.to(device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return sent.tolist(), received.tolist()
 
 
-def _common_trailing_shapes(tensors: dict[str, Tensor], group: ProcessGroup | None, *, device: torch.device | str) -> dict[str, tuple[int, ...]]:
+def _common_trailing_shapes(
+    tensors: dict[str, Tensor], group: ProcessGroup | None, *, device: torch.device | str
+) -> dict[str, tuple[int, ...]]:
     """The largest trailing sizes that any rank holds, by name."""
     names = sorted(tensors)
-    flat = torch.tensor([size for name in names for size in tensors[name].shape[1:]], dtype=torch.int64, device=device)
+    flat = torch.tensor(
+        [size for name in names for size in tensors[name].shape[1:]], dtype=torch.int64, device=device
+    )
     if len(flat):
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     sizes = iter(flat.tolist())
@@ -60,7 +74,9 @@ def _common_trailing_shapes(tensors: dict[str, Tensor], group: ProcessGroup | No
 
 def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`value` [B, ...] with zeros after its end on every trailing dimension, up to `shape`."""
-    assert all(have <= want for have, want in zip(value.shape[1:], shape, strict=True)), f"{tuple(value.shape)} is larger than {shape}"
+    assert all(have <= want for have, want in zip(value.shape[1:], shape, strict=True)), (
+        f"{tuple(value.shape)} is larger than {shape}"
+    )
     if value.shape[1:] == shape:
         return value
     padded = value.new_zeros(len(value), *shape)
@@ -68,11 +84,17 @@ def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return padded
 
 
-def _all_to_all(send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup | None) -> Tensor:
+def _all_to_all(
+    send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup | None
+) -> Tensor:
     """Rows of `send`, ordered by destination, to their ranks. Travels as bytes, so every dtype does."""
     total, shape, dtype = sum(receive_counts), send.shape[1:], send.dtype
     width = shape.numel() * send.element_size()
-    payload = send.contiguous().view(len(send), -1).view(torch.uint8) if len(send) and width else send.new_empty(len(send), width, dtype=torch.uint8)
+    payload = (
+        send.contiguous().view(len(send), -1).view(torch.uint8)
+        if len(send) and width
+        else send.new_empty(len(send), width, dtype=torch.uint8)
+    )
     received = torch.empty(total, width, dtype=torch.uint8, device=send.device)
     dist.all_to_all_single(received, payload, receive_counts, send_counts, group=group)
     if not total or not width:

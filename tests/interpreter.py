@@ -9,6 +9,12 @@ from tests.worlds import ROOT
 
 def run_interpreted(program: str) -> None:
     """Run `program`, which prints "interpreted" at its end, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=500)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    ran = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=500
+    )
     assert ran.returncode == 0 and "interpreted" in ran.stdout, ran.stderr

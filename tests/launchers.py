@@ -15,7 +15,19 @@ echo >>"$RECORD"
 [[ -z ${FAIL:-} || $* != *$FAIL* ]] || { echo "error: asked to fail" >&2; exit ${FAIL_STATUS:-1}; }
 """
 # What belongs to a world around the tests.
-AROUND = {"LOCAL_RANK", "NNODES", "GPUS", "NODE_RANK", "MASTER_ADDR", "MODEL", "DATA", "CRITIC", "CRITIC_MODEL", "SSH", "LOGS"}
+AROUND = {
+    "LOCAL_RANK",
+    "NNODES",
+    "GPUS",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MODEL",
+    "DATA",
+    "CRITIC",
+    "CRITIC_MODEL",
+    "SSH",
+    "LOGS",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +66,32 @@ def say(*command: str | Path, folder: Path, **more: str) -> Said:
     stand_in.write_text(RECORDER)
     stand_in.chmod(0o755)
     record.write_text("")
-    path = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}", "RECORD": str(record), "VERL_MEGATRON_VENV": str(folder)}
+    path = {
+        "PATH": f"{stand_in.parent}:{os.environ['PATH']}",
+        "RECORD": str(record),
+        "VERL_MEGATRON_VENV": str(folder),
+    }
     stdin, writer = os.pipe()  # stays open: recipes/launch/node.sh ends with it
-    ended = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment(**path | more), stdin=stdin, text=True, capture_output=True, timeout=60)
+    ended = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=environment(**path | more),
+        stdin=stdin,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     os.close(stdin), os.close(writer)
     calls = []
     for line in record.read_text().splitlines():
         world, local, *arguments = line.removesuffix("\x1f").split("\x1f")
-        calls.append(Call(world_size=world.partition("=")[2], local_world_size=local.partition("=")[2], arguments=tuple(arguments)))
+        calls.append(
+            Call(
+                world_size=world.partition("=")[2],
+                local_world_size=local.partition("=")[2],
+                arguments=tuple(arguments),
+            )
+        )
     return Said(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr, calls=calls)
 
 
@@ -72,5 +102,10 @@ def hostfile(path: Path, *, nodes: int, slots: int) -> Path:
 
 def operator(nodes: int, gpus: int, node: int = 0) -> dict[str, str]:
     """What Kubeflow's training operator adds to the environment of a pod (pkg/controller.v1/pytorch/envvar.go of its release 1.7)."""
-    job = {"MASTER_ADDR": "llama3-70b-ppo-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": str(nodes * gpus), "RANK": str(node)}
+    job = {
+        "MASTER_ADDR": "llama3-70b-ppo-master-0",
+        "MASTER_PORT": "23456",
+        "WORLD_SIZE": str(nodes * gpus),
+        "RANK": str(node),
+    }
     return job | {"PET_NPROC_PER_NODE": str(gpus), "PET_NODE_RANK": str(node), "PET_NNODES": str(nodes)}

@@ -18,13 +18,25 @@ def arch(name: str) -> Architecture:
 
 
 def run_config(
-    layout: str = "tp2pp2sp", *, model: str = "llama3-8b", critic: str = "", rows: int = 256, tokens: int = 512, rollout: int = 2, share: float = 0.4, **engine
+    layout: str = "tp2pp2sp",
+    *,
+    model: str = "llama3-8b",
+    critic: str = "",
+    rows: int = 256,
+    tokens: int = 512,
+    rollout: int = 2,
+    share: float = 0.4,
+    **engine,
 ) -> TrainerConfig:
     """The 8B recipe with its critic and reference model, on other layouts."""
     config = TrainerConfig()
     config.actor.path, config.critic.path = model, critic or model
     config.actor.layout = config.critic.layout = layout
-    config.rollout.tp, config.rollout.max_tokens, config.rollout.gpu_memory_utilization = rollout, tokens, share
+    config.rollout.tp, config.rollout.max_tokens, config.rollout.gpu_memory_utilization = (
+        rollout,
+        tokens,
+        share,
+    )
     config.data.max_prompt_tokens, config.data.prompts_per_iteration = tokens, rows
     config.algorithm.mini_batches, config.algorithm.kl_coef = 4, 0.01
     config.engine = replace(config.engine, **engine)

@@ -12,9 +12,23 @@ class ScriptedEngine:
     replica, num_replicas, tp_rank, tp_group, is_home = 0, 1, 0, None, True
     kv_cache_tokens, has_tokenizer = 10_000, True
 
-    def __init__(self, answer: Callable[[Request], Sequence[int]], *, max_num_seqs: int = 4, max_model_len: int = 64, vocab_size: int = 100):
-        self.answer, self.max_num_seqs, self.max_model_len, self.vocab_size = answer, max_num_seqs, max_model_len, vocab_size
-        self.running: dict[int, tuple[Request, list[int], list[int]]] = {}  # request, whole answer, tokens so far
+    def __init__(
+        self,
+        answer: Callable[[Request], Sequence[int]],
+        *,
+        max_num_seqs: int = 4,
+        max_model_len: int = 64,
+        vocab_size: int = 100,
+    ):
+        self.answer, self.max_num_seqs, self.max_model_len, self.vocab_size = (
+            answer,
+            max_num_seqs,
+            max_model_len,
+            vocab_size,
+        )
+        self.running: dict[
+            int, tuple[Request, list[int], list[int]]
+        ] = {}  # request, whole answer, tokens so far
         self.submitted: list[Request] = []
         self.most_running = 0
         self.calls: list[str] = []

@@ -48,17 +48,31 @@ def model_cases(draw: st.DrawFn) -> Case:
     tp, num_trained = draw(st.sampled_from(TENSOR_PARALLEL)), 1
     sizes = {"tp": tp}
     for axis, largest in (("pp", 4), ("dp", 3), ("cp", 2)):
-        num_trained *= sizes.setdefault(axis, draw(st.integers(1, min(largest, MAX_RANKS // (tp * num_trained)))))
+        num_trained *= sizes.setdefault(
+            axis, draw(st.integers(1, min(largest, MAX_RANKS // (tp * num_trained))))
+        )
     num_trained *= tp
     served_tp = draw(st.sampled_from(TENSOR_PARALLEL))
     num_served = served_tp * draw(st.integers(1, MAX_RANKS // served_tp))
     world = range(draw(st.integers(max(num_trained, num_served), num_trained + num_served)))
     placed = draw(st.permutations(world))
     # Disjoint where the world has room for both.
-    serving = placed[num_trained:] if len(world) == num_trained + num_served else draw(st.permutations(world))[:num_served]
+    serving = (
+        placed[num_trained:]
+        if len(world) == num_trained + num_served
+        else draw(st.permutations(world))[:num_served]
+    )
     vpp = draw(st.integers(1, 2)) if sizes["pp"] > 1 else 1
-    stages = draw(st.lists(st.integers(1, 2).map(lambda count: count * vpp), min_size=sizes["pp"], max_size=sizes["pp"]))
-    layout = Layout(**sizes, vpp=vpp, stage_layers=tuple(stages), sequence_parallel=tp > 1 and draw(st.booleans()), ranks=tuple(placed[:num_trained]))
+    stages = draw(
+        st.lists(st.integers(1, 2).map(lambda count: count * vpp), min_size=sizes["pp"], max_size=sizes["pp"])
+    )
+    layout = Layout(
+        **sizes,
+        vpp=vpp,
+        stage_layers=tuple(stages),
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        ranks=tuple(placed[:num_trained]),
+    )
     arch = draw(_architectures(tp, served_tp, num_layers=sum(stages)))
     spec = draw(st.sampled_from(("te", "local")))
     trained = {rank: megatron_parameters(arch, layout, rank, spec=spec) for rank in layout.ranks}
@@ -70,7 +84,11 @@ def model_cases(draw: st.DrawFn) -> Case:
         source=source,
         destination=destination,
         shapes=hf_shapes(arch),
-        **draw(_circumstances(len(world), max(arch.hidden_size, arch.num_heads * arch.head_dim, arch.intermediate_size))),
+        **draw(
+            _circumstances(
+                len(world), max(arch.hidden_size, arch.num_heads * arch.head_dim, arch.intermediate_size)
+            )
+        ),
     )
 
 
@@ -79,9 +97,15 @@ def _architectures(draw: st.DrawFn, tp: int, served_tp: int, *, num_layers: int)
     """A small model that both tensor-parallel sizes split."""
     both = lcm(tp, served_tp)
     num_heads = both * draw(st.integers(1, 2 if both < 12 else 1))
-    groups = [g for g in range(1, num_heads + 1) if num_heads % g == 0 and all(g % size == 0 or size % g == 0 for size in (tp, served_tp))]
+    groups = [
+        g
+        for g in range(1, num_heads + 1)
+        if num_heads % g == 0 and all(g % size == 0 or size % g == 0 for size in (tp, served_tp))
+    ]
     num_kv_heads = draw(st.sampled_from(groups))
-    head_dim = tp // gcd(tp, num_heads + 2 * num_kv_heads) * draw(st.integers(1, 3))  # Megatron cuts the rows of all heads into equal parts
+    head_dim = (
+        tp // gcd(tp, num_heads + 2 * num_kv_heads) * draw(st.integers(1, 3))
+    )  # Megatron cuts the rows of all heads into equal parts
     vocab_step = lcm(VOCAB_MULTIPLE, served_tp)
     return Architecture(
         model_type=draw(st.sampled_from(sorted(FAMILIES))),
@@ -91,7 +115,8 @@ def _architectures(draw: st.DrawFn, tp: int, served_tp: int, *, num_layers: int)
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=both * draw(st.integers(1, 2)),
-        vocab_size=vocab_step * draw(st.integers(1, 2 if vocab_step == VOCAB_MULTIPLE else 1)) - draw(st.integers(0, VOCAB_MULTIPLE - 1)),
+        vocab_size=vocab_step * draw(st.integers(1, 2 if vocab_step == VOCAB_MULTIPLE else 1))
+        - draw(st.integers(0, VOCAB_MULTIPLE - 1)),
         tied=draw(st.booleans()),
         norm_eps=1e-5,
         max_positions=64,
@@ -105,8 +130,15 @@ def _circumstances(draw: st.DrawFn, num_ranks: int, widest: int) -> dict:
     scattered = st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks)
     hosts = [rank // ranks_per_host for rank in range(num_ranks)] if draw(st.booleans()) else draw(scattered)
     element_bytes = draw(st.sampled_from((2, 4)))
-    window_bytes = 2 * widest * element_bytes * draw(st.sampled_from((1, 2, 7, 50, 10**6))) + draw(st.integers(0, 5))
-    return {"hosts": tuple(hosts), "element_bytes": element_bytes, "window_bytes": window_bytes, "peer_memory": draw(st.booleans())}
+    window_bytes = 2 * widest * element_bytes * draw(st.sampled_from((1, 2, 7, 50, 10**6))) + draw(
+        st.integers(0, 5)
+    )
+    return {
+        "hosts": tuple(hosts),
+        "element_bytes": element_bytes,
+        "window_bytes": window_bytes,
+        "peer_memory": draw(st.booleans()),
+    }
 
 
 @st.composite
@@ -118,8 +150,12 @@ def any_cases(draw: st.DrawFn) -> Case:
         edges = sorted({0, num_rows, *draw(st.lists(st.integers(0, num_rows), max_size=3))})
         for rows in zip(edges, edges[1:]):
             parts.append(Block(tensor, rows, (0, num_cols)))
-            source.setdefault(draw(st.integers(0, num_ranks - 1)), []).append(_stacked(f"part {len(parts)}", parts[-1:]))
-    blocks = st.sampled_from(parts) | _blocks(shapes)  # the same ones again, elsewhere in a parameter: replicas
+            source.setdefault(draw(st.integers(0, num_ranks - 1)), []).append(
+                _stacked(f"part {len(parts)}", parts[-1:])
+            )
+    blocks = st.sampled_from(parts) | _blocks(
+        shapes
+    )  # the same ones again, elsewhere in a parameter: replicas
     for rank, parameters in draw(_shards(blocks, num_ranks, "extra", owner=st.booleans())).items():
         source.setdefault(rank, []).extend(parameters)
     destination = draw(_shards(blocks, num_ranks, "wanted", owner=st.just(True)).filter(bool))
@@ -136,13 +172,22 @@ _SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 7))
 
 
 @st.composite
-def _shards(draw: st.DrawFn, blocks: st.SearchStrategy[Block], num_ranks: int, name: str, *, owner: st.SearchStrategy[bool]) -> Shards:
+def _shards(
+    draw: st.DrawFn,
+    blocks: st.SearchStrategy[Block],
+    num_ranks: int,
+    name: str,
+    *,
+    owner: st.SearchStrategy[bool],
+) -> Shards:
     """Some parameters of some blocks, each on some ranks."""
     shards: Shards = {}
     for number in range(draw(st.integers(0, 8))):
         held = draw(st.lists(blocks, max_size=3))
         gaps = draw(st.lists(st.integers(0, 2), min_size=len(held) + 1, max_size=len(held) + 1))
-        parameter = _stacked(f"{name} {number}", held, gaps=gaps, owner=draw(owner), chunk=draw(st.integers(0, 1)))
+        parameter = _stacked(
+            f"{name} {number}", held, gaps=gaps, owner=draw(owner), chunk=draw(st.integers(0, 1))
+        )
         for rank in draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=3, unique=True)):
             shards.setdefault(rank, []).append(parameter)
     return shards
@@ -151,11 +196,16 @@ def _shards(draw: st.DrawFn, blocks: st.SearchStrategy[Block], num_ranks: int, n
 @st.composite
 def _blocks(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> Block:
     tensor = draw(st.sampled_from(sorted(shapes)))
-    rows, cols = (draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True).map(sorted)) for size in matrix_shape(shapes[tensor]))
+    rows, cols = (
+        draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True).map(sorted))
+        for size in matrix_shape(shapes[tensor])
+    )
     return Block(tensor, tuple(rows), tuple(cols))
 
 
-def _stacked(name: str, blocks: list[Block], *, gaps: list[int] = (0, 0), owner: bool = True, chunk: int = 0) -> ShardedParameter:
+def _stacked(
+    name: str, blocks: list[Block], *, gaps: list[int] = (0, 0), owner: bool = True, chunk: int = 0
+) -> ShardedParameter:
     """A parameter that holds `blocks` one below the other, each indented by the gap above it, with a last gap below all."""
     placed, row, width = [], 0, 1
     for gap, block in zip(gaps, blocks):

@@ -4,10 +4,25 @@ from pathlib import Path
 
 import torch
 
-SIZES = dict(vocab_size=150, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=256)
+SIZES = dict(
+    vocab_size=150,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+)
 ROPE = {
     "default": dict(rope_type="default", rope_theta=10_000.0),
-    "llama3": dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    "llama3": dict(
+        rope_type="llama3",
+        rope_theta=10_000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
     "linear": dict(rope_type="linear", rope_theta=10_000.0, factor=2.0),
     "yarn": dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=64),
 }
@@ -26,7 +41,12 @@ FAMILIES = {
 
 # Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...; num_key_value_heads may stay below tp.
 SERVED = {
-    family: dict(hidden_size=64 if "head_dim" in differences else 128, num_attention_heads=4, num_key_value_heads=1 if number % 2 else 2, head_dim=32)
+    family: dict(
+        hidden_size=64 if "head_dim" in differences else 128,
+        num_attention_heads=4,
+        num_key_value_heads=1 if number % 2 else 2,
+        head_dim=32,
+    )
     for number, (family, (_, differences)) in enumerate(FAMILIES.items())
 }
 
@@ -40,7 +60,9 @@ def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes)
     settings["rope_parameters"] = dict(ROPE[settings.pop("rope", "default")])
     if head != "ForCausalLM":
         settings["num_labels"] = 1
-    config = getattr(transformers, f"{stem}Config")(**settings, initializer_range=0.08, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = getattr(transformers, f"{stem}Config")(
+        **settings, initializer_range=0.08, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{stem}{head}")(config).float().eval()
     with torch.no_grad():

@@ -25,8 +25,18 @@ class Toy:
         q, kv, hidden = self.heads * self.head_dim, self.groups * self.head_dim, self.hidden
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab, hidden), "norm": (hidden,)}
         for i in range(self.layers):
-            shapes |= {f"{i}.q": (q, hidden), f"{i}.k": (kv, hidden), f"{i}.v": (kv, hidden), f"{i}.o": (hidden, q), f"{i}.norm": (hidden,)}
-            shapes |= {f"{i}.gate": (self.ffn, hidden), f"{i}.up": (self.ffn, hidden), f"{i}.down": (hidden, self.ffn)}
+            shapes |= {
+                f"{i}.q": (q, hidden),
+                f"{i}.k": (kv, hidden),
+                f"{i}.v": (kv, hidden),
+                f"{i}.o": (hidden, q),
+                f"{i}.norm": (hidden,),
+            }
+            shapes |= {
+                f"{i}.gate": (self.ffn, hidden),
+                f"{i}.up": (self.ffn, hidden),
+                f"{i}.down": (hidden, self.ffn),
+            }
         return shapes if self.tied else shapes | {"head": (self.vocab, hidden)}
 
 
@@ -53,31 +63,54 @@ def megatron_like(toy: Toy, layout: Layout, rank: int) -> list[ShardedParameter]
             qkv = _interleaved_qkv(toy, i)
             parameters += [
                 _rows(f"{local}.qkv", qkv, toy.hidden, here.tp, tp, chunk=chunk),
-                _columns(f"{local}.proj", f"{i}.o", toy.hidden, toy.heads * toy.head_dim, here.tp, tp, chunk=chunk),
+                _columns(
+                    f"{local}.proj", f"{i}.o", toy.hidden, toy.heads * toy.head_dim, here.tp, tp, chunk=chunk
+                ),
                 _vector(f"{local}.norm", f"{i}.norm", toy.hidden, chunk=chunk),
                 _gate_up(f"{local}.fc1", i, toy, here.tp, tp, chunk=chunk),
                 _columns(f"{local}.fc2", f"{i}.down", toy.hidden, toy.ffn, here.tp, tp, chunk=chunk),
             ]
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
         if stage == 0 and chunk == 0:
-            parameters.append(_rows("embedding", [("embed", 0, toy.vocab)], toy.hidden, here.tp, tp, total=padded))
+            parameters.append(
+                _rows("embedding", [("embed", 0, toy.vocab)], toy.hidden, here.tp, tp, total=padded)
+            )
         if last:
             parameters.append(_vector("final_norm", "norm", toy.hidden, chunk=chunk))
         if last and (not toy.tied or layout.pp > 1):
             name = "embed" if toy.tied else "head"
-            parameters.append(_rows("output", [(name, 0, toy.vocab)], toy.hidden, here.tp, tp, total=padded, chunk=chunk, owner=not toy.tied))
+            parameters.append(
+                _rows(
+                    "output",
+                    [(name, 0, toy.vocab)],
+                    toy.hidden,
+                    here.tp,
+                    tp,
+                    total=padded,
+                    chunk=chunk,
+                    owner=not toy.tied,
+                )
+            )
     return parameters
 
 
 def vllm_like(toy: Toy, tp: int, tp_rank: int) -> list[ShardedParameter]:
     """One rank of a replica; K and V heads repeat where TP exceeds their number."""
-    padded, q, kv = -(-toy.vocab // 8) * 8, toy.heads * toy.head_dim // tp, max(1, toy.groups // tp) * toy.head_dim
+    padded, q, kv = (
+        -(-toy.vocab // 8) * 8,
+        toy.heads * toy.head_dim // tp,
+        max(1, toy.groups // tp) * toy.head_dim,
+    )
     first_kv = tp_rank * toy.groups // tp * toy.head_dim
     parameters = [_vector("final_norm", "norm", toy.hidden)]
     for name in ("embed",) if toy.tied else ("embed", "head"):
         parameters.append(_rows(name, [(name, 0, toy.vocab)], toy.hidden, tp_rank, tp, total=padded))
     for i in range(toy.layers):
-        segments = [(f"{i}.q", tp_rank * q, (tp_rank + 1) * q), (f"{i}.k", first_kv, first_kv + kv), (f"{i}.v", first_kv, first_kv + kv)]
+        segments = [
+            (f"{i}.q", tp_rank * q, (tp_rank + 1) * q),
+            (f"{i}.k", first_kv, first_kv + kv),
+            (f"{i}.v", first_kv, first_kv + kv),
+        ]
         parameters += [
             _rows(f"layers.{i}.qkv", segments, toy.hidden, 0, 1),
             _columns(f"layers.{i}.o", f"{i}.o", toy.hidden, toy.heads * toy.head_dim, tp_rank, tp),
@@ -90,10 +123,28 @@ def vllm_like(toy: Toy, tp: int, tp_rank: int) -> list[ShardedParameter]:
 
 def _interleaved_qkv(toy: Toy, layer: int) -> list[Segment]:
     per, d = toy.heads // toy.groups * toy.head_dim, toy.head_dim
-    return [s for g in range(toy.groups) for s in ((f"{layer}.q", g * per, (g + 1) * per), (f"{layer}.k", g * d, (g + 1) * d), (f"{layer}.v", g * d, (g + 1) * d))]
+    return [
+        s
+        for g in range(toy.groups)
+        for s in (
+            (f"{layer}.q", g * per, (g + 1) * per),
+            (f"{layer}.k", g * d, (g + 1) * d),
+            (f"{layer}.v", g * d, (g + 1) * d),
+        )
+    ]
 
 
-def _rows(name: str, segments: list[Segment], width: int, tp_rank: int, tp: int, *, total: int = 0, chunk: int = 0, owner: bool = True) -> ShardedParameter:
+def _rows(
+    name: str,
+    segments: list[Segment],
+    width: int,
+    tp_rank: int,
+    tp: int,
+    *,
+    total: int = 0,
+    chunk: int = 0,
+    owner: bool = True,
+) -> ShardedParameter:
     """The `tp_rank`-th of `tp` equal row ranges of the segments stacked upon each other (and padded to `total` rows)."""
     total = total or sum(end - first for _, first, end in segments)
     start, stop = total * tp_rank // tp, total * (tp_rank + 1) // tp
@@ -106,9 +157,13 @@ def _rows(name: str, segments: list[Segment], width: int, tp_rank: int, tp: int,
     return ShardedParameter(name, (stop - start, width), tuple(blocks), owner, chunk)
 
 
-def _columns(name: str, tensor: str, height: int, width: int, tp_rank: int, tp: int, *, chunk: int = 0) -> ShardedParameter:
+def _columns(
+    name: str, tensor: str, height: int, width: int, tp_rank: int, tp: int, *, chunk: int = 0
+) -> ShardedParameter:
     cols = (width * tp_rank // tp, width * (tp_rank + 1) // tp)
-    return ShardedParameter(name, (height, cols[1] - cols[0]), (Block(tensor, (0, height), cols),), True, chunk)
+    return ShardedParameter(
+        name, (height, cols[1] - cols[0]), (Block(tensor, (0, height), cols),), True, chunk
+    )
 
 
 def _vector(name: str, tensor: str, size: int, *, chunk: int = 0) -> ShardedParameter:
@@ -117,5 +172,8 @@ def _vector(name: str, tensor: str, size: int, *, chunk: int = 0) -> ShardedPara
 
 def _gate_up(name: str, layer: int, toy: Toy, tp_rank: int, tp: int, *, chunk: int = 0) -> ShardedParameter:
     rows = (toy.ffn * tp_rank // tp, toy.ffn * (tp_rank + 1) // tp)
-    blocks = (Block(f"{layer}.gate", rows, (0, toy.hidden)), Block(f"{layer}.up", rows, (0, toy.hidden), row=rows[1] - rows[0]))
+    blocks = (
+        Block(f"{layer}.gate", rows, (0, toy.hidden)),
+        Block(f"{layer}.up", rows, (0, toy.hidden), row=rows[1] - rows[0]),
+    )
     return ShardedParameter(name, (2 * (rows[1] - rows[0]), toy.hidden), blocks, True, chunk)

@@ -8,7 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_world(worker: str | Path, nproc: int, *args: object, timeout: float = 240, env: dict[str, str] | None = None) -> str:
+def run_world(
+    worker: str | Path, nproc: int, *args: object, timeout: float = 240, env: dict[str, str] | None = None
+) -> str:
     """Run `worker` (a path relative to the repository's root, or absolute) under torchrun on `nproc` processes.
 
     Args:
@@ -22,15 +24,35 @@ def run_world(worker: str | Path, nproc: int, *args: object, timeout: float = 24
     Raises:
         AssertionError: a process failed or the time ran out; the message ends with the output.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(ROOT / worker), *map(str, args)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+        str(ROOT / worker),
+        *map(str, args),
+    ]
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path, **(env or {})}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": path,
+        **(env or {}),
+    }
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its ranks (which have sessions of their own) when it is asked to, not when it is killed
         output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"{worker} on {nproc} processes did not end within {timeout} s:\n{output[-8000:]}") from None
-    assert process.returncode == 0, f"{worker} on {nproc} processes ended with code {process.returncode}:\n{output[-8000:]}"
+        raise AssertionError(
+            f"{worker} on {nproc} processes did not end within {timeout} s:\n{output[-8000:]}"
+        ) from None
+    assert process.returncode == 0, (
+        f"{worker} on {nproc} processes ended with code {process.returncode}:\n{output[-8000:]}"
+    )
     return output

@@ -55,8 +55,16 @@ class Case:
 
     def sides(self) -> dict[str, object]:
         """What every plan is made of."""
-        source, destination = ({rank: shards(rank) for rank in self.train.ranks} for shards in (self.trained, self.served))
-        return dict(source=source, destination=destination, element_bytes=self.dtype.itemsize, window_bytes=self.window_bytes, host_of=device.host_of)
+        source, destination = (
+            {rank: shards(rank) for rank in self.train.ranks} for shards in (self.trained, self.served)
+        )
+        return dict(
+            source=source,
+            destination=destination,
+            element_bytes=self.dtype.itemsize,
+            window_bytes=self.window_bytes,
+            host_of=device.host_of,
+        )
 
     def __str__(self) -> str:
         return f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> {self.rollout}"
@@ -68,7 +76,10 @@ def bytes_of(parameters: Parameters) -> int:
 
 def part(matrix_RC: Tensor, block: Block) -> Tensor:
     """Where `block` lies in a parameter's matrix."""
-    return matrix_RC[block.row : block.row + block.rows[1] - block.rows[0], block.col : block.col + block.cols[1] - block.cols[0]]
+    return matrix_RC[
+        block.row : block.row + block.rows[1] - block.rows[0],
+        block.col : block.col + block.cols[1] - block.cols[0],
+    ]
 
 
 def weights_of(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
@@ -78,7 +89,9 @@ def weights_of(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
     for block in parameter.blocks:
         step = max(1, _PIECE // (block.cols[1] - block.cols[0]))
         for first in range(*block.rows, step):
-            piece_RC = _content(block.tensor, range(first, min(first + step, block.rows[1])), range(*block.cols), dtype)
+            piece_RC = _content(
+                block.tensor, range(first, min(first + step, block.rows[1])), range(*block.cols), dtype
+            )
             part(matrix_RC, block)[first - block.rows[0] :][: len(piece_RC)] = piece_RC
     return tensor
 
@@ -102,7 +115,9 @@ def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float
     if parameter.blocks[0].tensor.endswith("norm.weight"):
         return torch.ones(parameter.shape, dtype=dtype, device=device.device())
     tensor = weights_of(parameter, dtype)
-    magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(dtype)  # the first is 0: padding stays 0
+    magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(
+        dtype
+    )  # the first is 0: padding stays 0
     for values_N in tensor.view(-1).split(_PIECE):
         bits_N = values_N.view(_BITS[dtype.itemsize])
         chosen_N = magnitudes[(bits_N & LEVELS - 1).int()]
@@ -116,7 +131,9 @@ def trained_weights(case: Case) -> Parameters:
     for parameter in parameters:
         ends.append(ends[-1] + -(-prod(parameter.shape) // 64) * 64)
     memory = torch.zeros(ends[-1], dtype=case.dtype, device=device.device())
-    source = {(p.chunk, p.name): memory[start:][: prod(p.shape)].view(p.shape) for start, p in zip(ends, parameters)}
+    source = {
+        (p.chunk, p.name): memory[start:][: prod(p.shape)].view(p.shape) for start, p in zip(ends, parameters)
+    }
     for parameter in parameters:
         source[parameter.chunk, parameter.name].copy_(weights_of(parameter, case.dtype))
     return source
@@ -125,7 +142,10 @@ def trained_weights(case: Case) -> Parameters:
 def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) -> bool:
     """Whether every parameter on every rank has exactly the bits of `weights_of`; takes one parameter's memory."""
     pairs = ((tensors[p.chunk, p.name], p) for p in described)
-    wrong = sum(not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype)))) for held, p in pairs)
+    wrong = sum(
+        not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype))))
+        for held, p in pairs
+    )
     return not all_max(torch.tensor(wrong)).item()
 
 

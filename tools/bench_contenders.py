@@ -34,7 +34,9 @@ class Contender:
     second_copy_bytes: int = 0  # what the destination takes beside the source
     target: Parameters = field(default_factory=dict)  # what it writes
     described: list[ShardedParameter] = field(default_factory=list)  # what the target holds afterwards
-    spoiled: Parameters = field(default_factory=dict)  # what of the target may be overwritten before: nothing that lies over the source
+    spoiled: Parameters = field(
+        default_factory=dict
+    )  # what of the target may be overwritten before: nothing that lies over the source
 
 
 def links(link_bytes: int) -> list[Contender]:
@@ -43,7 +45,10 @@ def links(link_bytes: int) -> list[Contender]:
     out, back = (torch.zeros(link_bytes, dtype=torch.uint8, device=device.device()) for _ in range(2))
 
     def exchange() -> None:
-        operations = [dist.P2POp(dist.isend, out, (rank + world // 2) % world), dist.P2POp(dist.irecv, back, (rank - world // 2) % world)]
+        operations = [
+            dist.P2POp(dist.isend, out, (rank + world // 2) % world),
+            dist.P2POp(dist.irecv, back, (rank - world // 2) % world),
+        ]
         for message in dist.batch_isend_irecv(operations):
             message.wait()
 
@@ -52,7 +57,9 @@ def links(link_bytes: int) -> list[Contender]:
             back.copy_(out)
 
     wire = Contender(kind="link", name=WIRE, run=exchange, received_bytes=link_bytes)
-    return [wire] * (world > 1) + [Contender(kind="link", name=CARD, run=copy, received_bytes=copies * link_bytes)]
+    return [wire] * (world > 1) + [
+        Contender(kind="link", name=CARD, run=copy, received_bytes=copies * link_bytes)
+    ]
 
 
 def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
@@ -68,8 +75,16 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
     models = []
     for members in groups:
         megatron.seed(members, 1)
-        models += [model.requires_grad_(False) for model in build_chunks(case.arch, members, Compute(dtype=case.dtype, spec=case.spec), head="lm")]
-    source, target = trained_weights(case), {(0, name): parameter.data for name, parameter in models[1].named_parameters()}
+        models += [
+            model.requires_grad_(False)
+            for model in build_chunks(
+                case.arch, members, Compute(dtype=case.dtype, spec=case.spec), head="lm"
+            )
+        ]
+    source, target = (
+        trained_weights(case),
+        {(0, name): parameter.data for name, parameter in models[1].named_parameters()},
+    )
     for name, parameter in models[0].named_parameters():
         parameter.data = source[0, name]
 
@@ -77,8 +92,17 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
     run()  # plans
     into = {rank: case.trained(rank, case.rollout) for rank in case.rollout.ranks}
     plan = compile_plan(**case.sides() | {"destination": into})
-    what = dict(plan=plan, received_bytes=plan.received_bytes[rank], second_copy_bytes=bytes_of(target), target=target, described=into[rank], spoiled=target)
-    return Contender(kind="megatron", name="Megatron-Core's refit, into Megatron's layout", run=run, **what), source
+    what = dict(
+        plan=plan,
+        received_bytes=plan.received_bytes[rank],
+        second_copy_bytes=bytes_of(target),
+        target=target,
+        described=into[rank],
+        spoiled=target,
+    )
+    return Contender(
+        kind="megatron", name="Megatron-Core's refit, into Megatron's layout", run=run, **what
+    ), source
 
 
 class Ours:
@@ -92,7 +116,9 @@ class Ours:
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
         kept = dict(target=self.destination, spoiled=self.destination, described=self.described)
-        self.kept = kept | dict(second_copy_bytes=bytes_of(self.destination))  # what is said of a destination with memory of its own
+        self.kept = kept | dict(
+            second_copy_bytes=bytes_of(self.destination)
+        )  # what is said of a destination with memory of its own
 
     def contenders(self, mode: str) -> list[Contender]:
         """Of one of the modes keep, share and swap; swap's two belong together, in this order. Collective over the world."""
@@ -103,7 +129,9 @@ class Ours:
         keep = self._resharder(self.plan, self.source, self.destination, self.peers)
         found = [self._contender("keep", keep, **self.kept)]
         if self.verify != "none":
-            found.append(self._contender(f"keep, with proof ({self.verify})", keep, run=keep.run, **self.kept))
+            found.append(
+                self._contender(f"keep, with proof ({self.verify})", keep, run=keep.run, **self.kept)
+            )
         if self.peers is not None:
             by_messages = self._resharder(compile_plan(**self.sides), self.source, self.destination)
             found.append(self._contender("keep, by messages", by_messages, **self.kept))
@@ -113,24 +141,39 @@ class Ours:
         """vLLM's parameters in Megatron's memory; those for which there is no place have their own."""
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
-        found = overlay(**self.sides, memory=dict(enumerate(memory)), in_place=mode == "swap", peer_memory=self.peers is not None)
+        found = overlay(
+            **self.sides,
+            memory=dict(enumerate(memory)),
+            in_place=mode == "swap",
+            peer_memory=self.peers is not None,
+        )
         taken = views_at(found.addresses[self.rank], self.described, self.source, self.case.dtype)
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
         taken |= own
         out = self._resharder(found.forth, self.source, taken, self.peers)
         second = dict(second_copy_bytes=bytes_of(own))
-        contenders = [self._contender(f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second)]
+        contenders = [
+            self._contender(
+                f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second
+            )
+        ]
         if found.back is not None:
             home = self._resharder(found.back, taken, self.source)
             trained = self.sides["source"][self.rank]
-            contenders.append(self._contender(f"{mode}, back to training", home, target=self.source, described=trained, **second))
+            contenders.append(
+                self._contender(
+                    f"{mode}, back to training", home, target=self.source, described=trained, **second
+                )
+            )
         return contenders
 
     def _empty(self, parameter: ShardedParameter) -> Tensor:
         """Zeros: what others do leaves the padding as an engine has it from the start."""
         return torch.zeros(parameter.shape, dtype=self.case.dtype, device=device.device())
 
-    def _resharder(self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None) -> Resharder:
+    def _resharder(
+        self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
+    ) -> Resharder:
         """After a first run, in which all slices were proved."""
         common = dict(rank=self.rank, dtype=self.case.dtype, group=None, device=device.device(), peers=peers)
         resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
@@ -140,6 +183,12 @@ class Ours:
         resharder.proof.prepare()
         return resharder
 
-    def _contender(self, name: str, resharder: Resharder, *, run: Callable[[], object] | None = None, **what) -> Contender:
-        sizes = dict(received_bytes=resharder.bytes["received"], staging_bytes=resharder.plan.staged_bytes[self.rank])
-        return Contender(kind="ours", name=f"ours, {name}", run=run or resharder.move, plan=resharder.plan, **sizes, **what)
+    def _contender(
+        self, name: str, resharder: Resharder, *, run: Callable[[], object] | None = None, **what
+    ) -> Contender:
+        sizes = dict(
+            received_bytes=resharder.bytes["received"], staging_bytes=resharder.plan.staged_bytes[self.rank]
+        )
+        return Contender(
+            kind="ours", name=f"ours, {name}", run=run or resharder.move, plan=resharder.plan, **sizes, **what
+        )

@@ -96,7 +96,11 @@ def watched(command: Sequence[object]) -> Run:
 def tree(pid: int) -> list[int]:
     """A process and those it started, directly or not."""
     try:
-        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except OSError:  # it has ended
         children = []
     return [pid, *(one for child in children for one in tree(child))]
@@ -108,11 +112,17 @@ def use_of(pids: Sequence[int]) -> Use:
     for pid in pids:
         try:
             memory = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-            times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]  # its own, and its ended children's
+            times = (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+            )  # its own, and its ended children's
         except OSError:
             continue
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in memory)}
-        mine = (1024 * kib.get("Pss", 0), 1024 * kib.get("Rss", 0), sum(map(int, times)) / os.sysconf("SC_CLK_TCK"))
+        mine = (
+            1024 * kib.get("Pss", 0),
+            1024 * kib.get("Rss", 0),
+            sum(map(int, times)) / os.sysconf("SC_CLK_TCK"),
+        )
         total = [a + b for a, b in zip(total, mine)]
     return Use(*total)
 
@@ -139,7 +149,9 @@ def write_model(folder: Path, config: dict, *, copies: int) -> int:
     size = torch.bfloat16.itemsize * sum(map(prod, hf_shapes(read_architecture(folder)).values()))
     needed, free = (copies + (not complete)) * size * 1.01, shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(f"{folder} has {free / GB:.1f} GB free and --layers {config['num_hidden_layers']} needs {needed / GB:.1f} GB; take fewer layers or another disk")
+        raise ValueError(
+            f"{folder} has {free / GB:.1f} GB free and --layers {config['num_hidden_layers']} needs {needed / GB:.1f} GB; take fewer layers or another disk"
+        )
     if not complete:
         write_weights(folder, seed=1)
     return size
@@ -154,7 +166,14 @@ def measure(root: Path, arguments) -> dict[str, list[Run]]:
         return watched([sys.executable, CONVERT, command, *folders, *options])
 
     steps: list[tuple[str, Path, Callable[[], Run]]] = [
-        *((name.format(arguments.workers), source, partial(watched, ["bash", "-c", script.format(arguments.workers), source, copied])) for name, script in COPIES.items()),
+        *(
+            (
+                name.format(arguments.workers),
+                source,
+                partial(watched, ["bash", "-c", script.format(arguments.workers), source, copied]),
+            )
+            for name, script in COPIES.items()
+        ),
         ("hf-to-mcore", source, partial(convert, "hf-to-mcore", source, mcore)),
         ("mcore-to-hf", mcore, partial(convert, "mcore-to-hf", mcore, back)),
         ("verify", back, partial(convert, "verify", source, back)),
@@ -167,7 +186,10 @@ def measure(root: Path, arguments) -> dict[str, list[Run]]:
                     forget(folder)
                 time.sleep(arguments.settle_s)
                 runs[name].append(step())
-                print(f"{repetition + 1}/{arguments.repetitions} {name}: {runs[name][-1].seconds:.1f} s", flush=True)
+                print(
+                    f"{repetition + 1}/{arguments.repetitions} {name}: {runs[name][-1].seconds:.1f} s",
+                    flush=True,
+                )
                 shutil.rmtree(copied, ignore_errors=True)
             for folder in (mcore, back):
                 shutil.rmtree(folder)
@@ -181,15 +203,33 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
     reference, rows = median(run.seconds for run in runs["cp"]), []
     for name, repeated in runs.items():
         seconds = [run.seconds for run in repeated]
-        peaks = {f"peak_{kind}_mib": max(getattr(run.peak, kind) for run in repeated) / MIB for kind in ("pss", "rss")}
-        times = dict(median_s=median(seconds), min_s=min(seconds), max_s=max(seconds), cpu_s=median(run.peak.cpu_s for run in repeated))
-        rows.append(Row(name=name, **times, gb_per_s=size / GB / times["median_s"], of_cp=reference / times["median_s"], **peaks))
+        peaks = {
+            f"peak_{kind}_mib": max(getattr(run.peak, kind) for run in repeated) / MIB
+            for kind in ("pss", "rss")
+        }
+        times = dict(
+            median_s=median(seconds),
+            min_s=min(seconds),
+            max_s=max(seconds),
+            cpu_s=median(run.peak.cpu_s for run in repeated),
+        )
+        rows.append(
+            Row(
+                name=name,
+                **times,
+                gb_per_s=size / GB / times["median_s"],
+                of_cp=reference / times["median_s"],
+                **peaks,
+            )
+        )
     return rows
 
 
 def table(rows: list[Row]) -> str:
     """For a terminal."""
-    lines = [f"{'':20}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'of cp':>8}{'CPU s':>8}{'peak MiB: shared pages once':>29}{'many times':>12}"]
+    lines = [
+        f"{'':20}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'of cp':>8}{'CPU s':>8}{'peak MiB: shared pages once':>29}{'many times':>12}"
+    ]
     for row in rows:
         times = f"{row.median_s:>10.1f}{row.min_s:>8.1f}{row.max_s:>8.1f}{row.gb_per_s:>8.3f}{row.of_cp:>8.0%}{row.cpu_s:>8.1f}"
         lines.append(f"{row.name:20}{times}{row.peak_pss_mib:>29,.0f}{row.peak_rss_mib:>12,.0f}")
@@ -198,7 +238,11 @@ def table(rows: list[Row]) -> str:
 
 def write_csv(path: Path, rows: list[Row], **run: object) -> None:
     """One line a row, each with what was measured and with which version."""
-    run |= {"machine": f"{os.cpu_count()} x {processor()}", "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    run |= {
+        "machine": f"{os.cpu_count()} x {processor()}",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
         writer.writeheader()
@@ -207,19 +251,34 @@ def write_csv(path: Path, rows: list[Row], **run: object) -> None:
 
 def processor() -> str:
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    return next((value.strip() for name, _, value in lines if name.startswith("model name")), platform.machine())
+    return next(
+        (value.strip() for name, _, value in lines if name.startswith("model name")), platform.machine()
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the model and what is made of it; three times the model's size has to be free")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="of the model and what is made of it; three times the model's size has to be free",
+    )
     parser.add_argument("--shape", default="llama3-70b", choices=list(SHAPES))
     parser.add_argument("--hf", type=Path, help="folder with the config.json of a shape of its own")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="the converter's cap")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="the converter's processes")
+    parser.add_argument(
+        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="the converter's processes"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--settle-s", type=float, default=5.0, help="pause before each step; virtual machines hand freed memory back meanwhile, and all begin alike")
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=5.0,
+        help="pause before each step; virtual machines hand freed memory back meanwhile, and all begin alike",
+    )
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     config = read_config(given.hf) if given.hf else shape(given.shape)
@@ -233,12 +292,22 @@ def main() -> int:
         parser.exit(1, f"{error}\n{error.output}\n")
     rows = rows_of(runs, size)
     peak = max(row.peak_pss_mib for row in rows) * MIB
-    print(f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib {given.memory_gib:g}, {given.workers} processes")
+    print(
+        f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib {given.memory_gib:g}, {given.workers} processes"
+    )
     print(table(rows))
     print("the round trip is bit-identical")
     print(f"peak of all processes together: {peak / 2**30:.2f} GiB of {given.memory_gib:g} GiB")
     if given.csv:
-        write_csv(given.csv, rows, model=given.hf or given.shape, layers=config["num_hidden_layers"], bytes=size, memory_gib=given.memory_gib, workers=given.workers)
+        write_csv(
+            given.csv,
+            rows,
+            model=given.hf or given.shape,
+            layers=config["num_hidden_layers"],
+            bytes=size,
+            memory_gib=given.memory_gib,
+            workers=given.workers,
+        )
     return 0 if peak <= given.memory_gib * 2**30 else 1
 
 

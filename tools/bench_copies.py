@@ -24,7 +24,9 @@ from parallel.offload import PIECE_BYTES, copy_beside
 BESIDE_BYTES = 2**19
 
 
-def beside(copies: list[tuple[Tensor, Tensor]], streams: list[torch.cuda.Stream], work: Callable[[], None]) -> tuple[float, list[float]]:
+def beside(
+    copies: list[tuple[Tensor, Tensor]], streams: list[torch.cuda.Stream], work: Callable[[], None]
+) -> tuple[float, list[float]]:
     """Seconds until the copies (target, source) are made, and of each `work` that begins meanwhile."""
     torch.cuda.synchronize()
     waited = []
@@ -48,19 +50,31 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--gib", type=int, default=16, help="of state")
     pieces = options.parse_args().gib * 2**30 // PIECE_BYTES
     if not device.is_gpu() or pieces < 1:
-        print("error: a GPU and at least --gib 1 are needed: on a CPU nothing is copied beside other work", file=sys.stderr)
+        print(
+            "error: a GPU and at least --gib 1 are needed: on a CPU nothing is copied beside other work",
+            file=sys.stderr,
+        )
         return 2
     gpu = device.device()
     there = torch.randint(256, (pieces, PIECE_BYTES), dtype=torch.uint8, device=gpu)
     here = device.host_memory(there.numel(), owner=there).view(there.shape)
-    small, small_here = torch.zeros(BESIDE_BYTES, dtype=torch.uint8, device=gpu), torch.zeros(BESIDE_BYTES, dtype=torch.uint8).pin_memory()
+    small, small_here = (
+        torch.zeros(BESIDE_BYTES, dtype=torch.uint8, device=gpu),
+        torch.zeros(BESIDE_BYTES, dtype=torch.uint8).pin_memory(),
+    )
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {there.numel() / 2**30:.0f} GiB in pieces of {PIECE_BYTES / 2**20:.0f} MiB")
-    print(f"{'direction':12s}{'copies':14s}{'GB/s':>8s}{'wait, median ms':>18s}{'largest ms':>12s}{'waits':>8s}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {there.numel() / 2**30:.0f} GiB in pieces of {PIECE_BYTES / 2**20:.0f} MiB"
+    )
+    print(
+        f"{'direction':12s}{'copies':14s}{'GB/s':>8s}{'wait, median ms':>18s}{'largest ms':>12s}{'waits':>8s}"
+    )
     for direction, target, source, (small_target, small_source) in (
         ("to the host", here, there, (small_here, small)),
         ("to the GPU", there, here, (small, small_here)),
@@ -71,11 +85,18 @@ def main() -> int:
             torch.cuda.current_stream().synchronize()
 
         def line(how: str, whole: float, waited: list[float], direction: str = direction) -> None:
-            print(f"{direction:12s}{how:14s}{there.numel() / whole / 1e9:8.1f}{median(waited) * 1e3:18.3f}{max(waited) * 1e3:12.3f}{len(waited):8d}", flush=True)
+            print(
+                f"{direction:12s}{how:14s}{there.numel() / whole / 1e9:8.1f}{median(waited) * 1e3:18.3f}{max(waited) * 1e3:12.3f}{len(waited):8d}",
+                flush=True,
+            )
 
         copies = list(zip(target, source))
         beside(copies, streams, work)  # warms up
-        line("alone (floor)", seconds(lambda to=target, of=source: to.copy_(of, non_blocking=True)), [seconds(work) for _ in range(20)])
+        line(
+            "alone (floor)",
+            seconds(lambda to=target, of=source: to.copy_(of, non_blocking=True)),
+            [seconds(work) for _ in range(20)],
+        )
         line("one stream", *beside(copies, [streams[0]], work))
         line("two in turns", *beside(copies, streams, work))
     if not torch.equal(there.cpu(), here):

@@ -67,9 +67,13 @@ def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: 
     """Random tokens with random advantages; the old log-probs are about right for an untrained model."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab_size, (count, prompt + response), generator=draw).tolist()
-    batch = RolloutBatch.from_rows(list(range(count)), [row[:prompt] for row in ids], [row[prompt:] for row in ids])
+    batch = RolloutBatch.from_rows(
+        list(range(count)), [row[:prompt] for row in ids], [row[prompt:] for row in ids]
+    )
     batch.advantages = torch.randn(batch.generated_ids.shape, generator=draw) * batch.response_mask
-    batch.logprobs = -torch.full_like(batch.advantages, torch.tensor(float(vocab_size)).log().item()) * batch.response_mask
+    batch.logprobs = (
+        -torch.full_like(batch.advantages, torch.tensor(float(vocab_size)).log().item()) * batch.response_mask
+    )
     return batch
 
 
@@ -81,7 +85,10 @@ def parse_settings(given: list[str]) -> EngineConfig:
     """
     config = EngineConfig(adam_eps=1e-5)
     known = {field.name: type(getattr(config, field.name)) for field in fields(config)}
-    read = {bool: lambda text: {"true": True, "false": False}[text.lower()], list: lambda text: [float(part) for part in text.strip("[]").split(",")]}
+    read = {
+        bool: lambda text: {"true": True, "false": False}[text.lower()],
+        list: lambda text: [float(part) for part in text.strip("[]").split(",")],
+    }
     for text in given:
         name, _, value = text.partition("=")
         if name not in known:
@@ -124,17 +131,29 @@ def product_rate() -> float:
 
 def policy(outputs, micro):
     """The clipped loss of PPO with its usual settings."""
-    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), TrainerConfig().algorithm, 0.0)
+    return policy_loss(
+        outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), TrainerConfig().algorithm, 0.0
+    )
 
 
 class Bench:
     """The engine and its rows."""
 
     def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
-        self.engine = Engine(arch=arch, folder=None, groups=ProcessGroups(layout), config=config, head="lm", seed=1)
-        self.batch = make_rows(options.rows, prompt=options.prompt, response=options.response, vocab_size=arch.vocab_size, seed=self.engine.groups.coordinates.dp)
+        self.engine = Engine(
+            arch=arch, folder=None, groups=ProcessGroups(layout), config=config, head="lm", seed=1
+        )
+        self.batch = make_rows(
+            options.rows,
+            prompt=options.prompt,
+            response=options.response,
+            vocab_size=arch.vocab_size,
+            seed=self.engine.groups.coordinates.dp,
+        )
         lengths, budget = self.batch.lengths.tolist(), config.tokens_per_micro_batch * layout.cp
-        self.micro = micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+        self.micro = micro_batches(
+            lengths, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
+        )
         self.num_tokens, self.num_steps = options.rows * options.response * layout.dp, options.steps
 
     def infer(self) -> None:
@@ -145,7 +164,9 @@ class Bench:
 
     def _steps(self, loss: Loss, given: tuple[str, ...]) -> None:
         for _ in range(self.num_steps):
-            self.engine.train_step(self.batch, self.micro, loss, fields=given, scale=LossScale(self.num_tokens))
+            self.engine.train_step(
+                self.batch, self.micro, loss, fields=given, scale=LossScale(self.num_tokens)
+            )
         self.engine.gather_weights()
 
     def plain_step(self) -> None:
@@ -163,7 +184,9 @@ class Bench:
             self.engine.outputs = usual
 
 
-def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, float], *, repetitions: int) -> list[Row]:
+def run(
+    bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, float], *, repetitions: int
+) -> list[Row]:
     """Each in turns, after one round to warm up; medians, of steps for one."""
     rows: dict[str, list[tuple[float, float]]] = {}
     for repetition in range(repetitions + 1):
@@ -174,7 +197,14 @@ def run(bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, floa
     for name, values in rows.items():
         seconds, peaks = zip(*all_max(torch.tensor(values, dtype=torch.float64)).tolist())
         count = 1 if name == "log-probs" else bench.num_steps
-        found.append(Row(name=name, seconds=sorted(seconds)[len(seconds) // 2] / count, flops=flops[name], peak_bytes=max(peaks)))
+        found.append(
+            Row(
+                name=name,
+                seconds=sorted(seconds)[len(seconds) // 2] / count,
+                flops=flops[name],
+                peak_bytes=max(peaks),
+            )
+        )
     return found
 
 
@@ -188,7 +218,9 @@ def profile(bench: Bench) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
     parser.add_argument("--hf", type=Path, help="a folder with a config.json, instead of a published shape")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
@@ -196,10 +228,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=512)
-    parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps in a row, an iteration's mini-batches")
+    parser.add_argument(
+        "--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="optimizer steps in a row, an iteration's mini-batches"
+    )
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--no-train", action="store_true", help="forward passes only: no gradients, no optimizer")
+    parser.add_argument(
+        "--no-train", action="store_true", help="forward passes only: no gradients, no optimizer"
+    )
     parser.add_argument("--baseline", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--csv", type=Path)
@@ -208,18 +246,35 @@ def main() -> None:
     device.initialize()
     world = dist.get_world_size()
     settings = parse_settings(options.set)
-    arch = read_architecture(options.hf) if options.hf else Architecture.from_hf(shape(options.shape, layers=options.layers))
+    arch = (
+        read_architecture(options.hf)
+        if options.hf
+        else Architecture.from_hf(shape(options.shape, layers=options.layers))
+    )
     layout = Layout.parse(options.layout, tuple(range(world)))
     config = TrainerConfig(engine=settings)
-    config.actor.path, config.actor.layout, config.algorithm.name = str(options.hf or options.shape), options.layout, "grpo"
-    config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = options.rows * layout.dp, options.prompt, options.response
+    config.actor.path, config.actor.layout, config.algorithm.name = (
+        str(options.hf or options.shape),
+        options.layout,
+        "grpo",
+    )
+    config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = (
+        options.rows * layout.dp,
+        options.prompt,
+        options.response,
+    )
     refuse(check_values(config))
     case = Case.of(config, world_size=world, read=lambda _: arch)
     forward = forward_flops(case, case.actor) / world
-    all_logits = 2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world  # those that only the baseline makes
+    all_logits = (
+        2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world
+    )  # those that only the baseline makes
 
     bench = Bench(arch, layout, settings, options)
-    work, flops = {"log-probs": bench.infer}, {"log-probs": forward, "step": 3 * forward, "step, plain": 3 * (forward + all_logits)}
+    work, flops = (
+        {"log-probs": bench.infer},
+        {"log-probs": forward, "step": 3 * forward, "step, plain": 3 * (forward + all_logits)},
+    )
     if not options.no_train:
         bench.engine.prepare_training(lr=1e-6, total_steps=1000)
         work |= {"step": bench.step} | ({"step, plain": bench.plain_step} if options.baseline else {})
@@ -231,23 +286,38 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def show(rows: list[Row], case: Case, layout: Layout, settings: EngineConfig, *, rate: float, path: Path | None) -> None:
+def show(
+    rows: list[Row], case: Case, layout: Layout, settings: EngineConfig, *, rate: float, path: Path | None
+) -> None:
     machine, arch = machine_here(), case.actor.arch
     peak = machine.peak_flops if machine else 0.0
     what = f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
-    say(f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}")
+    say(
+        f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}"
+    )
     logits_bytes = 4 * settings.tokens_per_micro_batch * arch.vocab_size / layout.tp
-    say(f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this device's matrix product reaches {rate / 1e12:.1f} TFLOP/s")
-    say(f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}{'tokens/s/rank':>15}")
+    say(
+        f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this device's matrix product reaches {rate / 1e12:.1f} TFLOP/s"
+    )
+    say(
+        f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}{'tokens/s/rank':>15}"
+    )
     tokens = case.rows * case.packed_tokens / case.world_size
     for row in rows:
         mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
-        say(f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}")
+        say(
+            f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}"
+        )
     if path and dist.get_rank() == 0:
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["name", "layout", "seconds", "tflops", "product_tflops", "peak_tflops", "peak_bytes"])
-            writer.writerows([row.name, str(layout), row.seconds, row.tflops, rate / 1e12, peak / 1e12, row.peak_bytes] for row in rows)
+            writer.writerow(
+                ["name", "layout", "seconds", "tflops", "product_tflops", "peak_tflops", "peak_bytes"]
+            )
+            writer.writerows(
+                [row.name, str(layout), row.seconds, row.tflops, rate / 1e12, peak / 1e12, row.peak_bytes]
+                for row in rows
+            )
 
 
 if __name__ == "__main__":

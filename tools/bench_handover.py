@@ -80,10 +80,29 @@ class Case:
         import vllm
 
         ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
-        found = {"model": self.model, "layers": self.arch.num_layers, "train": str(self.train), "rollout": str(self.rollout), "mode": self.reshard.mode}
-        found |= {"optimizer": self.learns, "offload": self.reshard.offload, "verify": self.reshard.verify, "window_mib": self.reshard.window_mib}
-        found |= {"utilization": self.config.rollout.gpu_memory_utilization, "eager": self.config.rollout.enforce_eager, "ranks": ranks}
-        return found | {"torch": torch.__version__, "vllm": vllm.__version__, "date": time.strftime("%Y-%m-%d")}
+        found = {
+            "model": self.model,
+            "layers": self.arch.num_layers,
+            "train": str(self.train),
+            "rollout": str(self.rollout),
+            "mode": self.reshard.mode,
+        }
+        found |= {
+            "optimizer": self.learns,
+            "offload": self.reshard.offload,
+            "verify": self.reshard.verify,
+            "window_mib": self.reshard.window_mib,
+        }
+        found |= {
+            "utilization": self.config.rollout.gpu_memory_utilization,
+            "eager": self.config.rollout.enforce_eager,
+            "ranks": ranks,
+        }
+        return found | {
+            "torch": torch.__version__,
+            "vllm": vllm.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
 
 
 # ---- the parts ---------------------------------------------------------------------------------------------------------
@@ -109,9 +128,15 @@ class HandOver:
             with clock.part("one optimizer step"):
                 self._step()
         rng = random.Random(SEED)
-        prompts = [[rng.randrange(3, case.arch.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(case.config.data.prompts_per_iteration)]
+        prompts = [
+            [rng.randrange(3, case.arch.vocab_size) for _ in range(PROMPT_TOKENS)]
+            for _ in range(case.config.data.prompts_per_iteration)
+        ]
         self.requests = [Request(i, prompt, row_seed(SEED, 0, i)) for i, prompt in enumerate(prompts)]
-        self.parameters = Checksums([tensor.view(len(tensor), -1) for _, tensor in sorted(self.engine.tensors.items())], device=device.device())
+        self.parameters = Checksums(
+            [tensor.view(len(tensor), -1) for _, tensor in sorted(self.engine.tensors.items())],
+            device=device.device(),
+        )
 
     def _serve(self, shared: Mapping[str, Tensor] | None = None) -> VLLMActor:
         with self.build_clock.part("vLLM"):
@@ -120,7 +145,14 @@ class HandOver:
     def _train(self) -> Engine:
         case, clock = self.case, self.build_clock
         with clock.part("Megatron-Core model"):
-            engine = Engine(arch=case.arch, folder=None, groups=ProcessGroups(case.train), config=case.config.engine, head="lm", seed=SEED)
+            engine = Engine(
+                arch=case.arch,
+                folder=None,
+                groups=ProcessGroups(case.train),
+                config=case.config.engine,
+                head="lm",
+                seed=SEED,
+            )
         with clock.part("weights read" if case.folder else "random weights"), self._weights() as weights:
             for parameter in engine.parameters:
                 tensor = engine.tensors[parameter.chunk, parameter.name]
@@ -148,14 +180,27 @@ class HandOver:
 
     def _plan(self) -> WeightSync:
         with self.build_clock.part("plan"):
-            return WeightSync(self.engine.weight_source(), self.case.rollout, self.case.reshard, dtype=self.engine.compute.dtype)
+            return WeightSync(
+                self.engine.weight_source(),
+                self.case.rollout,
+                self.case.reshard,
+                dtype=self.engine.compute.dtype,
+            )
 
     def _step(self) -> None:
         """Gradients and Adam's moments from here on; at a learning rate of 0 the weights stay."""
         rows, half = [*range(self.case.train.pp)], PROMPT_TOKENS // 2
-        batch = RolloutBatch.from_rows(rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows))
+        batch = RolloutBatch.from_rows(
+            rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows)
+        )
         micro = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
-        self.engine.train_step(batch, micro, lambda outputs, micro: cross_entropy(outputs["logprobs"]), fields=(), scale=LossScale(half * len(rows)))
+        self.engine.train_step(
+            batch,
+            micro,
+            lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+            fields=(),
+            scale=LossScale(half * len(rows)),
+        )
         self.engine.gather_weights()
 
     # ---- a repetition
@@ -188,7 +233,9 @@ class HandOver:
         """All rows in their order, which every replica generates."""
         tokens = self.case.config.rollout.max_tokens
         with clock.part("generate"):
-            rows = self.vllm.generate(self.requests, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True), shared=False)
+            rows = self.vllm.generate(
+                self.requests, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True), shared=False
+            )
         if clock.splits:
             memory.note("generated")
         return sorted(rows, key=lambda row: row.row_id)
@@ -207,13 +254,21 @@ class HandOver:
 
     def log_probs_apart(self, rows: list[Generation], clock: Clock) -> float:
         """How far the trained model's log-probs are from vLLM's, a mean over the tokens. Every data-parallel rank takes all rows. Collective over the world."""
-        ids, prompts, tokens, logprobs = zip(*((row.row_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows))
+        ids, prompts, tokens, logprobs = zip(
+            *((row.row_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows)
+        )
         batch = RolloutBatch.from_rows(list(ids), list(prompts), list(tokens), list(logprobs))
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, tokens)]
         budget = self.case.config.engine.tokens_per_micro_batch
         with clock.part("log-probs in training"):
-            found = self.engine.infer(batch, micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=self.case.train.pp))
-        apart = (found["logprobs"] - batch.rollout_logprobs)[batch.response_mask].abs().mean() if found else torch.tensor(0.0)
+            found = self.engine.infer(
+                batch, micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=self.case.train.pp)
+            )
+        apart = (
+            (found["logprobs"] - batch.rollout_logprobs)[batch.response_mask].abs().mean()
+            if found
+            else torch.tensor(0.0)
+        )
         return float(all_max(apart.double()[None]))
 
     # ---- what has to hold
@@ -222,19 +277,35 @@ class HandOver:
         """On this rank, each element; takes the memory of the largest parameter a few times."""
         held = self.vllm.weight_target()
         with self._weights() as weights:
-            equal = [torch.equal(held[p.name], weights(p, held[p.name].dtype)) for p in self.sync.destination[self.sync.rank]]
+            equal = [
+                torch.equal(held[p.name], weights(p, held[p.name].dtype))
+                for p in self.sync.destination[self.sync.rank]
+            ]
         device.release_cached_memory()
         return all(equal)
 
     def plan_rows(self) -> list[Row]:
         """Bytes on the busiest or fullest rank. Collective over the world."""
-        own = {(0, name): tensor for name, tensor in self.vllm.weight_target().items() if name not in self.sync.shared_weights}
-        sizes = {"weights that training keeps": bytes_of(self.engine.tensors), "weights that vLLM has of its own": bytes_of(own)}
+        own = {
+            (0, name): tensor
+            for name, tensor in self.vllm.weight_target().items()
+            if name not in self.sync.shared_weights
+        }
+        sizes = {
+            "weights that training keeps": bytes_of(self.engine.tensors),
+            "weights that vLLM has of its own": bytes_of(own),
+        }
         if self.case.learns:
-            sizes |= {"gradient buffers": _bytes(gradients(self.engine.chunks)), "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer))}
+            sizes |= {
+                "gradient buffers": _bytes(gradients(self.engine.chunks)),
+                "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer)),
+            }
         for way, resharder in (("to rollout", self.sync.forward), ("back", self.sync.backward)):
             if resharder is not None:
-                sizes |= {f"received on the way {way}": resharder.bytes["received"], f"staging on the way {way}": _staging(resharder)}
+                sizes |= {
+                    f"received on the way {way}": resharder.bytes["received"],
+                    f"staging on the way {way}": _staging(resharder),
+                }
         largest = all_max(torch.tensor(list(sizes.values()))).tolist()
         return [Row("plan", name, size / GIB, "GiB") for name, size in zip(sizes, largest)]
 
@@ -276,15 +347,24 @@ class Checks:
         alike = {one for of_rank in digests for one in of_rank}
         changed, unserved = all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
         flat = [token for row in self.tokens[0] for token in row]
-        limit = LOG_PROBS_APART[self.hand_over.engine.compute.dtype] * self.hand_over.case.arch.num_layers**0.5
+        limit = (
+            LOG_PROBS_APART[self.hand_over.engine.compute.dtype] * self.hand_over.case.arch.num_layers**0.5
+        )
         found = {
             "vLLM's weights are, element by element, those that training should have": not unserved,
             f"Megatron's weights have the same bits after each of {self.ways_back} ways back": not changed,
-            f"the tokens are the same in each of {self.ways_back} repetitions and on every replica": len(alike) == 1,
+            f"the tokens are the same in each of {self.ways_back} repetitions and on every replica": len(
+                alike
+            )
+            == 1,
             f"{len(flat)} tokens were generated, {len(set(flat))} different ones": len(set(flat)) > 1,
-            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at most {limit:.0e}": self.apart <= limit,
+            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at most {limit:.0e}": self.apart
+            <= limit,
         }
-        return [*(Row("check", name, "yes" if holds else "NO", "") for name, holds in found.items()), Row("digest", "all tokens", digests[0][0], "")]
+        return [
+            *(Row("check", name, "yes" if holds else "NO", "") for name, holds in found.items()),
+            Row("digest", "all tokens", digests[0][0], ""),
+        ]
 
 
 def digest(tokens: list[list[int]]) -> str:
@@ -314,23 +394,43 @@ def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
 
 def read_options() -> tuple[argparse.Namespace, Case, dict]:
     """The command line, refused early where it contradicts itself; and the config.json it names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", choices=list(SHAPES))
-    model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are read with --load only")
+    model.add_argument(
+        "--hf", type=Path, help="a folder with a config.json; its weights are read with --load only"
+    )
     parser.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
     parser.add_argument("--train", default="tp2", help="Megatron's layout")
-    parser.add_argument("--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas")
+    parser.add_argument(
+        "--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas"
+    )
     parser.add_argument("--mode", choices=["keep", "share", "swap"], default="keep", help="as reshard.mode")
-    parser.add_argument("--offload", choices=["none", "grads", "optimizer", "all"], default="none", help="as reshard.offload")
-    parser.add_argument("--optimizer", action=argparse.BooleanOptionalAction, default=True, help="gradient buffers and Adam's state, made by one step")
-    parser.add_argument("--repetitions", type=int, default=5, help="of each kind: phase by phase, and in one go")
+    parser.add_argument(
+        "--offload", choices=["none", "grads", "optimizer", "all"], default="none", help="as reshard.offload"
+    )
+    parser.add_argument(
+        "--optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="gradient buffers and Adam's state, made by one step",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="of each kind: phase by phase, and in one go"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="generated for each prompt")
     parser.add_argument("--prompts", type=int, default=8, help="that each replica answers")
     parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
-    parser.add_argument("--verify", choices=["sample", "all", "none"], default="sample", help="the proof of each reshard, as reshard.verify")
+    parser.add_argument(
+        "--verify",
+        choices=["sample", "all", "none"],
+        default="sample",
+        help="the proof of each reshard, as reshard.verify",
+    )
     parser.add_argument("--window-mib", type=int, default=256, help="as reshard.window_mib")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
@@ -343,7 +443,9 @@ def read_options() -> tuple[argparse.Namespace, Case, dict]:
 
 def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     if options.offload != "none" and not options.optimizer:
-        raise ValueError(f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; drop one of them")
+        raise ValueError(
+            f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; drop one of them"
+        )
     if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
         raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
     if options.load and (options.shape or options.layers):
@@ -352,26 +454,50 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     arch = Architecture.from_hf(hf, source=options.shape or str(options.hf / "config.json"))
     arch = replace(arch, num_layers=options.layers or arch.num_layers)
     ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
-    train, rollout = Layout.parse(options.train, ranks=ranks), Layout.parse(f"tp{options.rollout}", ranks=ranks)
+    train, rollout = (
+        Layout.parse(options.train, ranks=ranks),
+        Layout.parse(f"tp{options.rollout}", ranks=ranks),
+    )
     if PROMPT_TOKENS + options.tokens > arch.max_positions:
-        raise ValueError(f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's {arch.max_positions} positions; lower --tokens")
-    train, rollout = place(arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))))
+        raise ValueError(
+            f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's {arch.max_positions} positions; lower --tokens"
+        )
+    train, rollout = place(
+        arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+    )
     config = TrainerConfig(
         data=DataConfig(max_prompt_tokens=PROMPT_TOKENS, prompts_per_iteration=options.prompts),
         actor=ModelConfig(layout=options.train),
-        rollout=RolloutConfig(tp=options.rollout, max_tokens=options.tokens, gpu_memory_utilization=options.utilization, enforce_eager=options.eager),
-        reshard=ReshardConfig(mode=options.mode, window_mib=options.window_mib, verify=options.verify, offload=options.offload),
+        rollout=RolloutConfig(
+            tp=options.rollout,
+            max_tokens=options.tokens,
+            gpu_memory_utilization=options.utilization,
+            enforce_eager=options.eager,
+        ),
+        reshard=ReshardConfig(
+            mode=options.mode, window_mib=options.window_mib, verify=options.verify, offload=options.offload
+        ),
     )
     model, folder = options.shape or options.hf.resolve().name, str(options.hf) if options.load else None
     if folder:
         check_weights(folder, "lm")
-    return Case(model=model, arch=arch, train=train, rollout=rollout, learns=options.optimizer, config=config, folder=folder), hf
+    return Case(
+        model=model,
+        arch=arch,
+        train=train,
+        rollout=rollout,
+        learns=options.optimizer,
+        config=config,
+        folder=folder,
+    ), hf
 
 
 def main() -> int:
     options, case, hf = read_options()
     device.initialize()
-    say(f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; order of ranks: {described(case.train, case.rollout)}")
+    say(
+        f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; order of ranks: {described(case.train, case.rollout)}"
+    )
     built = Clock()
     with model_folder(case.arch, hf) as folder:
         case.config.actor.path = folder

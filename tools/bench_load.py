@@ -66,7 +66,9 @@ def whole_model(folder: Path, dtype: torch.dtype) -> Callable[[list[ShardedParam
         for parameter in parameters:
             matrix = tensors[parameter.chunk, parameter.name].zero_().view(parameter.shape[0], -1)
             for block in parameter.blocks:
-                part = state[block.tensor].view(state[block.tensor].shape[0], -1)[slice(*block.rows), slice(*block.cols)]
+                part = state[block.tensor].view(state[block.tensor].shape[0], -1)[
+                    slice(*block.rows), slice(*block.cols)
+                ]
                 matrix[block.row : block.row + part.shape[0], block.col : block.col + part.shape[1]] = part
 
     return load
@@ -98,7 +100,9 @@ def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) 
     for tensor in tensors.values():
         digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
     needed = sum(tensor.nbytes for tensor in tensors.values())
-    return dict(seconds=seconds, read=read, peak_rss=peak, peak_own=max(own), digest=digest.hexdigest(), needed=needed)
+    return dict(
+        seconds=seconds, read=read, peak_rss=peak, peak_own=max(own), digest=digest.hexdigest(), needed=needed
+    )
 
 
 def read_bytes() -> int:
@@ -117,54 +121,112 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
     for _ in range(arguments.repetitions):
         for method, found in runs.items():
             forget(folder)
-            command = [sys.executable, __file__, str(folder.parent), "--tp", str(arguments.tp), "--rank", str(arguments.rank), "--dtype", arguments.dtype, "--only", method]
-            found.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]))
+            command = [
+                sys.executable,
+                __file__,
+                str(folder.parent),
+                "--tp",
+                str(arguments.tp),
+                "--rank",
+                str(arguments.rank),
+                "--dtype",
+                arguments.dtype,
+                "--only",
+                method,
+            ]
+            found.append(
+                json.loads(
+                    subprocess.run(
+                        command, check=True, stdout=subprocess.PIPE, text=True
+                    ).stdout.splitlines()[-1]
+                )
+            )
     everything = [run for found in runs.values() for run in found]
     assert len({run["digest"] for run in everything}) == 1, "the two methods loaded different bits"
     rows = []
     for method, found in runs.items():
         seconds = [run["seconds"] for run in found]
-        peaks = {f"peak_{kind}_mib": max(run[f"peak_{kind}"] for run in found) / MIB for kind in ("rss", "own")}
+        peaks = {
+            f"peak_{kind}_mib": max(run[f"peak_{kind}"] for run in found) / MIB for kind in ("rss", "own")
+        }
         read = median(run["read"] for run in found) / MIB
-        rows.append(Row(name=method, median_s=median(seconds), min_s=min(seconds), max_s=max(seconds), read_mib=read, **peaks))
+        rows.append(
+            Row(
+                name=method,
+                median_s=median(seconds),
+                min_s=min(seconds),
+                max_s=max(seconds),
+                read_mib=read,
+                **peaks,
+            )
+        )
     return rows, everything[0]["needed"]
 
 
 def table(rows: list[Row]) -> str:
     """For a terminal."""
-    lines = [f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}{'without mapped files':>23}"]
+    lines = [
+        f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}{'without mapped files':>23}"
+    ]
     for row in rows:
-        lines.append(f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}")
+        lines.append(
+            f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
     parser.add_argument("--hf", type=Path, help="folder with the config.json of a shape of its own")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the parameters; the file is bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of the parameters; the file is bfloat16",
+    )
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--only", choices=list(METHODS), help="measure one method once in this process, and print what it found as JSON")
+    parser.add_argument(
+        "--only",
+        choices=list(METHODS),
+        help="measure one method once in this process, and print what it found as JSON",
+    )
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     folder = given.folder / "hf"
     if given.only:
         print(json.dumps(measured(given.only, folder, given.tp, given.rank, getattr(torch, given.dtype))))
         return
-    config = (read_config(given.hf) if given.hf else shape(given.shape)) | dict(num_hidden_layers=given.layers)
+    config = (read_config(given.hf) if given.hf else shape(given.shape)) | dict(
+        num_hidden_layers=given.layers
+    )
     try:
         size = write_model(folder, config, copies=0)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     rows, needed = compare(folder, given)
-    print(f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds {needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way")
+    print(
+        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds {needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
+    )
     print(table(rows))
     if given.csv:
-        write_csv(given.csv, rows, model=given.hf or given.shape, layers=given.layers, bytes=size, tp=given.tp, rank=given.rank, dtype=given.dtype, needed_mib=needed / MIB)
+        write_csv(
+            given.csv,
+            rows,
+            model=given.hf or given.shape,
+            layers=given.layers,
+            bytes=size,
+            tp=given.tp,
+            rank=given.rank,
+            dtype=given.dtype,
+            needed_mib=needed / MIB,
+        )
 
 
 if __name__ == "__main__":

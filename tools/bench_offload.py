@@ -39,40 +39,69 @@ class InTurns(RLTrainer):
 
     def __init__(self, config: TrainerConfig):
         if config.reshard.offload == NOTHING:
-            raise ValueError("reshard.offload=none is what the others are compared with; choose grads, optimizer or all")
+            raise ValueError(
+                "reshard.offload=none is what the others are compared with; choose grads, optimizer or all"
+            )
         if config.run.iterations < 4:
-            raise ValueError(f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way does not count; use at least 4")
+            raise ValueError(
+                f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way does not count; use at least 4"
+            )
         config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 0
         config.run.export, config.run.resume, config.data.validation = False, "never", ""
         super().__init__(config)
         without = replace(config, reshard=replace(config.reshard, offload=NOTHING))
-        refuse(check_fits(without, world_size=dist.get_world_size(), machine=machine_here(), ranks_per_host=device.ranks_per_host()))
+        refuse(
+            check_fits(
+                without,
+                world_size=dist.get_world_size(),
+                machine=machine_here(),
+                ranks_per_host=device.ranks_per_host(),
+            )
+        )
         self.ways = (config.reshard.offload, NOTHING)
-        self.seconds: dict[str, list[dict[str, float]]] = {way: [] for way in self.ways}  # of each counted iteration, by phase
+        self.seconds: dict[str, list[dict[str, float]]] = {
+            way: [] for way in self.ways
+        }  # of each counted iteration, by phase
 
     def _iterate(self) -> dict[str, float] | None:
         step, way, began = self.state.step, self.run.residency.offload, time.perf_counter()
 
-        def publish(version: int) -> None:  # what leaves the GPU after the updates belongs to the next iteration
+        def publish(
+            version: int,
+        ) -> None:  # what leaves the GPU after the updates belongs to the next iteration
             self.run.residency.offload = self.ways[(step + 1) % 2]
             ColocatedChannel.publish(self.run.channel, version)
 
         self.run.channel.publish = publish
         metrics = super()._iterate()
         if metrics is not None and step >= 2:
-            phases = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
+            phases = {
+                key[len("time/") : -len("_s")]: value
+                for key, value in metrics.items()
+                if key.startswith("time/")
+            }
             self.seconds[way].append(phases | {"iteration": time.perf_counter() - began})
         return metrics
 
     def table(self) -> str:
         """Medians of both ways."""
-        given, nothing = ({phase: median(one[phase] for one in self.seconds[way]) for phase in self.seconds[way][0]} for way in self.ways)
+        given, nothing = (
+            {phase: median(one[phase] for one in self.seconds[way]) for phase in self.seconds[way][0]}
+            for way in self.ways
+        )
         device_name = torch.cuda.get_device_name() if device.is_gpu() else "CPU rank"
         counted = [len(self.seconds[way]) for way in self.ways]
-        lines = [f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of {counted[0]} and {counted[1]} iterations, in turns"]
+        lines = [
+            f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of {counted[0]} and {counted[1]} iterations, in turns"
+        ]
         lines += [f"{'offload':<16}{self.ways[0]:>12}{NOTHING:>12}"]
         lines += [f"{phase:<16}{given[phase]:>12.3f}{nothing[phase]:>12.3f}" for phase in nothing]
-        return "\n".join([*lines, f"with offload={self.ways[0]} an iteration takes {given['iteration'] / nothing['iteration'] - 1:+.1%}"])
+        return "\n".join(
+            [
+                *lines,
+                f"with offload={self.ways[0]} an iteration takes {given['iteration'] / nothing['iteration'] - 1:+.1%}",
+            ]
+        )
 
 
 def main(overrides: DictConfig) -> None:

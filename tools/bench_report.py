@@ -30,18 +30,33 @@ class Row:
 
 def table(rows: list[Row]) -> str:
     """For a terminal."""
-    lines = [f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}{'extra MiB':>11}{'2nd copy':>10}  bitwise"]
+    lines = [
+        f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}{'extra MiB':>11}{'2nd copy':>10}  bitwise"
+    ]
     for row in rows:
         cells = f"{row.median_ms:>11.3f}{row.p10_ms:>10.3f}{row.p90_ms:>10.3f}{row.received_bytes / MIB:>10.1f}{row.gb_per_s:>9.2f}"
         cells += f"{row.floor_share:>9.0%}" if row.floor_share else " " * 9
-        lines.append(f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}".rstrip())
+        lines.append(
+            f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}".rstrip()
+        )
     return "\n".join(lines)
 
 
 def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
     """One line a row, each with what was measured and with which version."""
-    run = {"model": case.model, "layers": case.arch.num_layers, "dtype": str(case.dtype)[6:], "train": str(case.train), "rollout": str(case.rollout)}
-    run |= {"window_bytes": case.window_bytes, "ranks": case.hardware, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    run = {
+        "model": case.model,
+        "layers": case.arch.num_layers,
+        "dtype": str(case.dtype)[6:],
+        "train": str(case.train),
+        "rollout": str(case.rollout),
+    }
+    run |= {
+        "window_bytes": case.window_bytes,
+        "ranks": case.hardware,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
         writer.writeheader()
@@ -58,12 +73,16 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
     for height, row in enumerate(methods):
         floor = row.floor_share * row.median_ms
         axis.barh(height, row.median_ms, color=COLOURS[row.kind], height=0.6)
-        axis.plot([row.p10_ms, row.p90_ms], [height, height], color="black", linewidth=1.5, marker="|", markersize=7)
+        axis.plot(
+            [row.p10_ms, row.p90_ms], [height, height], color="black", linewidth=1.5, marker="|", markersize=7
+        )
         axis.plot([floor, floor], [height - 0.4, height + 0.4], color="#2e8b57", linewidth=2.5)
         axis.text(row.p90_ms + 0.01 * longest, height, _in_words(row), va="center", fontsize=9)
     axis.set_yticks(range(len(methods)), [row.name for row in methods])
     axis.set_xlim(0, 1.75 * longest)
-    axis.set_xlabel("milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to move")
+    axis.set_xlabel(
+        "milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to move"
+    )
     axis.set_title(f"{case}, {case.hardware}", fontsize=11)
     axis.figure.savefig(path, dpi=110)
 

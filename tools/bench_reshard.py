@@ -42,15 +42,31 @@ WARM_UPS, TUNING_REPETITIONS = 2, 3
 
 def bench(case: Case, options: argparse.Namespace) -> list[Row]:
     """Build both sides, collect the contenders and measure them. Collective over the world."""
-    groups, contenders = [ProcessGroups(case.train), ProcessGroups(case.rollout)], links(options.link_mib * MIB)
-    if options.no_megatron or case.train.vpp > 1 or not device.is_gpu() or not importlib.util.find_spec("megatron.core.resharding"):
-        say("Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), megatron.core.resharding and no --no-megatron")
+    groups, contenders = (
+        [ProcessGroups(case.train), ProcessGroups(case.rollout)],
+        links(options.link_mib * MIB),
+    )
+    if (
+        options.no_megatron
+        or case.train.vpp > 1
+        or not device.is_gpu()
+        or not importlib.util.find_spec("megatron.core.resharding")
+    ):
+        say(
+            "Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), megatron.core.resharding and no --no-megatron"
+        )
         source = trained_weights(case)
     else:
         refit, source = megatron_refit(case, groups)
         contenders.append(refit)
     ours = Ours(case, source, options.verify)
-    contenders.append(best_gather(lambda size: GatherEverything(case, groups[0], source, ours.destination, size), options.gather_mib, ours))
+    contenders.append(
+        best_gather(
+            lambda size: GatherEverything(case, groups[0], source, ours.destination, size),
+            options.gather_mib,
+            ours,
+        )
+    )
     for mode in options.modes:
         contenders += ours.contenders(mode)
     return measure(contenders, ours.plan, max(10, options.repetitions))
@@ -62,11 +78,19 @@ def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int],
     for mib in buckets_mib:
         gather = make(mib * MIB)
         gather.run()
-        medians[mib] = sorted(all_max(torch.tensor([_seconds(gather.run) for _ in range(TUNING_REPETITIONS)])).tolist())[TUNING_REPETITIONS // 2]
+        medians[mib] = sorted(
+            all_max(torch.tensor([_seconds(gather.run) for _ in range(TUNING_REPETITIONS)])).tolist()
+        )[TUNING_REPETITIONS // 2]
         del gather
     best = min(medians, key=medians.__getitem__)
-    say("re-enactment by bucket: " + ", ".join(f"{mib} MiB {1000 * value:.2f} ms" for mib, value in medians.items()))
-    gather, name = make(best * MIB), f"re-enactment: gather everything, {f'{best} MiB buckets' if best else 'tensor by tensor'}"
+    say(
+        "re-enactment by bucket: "
+        + ", ".join(f"{mib} MiB {1000 * value:.2f} ms" for mib, value in medians.items())
+    )
+    gather, name = (
+        make(best * MIB),
+        f"re-enactment: gather everything, {f'{best} MiB buckets' if best else 'tensor by tensor'}",
+    )
     sizes = dict(received_bytes=gather.received_bytes, staging_bytes=gather.staging_bytes)
     return Contender(kind="gather", name=name, run=gather.run, plan=ours.plan, **sizes, **ours.kept)
 
@@ -76,15 +100,54 @@ def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[R
     checks = [check(contender) if contender.target else ("", 0) for contender in contenders]
     for contender in contenders * WARM_UPS:
         contender.run()
-    seconds_KN = all_max(torch.tensor([[_seconds(contender.run) for contender in contenders] for _ in range(repetitions)], dtype=torch.float64)).T
-    sizes = all_max(torch.tensor([[c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes] for c, (_, transient) in zip(contenders, checks)])).tolist()
-    rates = {c.name: received / seconds_N.median().item() for c, (received, *_), seconds_N in zip(contenders, sizes, seconds_KN) if c.kind == "link"}
+    seconds_KN = all_max(
+        torch.tensor(
+            [[_seconds(contender.run) for contender in contenders] for _ in range(repetitions)],
+            dtype=torch.float64,
+        )
+    ).T
+    sizes = all_max(
+        torch.tensor(
+            [
+                [c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes]
+                for c, (_, transient) in zip(contenders, checks)
+            ]
+        )
+    ).tolist()
+    rates = {
+        c.name: received / seconds_N.median().item()
+        for c, (received, *_), seconds_N in zip(contenders, sizes, seconds_KN)
+        if c.kind == "link"
+    }
     floor, needed = floor_of(plan, rates), needed_bytes(plan)
-    rows = [Row(kind="floor", name="floor of any plan", **_times([floor] * 3), received_bytes=needed, gb_per_s=needed / floor / 1e9, floor_share=1.0)]
-    for contender, (received, extra, second), (bitwise, _), seconds_N in zip(contenders, sizes, checks, seconds_KN):
-        low, median, high = torch.quantile(seconds_N, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        rated = dict(gb_per_s=received / median / 1e9, floor_share=floor_of(contender.plan, rates) / median if contender.plan else 0.0)
-        what = dict(kind=contender.kind, name=contender.name, received_bytes=received, peak_extra_bytes=extra, second_copy_bytes=second, bitwise=bitwise)
+    rows = [
+        Row(
+            kind="floor",
+            name="floor of any plan",
+            **_times([floor] * 3),
+            received_bytes=needed,
+            gb_per_s=needed / floor / 1e9,
+            floor_share=1.0,
+        )
+    ]
+    for contender, (received, extra, second), (bitwise, _), seconds_N in zip(
+        contenders, sizes, checks, seconds_KN
+    ):
+        low, median, high = torch.quantile(
+            seconds_N, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        ).tolist()
+        rated = dict(
+            gb_per_s=received / median / 1e9,
+            floor_share=floor_of(contender.plan, rates) / median if contender.plan else 0.0,
+        )
+        what = dict(
+            kind=contender.kind,
+            name=contender.name,
+            received_bytes=received,
+            peak_extra_bytes=extra,
+            second_copy_bytes=second,
+            bitwise=bitwise,
+        )
         rows.append(Row(**what, **_times([low, median, high]), **rated))
     return rows
 
@@ -132,13 +195,21 @@ def read_options() -> tuple[argparse.Namespace, Case]:
     options = parser.parse_args()
     ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
     try:
-        arch = Architecture.from_hf(shape(options.shape), source=options.shape) if options.shape else read_architecture(options.hf)
+        arch = (
+            Architecture.from_hf(shape(options.shape), source=options.shape)
+            if options.shape
+            else read_architecture(options.hf)
+        )
         arch = replace(arch, num_layers=options.layers or arch.num_layers)
         train, rollout = (Layout.parse(text, ranks=ranks) for text in (options.train, options.rollout))
         if rollout.pp * rollout.cp > 1:
-            raise ValueError(f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so write tp{rollout.tp}")
+            raise ValueError(
+                f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so write tp{rollout.tp}"
+            )
         if options.rank_order == "auto":
-            train, rollout = place(arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))))
+            train, rollout = place(
+                arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+            )
     except ValueError as error:
         parser.error(str(error))
     return options, Case(
@@ -154,22 +225,57 @@ def read_options() -> tuple[argparse.Namespace, Case]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", choices=list(SHAPES))
     model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are not read")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
     parser.add_argument("--train", default="tp2pp2", help="layout of the source")
-    parser.add_argument("--rollout", default="tp4", help="layout of the destination: tp only; the other ranks are replicas")
+    parser.add_argument(
+        "--rollout", default="tp4", help="layout of the destination: tp only; the other ranks are replicas"
+    )
     parser.add_argument("--window-mib", type=float, default=256, help="staging memory of one exchange")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repetitions", type=int, default=10, help="at least 10 are made")
-    parser.add_argument("--modes", nargs="+", choices=["keep", "share", "swap"], default=["keep", "share", "swap"], help="where vLLM's parameters lie")
-    parser.add_argument("--rank-order", choices=["auto", "plain"], default="auto", help="auto: ranks are placed so that the least has to move")
-    parser.add_argument("--verify", choices=["sample", "none", "all"], default="sample", help="proof in the timed repetitions of the row with proof; none: no such row")
-    parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron-Core's refit and the memory of its second model")
-    parser.add_argument("--gather-mib", type=int, nargs="+", default=[0, 64, 256, 1024] if device.is_gpu() else [0, 1, 16], help="bucket sizes tried; 0: tensor by tensor")
-    parser.add_argument("--link-mib", type=int, default=1024 if device.is_gpu() else 16, help="message that measures the links")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=["keep", "share", "swap"],
+        default=["keep", "share", "swap"],
+        help="where vLLM's parameters lie",
+    )
+    parser.add_argument(
+        "--rank-order",
+        choices=["auto", "plain"],
+        default="auto",
+        help="auto: ranks are placed so that the least has to move",
+    )
+    parser.add_argument(
+        "--verify",
+        choices=["sample", "none", "all"],
+        default="sample",
+        help="proof in the timed repetitions of the row with proof; none: no such row",
+    )
+    parser.add_argument(
+        "--no-megatron",
+        action="store_true",
+        help="leave out Megatron-Core's refit and the memory of its second model",
+    )
+    parser.add_argument(
+        "--gather-mib",
+        type=int,
+        nargs="+",
+        default=[0, 64, 256, 1024] if device.is_gpu() else [0, 1, 16],
+        help="bucket sizes tried; 0: tensor by tensor",
+    )
+    parser.add_argument(
+        "--link-mib",
+        type=int,
+        default=1024 if device.is_gpu() else 16,
+        help="message that measures the links",
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--png", type=Path)
     return parser

@@ -45,7 +45,9 @@ def make_requests(options: argparse.Namespace, vocab_size: int) -> list[Request]
     draw = random.Random(SEED)
     rows = []
     for row in range(options.rows):
-        extra = draw.randint(0, options.response - max(1, options.response // SHORTEST)) if options.mixed else 0
+        extra = (
+            draw.randint(0, options.response - max(1, options.response // SHORTEST)) if options.mixed else 0
+        )
         prompt = [draw.randrange(3, vocab_size) for _ in range(options.prompt + extra)]
         rows.append(Request(row, prompt, row_seed(SEED, 1, row)))
     return rows
@@ -59,10 +61,22 @@ def as_a_run(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> i
 def bare(actor: VLLMActor, requests: list[Request], sampling: Sampling) -> int:
     """The same from vLLM's own loop."""
     mine = requests[actor.replica :: actor.num_replicas]
-    budgets = [token_budget(replace(request, sampling=sampling), max_model_len=actor.max_model_len, vocab_size=actor.vocab_size) for request in mine]
-    params = [_sampling_params(sampling, seed=request.seed, max_tokens=budget) for request, budget in zip(mine, budgets)]
+    budgets = [
+        token_budget(
+            replace(request, sampling=sampling),
+            max_model_len=actor.max_model_len,
+            vocab_size=actor.vocab_size,
+        )
+        for request in mine
+    ]
+    params = [
+        _sampling_params(sampling, seed=request.seed, max_tokens=budget)
+        for request, budget in zip(mine, budgets)
+    ]
     with actor._guarded():
-        outputs = actor._llm.generate([{"prompt_token_ids": list(request.prompt_token_ids)} for request in mine], params, use_tqdm=False)
+        outputs = actor._llm.generate(
+            [{"prompt_token_ids": list(request.prompt_token_ids)} for request in mine], params, use_tqdm=False
+        )
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
@@ -82,7 +96,10 @@ def measure(actor: VLLMActor, requests: list[Request], sampling: Sampling, repet
             last, first = all_max(torch.tensor([seconds, -seconds], dtype=torch.float64)).tolist()
             if repetition:
                 found.setdefault(name, []).append((last, int(totals), 1 + first / last))
-    return [Row(name=name, seconds=_median(values, 0), tokens=values[0][1], apart=_median(values, 2)) for name, values in found.items()]
+    return [
+        Row(name=name, seconds=_median(values, 0), tokens=values[0][1], apart=_median(values, 2))
+        for name, values in found.items()
+    ]
 
 
 def _median(values: list[tuple], place: int) -> float:
@@ -90,11 +107,15 @@ def _median(values: list[tuple], place: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", choices=list(SHAPES))
     model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are not read")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of a replica; the others are replicas")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel ranks of a replica; the others are replicas"
+    )
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=512)
@@ -111,23 +132,49 @@ def main() -> None:
     device.initialize()
     hf = shape(options.shape) if options.shape else read_config(options.hf)
     arch = Architecture.from_hf(hf)
-    config = RolloutConfig(max_num_seqs=options.max_num_seqs, gpu_memory_utilization=options.utilization, enforce_eager=options.eager, sleep=False)
+    config = RolloutConfig(
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.utilization,
+        enforce_eager=options.eager,
+        sleep=False,
+    )
     sampling = Sampling(max_tokens=options.response, min_tokens=1, ignore_eos=True)
     with model_folder(arch, hf) as folder:
-        actor = VLLMActor(folder, options.tp, config=config, max_model_len=options.prompt + options.response, load_weights=False)
+        actor = VLLMActor(
+            folder,
+            options.tp,
+            config=config,
+            max_model_len=options.prompt + options.response,
+            load_weights=False,
+        )
         rows = measure(actor, make_requests(options, arch.vocab_size), sampling, options.repetitions)
         actor.close()
     ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
     lengths = f"{options.prompt} + {options.response} tokens{', mixed' if options.mixed else ''}"
-    say(f"{options.shape or options.hf}, {dist.get_world_size() // options.tp} replicas of tp{options.tp}, {options.rows} rows of {lengths}, {ranks}")
+    say(
+        f"{options.shape or options.hf}, {dist.get_world_size() // options.tp} replicas of tp{options.tp}, {options.rows} rows of {lengths}, {ranks}"
+    )
     say(f"{'':12}{'seconds':>10}{'tokens/s':>12}{'of bare':>10}{'replicas end apart':>20}")
     for row in rows:
-        say(f"{row.name:12}{row.seconds:>10.3f}{row.tokens / row.seconds:>12,.0f}{rows[0].seconds / row.seconds:>10.1%}{row.apart:>20.1%}")
+        say(
+            f"{row.name:12}{row.seconds:>10.3f}{row.tokens / row.seconds:>12,.0f}{rows[0].seconds / row.seconds:>10.1%}{row.apart:>20.1%}"
+        )
     if options.csv and dist.get_rank() == 0:
         with options.csv.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["name", "seconds", "tokens", "apart", "replicas", "tp", "date"])
-            writer.writerows([row.name, row.seconds, row.tokens, row.apart, dist.get_world_size() // options.tp, options.tp, time.strftime("%Y-%m-%d")] for row in rows)
+            writer.writerows(
+                [
+                    row.name,
+                    row.seconds,
+                    row.tokens,
+                    row.apart,
+                    dist.get_world_size() // options.tp,
+                    options.tp,
+                    time.strftime("%Y-%m-%d"),
+                ]
+                for row in rows
+            )
     dist.destroy_process_group()
 
 

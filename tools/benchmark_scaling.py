@@ -35,16 +35,28 @@ from tools.scaling_runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, 
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.settings import refuse
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import MACHINES, Case, Machine, find_machine, machine_here, plan_memory, plan_seconds
+from verl_megatron.planner import (
+    MACHINES,
+    Case,
+    Machine,
+    find_machine,
+    machine_here,
+    plan_memory,
+    plan_seconds,
+)
 
-CPU_LINKS = replace(MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9)  # bytes a second: assumed, for the shape of a model
+CPU_LINKS = replace(
+    MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9
+)  # bytes a second: assumed, for the shape of a model
 
 
 def by_size(text: str) -> dict[int, str]:
     """1:tp1,2:tp2 as a dictionary; an argument type."""
     pairs = [part.split(":") for part in text.split(",") if part]
     if not all(len(pair) == 2 and pair[0].isdecimal() and pair[1] for pair in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write RANKS:VALUE, such as 1:tp1,2:tp2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not understood; write RANKS:VALUE, such as 1:tp1,2:tp2"
+        )
     return {int(ranks): value for ranks, value in pairs}
 
 
@@ -59,10 +71,16 @@ def sizes_by_size(text: str) -> dict[int, int]:
 def numbers(text: str) -> list[int]:
     """1,2,4 as an increasing list; an argument type."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts) or len({int(part) for part in parts}) < len(parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write distinct numbers of ranks, such as 1,2,4")
+    if not all(part.isdecimal() and int(part) for part in parts) or len({int(part) for part in parts}) < len(
+        parts
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not understood; write distinct numbers of ranks, such as 1,2,4"
+        )
     if max(map(int, parts)) > MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is more than {MOST_RANKS} ranks; write those that are there to measure")
+        raise argparse.ArgumentTypeError(
+            f"{text[:200]!r} is more than {MOST_RANKS} ranks; write those that are there to measure"
+        )
     return sorted(int(part) for part in parts)
 
 
@@ -84,23 +102,59 @@ def rate(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    options.add_argument("--recipe", required=True, help="a .yaml or .sh file, or the name of one in recipes/")
-    options.add_argument("--gpus", type=numbers, required=True, help="numbers of ranks to measure, such as 1,2,4")
-    options.add_argument("--steps", type=count, default=5, help="iterations of a run; the first does not count")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    options.add_argument(
+        "--recipe", required=True, help="a .yaml or .sh file, or the name of one in recipes/"
+    )
+    options.add_argument(
+        "--gpus", type=numbers, required=True, help="numbers of ranks to measure, such as 1,2,4"
+    )
+    options.add_argument(
+        "--steps", type=count, default=5, help="iterations of a run; the first does not count"
+    )
     options.add_argument("--layouts", type=by_size, default={}, help="of all models, by number of ranks")
-    options.add_argument("--rollout", type=sizes_by_size, default={}, help="vLLM's tensor-parallel size, by number of ranks")
-    options.add_argument("--prompts", type=count, help="of an iteration on the largest number of ranks; default: the recipe's")
-    options.add_argument("--prompt-tokens", type=count, help="of every prompt; default: data.max_prompt_tokens, for random weights 512")
-    options.add_argument("--response-tokens", type=count, help="of every response; default: rollout.max_tokens")
+    options.add_argument(
+        "--rollout", type=sizes_by_size, default={}, help="vLLM's tensor-parallel size, by number of ranks"
+    )
+    options.add_argument(
+        "--prompts", type=count, help="of an iteration on the largest number of ranks; default: the recipe's"
+    )
+    options.add_argument(
+        "--prompt-tokens",
+        type=count,
+        help="of every prompt; default: data.max_prompt_tokens, for random weights 512",
+    )
+    options.add_argument(
+        "--response-tokens", type=count, help="of every response; default: rollout.max_tokens"
+    )
     options.add_argument("--strong", action="store_true", help="as many prompts on every number of ranks")
-    options.add_argument("--gpu", help=f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; default: this one's, none on a CPU")
-    options.add_argument("--to", type=count, default=16_384, help="GPUs up to which larger sizes are modelled")
+    options.add_argument(
+        "--gpu",
+        help=f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; default: this one's, none on a CPU",
+    )
+    options.add_argument(
+        "--to", type=count, default=16_384, help="GPUs up to which larger sizes are modelled"
+    )
     options.add_argument("--ranks-per-host", type=count, default=8, help="of modelled sizes")
-    options.add_argument("--link-gbytes", type=rate, help="GB/s of a GPU to others of its host, for modelled sizes; default: the machine's")
-    options.add_argument("--host-gbps", type=rate, help="Gbit/s of a GPU to other hosts, for modelled sizes; default: the machine's")
+    options.add_argument(
+        "--link-gbytes",
+        type=rate,
+        help="GB/s of a GPU to others of its host, for modelled sizes; default: the machine's",
+    )
+    options.add_argument(
+        "--host-gbps",
+        type=rate,
+        help="Gbit/s of a GPU to other hosts, for modelled sizes; default: the machine's",
+    )
     options.add_argument("--out", type=Path, default=Path("outputs/scaling"))
-    options.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE", help="other settings of the run, such as actor.path=DIR")
+    options.add_argument(
+        "settings",
+        nargs="*",
+        metavar="SECTION.SETTING=VALUE",
+        help="other settings of the run, such as actor.path=DIR",
+    )
     return options
 
 
@@ -111,10 +165,14 @@ def sizes_to_run(given: argparse.Namespace) -> list[Size]:
         ValueError: whatever keeps one of them from working.
     """
     if given.steps < 2:
-        raise ValueError(f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at least 2")
+        raise ValueError(
+            f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at least 2"
+        )
     for option in ("layouts", "rollout"):
         if strangers := sorted(getattr(given, option).keys() - set(given.gpus)):
-            raise ValueError(f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or add them there")
+            raise ValueError(
+                f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or add them there"
+            )
     check_out(given.out)
     recipe = Recipe.find(given.recipe, tuple(given.settings))
     lengths = {"data.max_prompt_tokens": given.prompt_tokens, "rollout.max_tokens": given.response_tokens}
@@ -140,14 +198,18 @@ def sizes_to_run(given: argparse.Namespace) -> list[Size]:
     check_sizes(sizes)
     if prompts:
         out.mkdir(parents=True, exist_ok=True)
-        make_prompts(prompts, config.actor.path, rows=sizing.prompts, tokens=sizing.prompt_tokens, seed=config.run.seed)
+        make_prompts(
+            prompts, config.actor.path, rows=sizing.prompts, tokens=sizing.prompt_tokens, seed=config.run.seed
+        )
     return sizes
 
 
 def check_out(out: Path) -> None:
     """ValueError if `out` is no folder and none can be made there: tried with a file that has no name."""
     try:
-        with TemporaryFile(dir=next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())):
+        with TemporaryFile(
+            dir=next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+        ):
             pass
     except OSError as error:
         raise ValueError(f"--out {out} cannot be written ({error.strerror}); name another folder") from None
@@ -157,7 +219,9 @@ def _prompt_tokens(given: argparse.Namespace, config: TrainerConfig, has_folder:
     if has_folder:
         return given.prompt_tokens or config.data.max_prompt_tokens
     if given.prompt_tokens not in (None, SHAPE_TOKENS):
-        raise ValueError(f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; leave it out, or name a model folder with MODEL")
+        raise ValueError(
+            f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; leave it out, or name a model folder with MODEL"
+        )
     return SHAPE_TOKENS
 
 
@@ -167,7 +231,9 @@ def this_machine(name: str | None) -> Machine | None:
         return find_machine(name)
     if not device.is_gpu():
         return None
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # a process of its own: what it takes of the GPU goes with it
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn")
+    ) as pool:  # a process of its own: what it takes of the GPU goes with it
         return pool.submit(machine_here).result()
 
 
@@ -191,7 +257,10 @@ def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> 
     rows = []
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
-        print(f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; log in {size.output_dir}/log.txt", flush=True)
+        print(
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; log in {size.output_dir}/log.txt",
+            flush=True,
+        )
         run(size)
         rows.append(measured_row(size.case, size.output_dir, planned(size.case)))
     return rows
@@ -202,7 +271,13 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     machine = this_machine(given.gpu)
     planned, links = planner_of(machine), links_of(given, machine)
     rows = measured(sizes, planned)
-    scaling = Scaling(cases=[size.case for size in sizes], rows=rows, links=links, ranks_per_host=given.ranks_per_host, strong=given.strong)
+    scaling = Scaling(
+        cases=[size.case for size in sizes],
+        rows=rows,
+        links=links,
+        ranks_per_host=given.ranks_per_host,
+        strong=given.strong,
+    )
     modelled, ended = scaling.model(given.to, planned)
     case = sizes[-1].case
     notes = [
@@ -211,9 +286,13 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
         " Formulas: `tools/scaling_model.py`."
     ]
     if all(role.layout.dp == 1 for size in sizes for role in size.case.roles):
-        notes.append("no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for each other in updates.")
+        notes.append(
+            "no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for each other in updates."
+        )
     if not device.is_gpu() and sizes[-1].ranks > (os.cpu_count() or 1):
-        notes.append(f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled from them, say nothing of machines of their own.")
+        notes.append(
+            f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled from them, say nothing of machines of their own."
+        )
     if disturbances := [note for note in map(disturbance, rows) if note]:
         notes += [*disturbances, at_best(rows)]
     if ended:
@@ -221,11 +300,21 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     kind = "same rows in all" if given.strong else "rows in proportion to GPUs"
     name = f"{sizes[0].recipe.path.name}: {case.prompt_tokens} + {case.response_tokens} tokens a row, {kind}"
     # An MFU is claimed for GPUs only: on a CPU the machine that predictions are for did not run this.
-    return Report(title=name, device=_device(), rows=rows + modelled, peak_flops=machine.peak_flops if machine and device.is_gpu() else None, notes=notes)
+    return Report(
+        title=name,
+        device=_device(),
+        rows=rows + modelled,
+        peak_flops=machine.peak_flops if machine and device.is_gpu() else None,
+        notes=notes,
+    )
 
 
 def _device() -> str:
-    name = torch.cuda.get_device_name() if device.is_gpu() else f"CPU ({platform.processor() or platform.machine()}), whose cores the ranks share"
+    name = (
+        torch.cuda.get_device_name()
+        if device.is_gpu()
+        else f"CPU ({platform.processor() or platform.machine()}), whose cores the ranks share"
+    )
     return f"{name}, torch {torch.__version__}"
 
 
@@ -242,7 +331,9 @@ def main(arguments: list[str] | None = None) -> None:
     (given.out / "scaling.md").write_text(text)
     write_csv(given.out / "scaling.csv", report)
     write_png(given.out / "scaling.png", report)
-    print(f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png in {given.out}/n*")
+    print(
+        f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png in {given.out}/n*"
+    )
 
 
 if __name__ == "__main__":

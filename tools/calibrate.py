@@ -39,8 +39,14 @@ from verl_megatron.roles.engine import Engine
 MIB = 2**20
 MOST_REPEATS = 10_000
 # Rows, inner and outer size: an 8B model's layers, whole and split; on a CPU what takes milliseconds.
-PRODUCTS = {True: [(8192, 4096, 4096), (8192, 4096, 14_336), (8192, 14_336, 4096), (8192, 8192, 8192)], False: [(256, 256, 256), (512, 512, 512)]}
-ATTENTION = {True: [(8, 32, 1024, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)], False: [(1, 4, 256, 64)]}  # rows, heads, tokens, head size
+PRODUCTS = {
+    True: [(8192, 4096, 4096), (8192, 4096, 14_336), (8192, 14_336, 4096), (8192, 8192, 8192)],
+    False: [(256, 256, 256), (512, 512, 512)],
+}
+ATTENTION = {
+    True: [(8, 32, 1024, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)],
+    False: [(1, 4, 256, 64)],
+}  # rows, heads, tokens, head size
 COPY_BYTES = {True: 1024 * MIB, False: 16 * MIB}
 # Models whose layers cost next to nothing to compute: with more of them only launching takes longer. Micro-batches are a row each.
 LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=256)
@@ -83,8 +89,13 @@ def measure_products(budget_s: float) -> dict[str, float]:
     """FLOP/s of bfloat16 matrix products by size."""
     found = {}
     for rows, inner, outer in PRODUCTS[device.is_gpu()]:
-        left, right = (torch.randn(*size, device=device.device(), dtype=torch.bfloat16) for size in ((rows, inner), (inner, outer)))
-        found[f"{rows}x{inner}x{outer}"] = 2 * rows * inner * outer / seconds_of(lambda left=left, right=right: left @ right, budget_s)
+        left, right = (
+            torch.randn(*size, device=device.device(), dtype=torch.bfloat16)
+            for size in ((rows, inner), (inner, outer))
+        )
+        found[f"{rows}x{inner}x{outer}"] = (
+            2 * rows * inner * outer / seconds_of(lambda left=left, right=right: left @ right, budget_s)
+        )
     return found
 
 
@@ -94,7 +105,15 @@ def measure_attention(budget_s: float) -> dict[str, float]:
     for rows, heads, tokens, size in ATTENTION[device.is_gpu()]:
         attend, make = _attention(heads, size)
         q, k, v = (make(rows, tokens) for _ in range(3))
-        found[f"{rows}x{heads}x{tokens}x{size}"] = 2 * rows * heads * tokens * tokens * size / seconds_of(lambda a=attend, q=q, k=k, v=v: a(q, k, v), budget_s)
+        found[f"{rows}x{heads}x{tokens}x{size}"] = (
+            2
+            * rows
+            * heads
+            * tokens
+            * tokens
+            * size
+            / seconds_of(lambda a=attend, q=q, k=k, v=v: a(q, k, v), budget_s)
+        )
     return found
 
 
@@ -108,10 +127,14 @@ def _attention(heads: int, size: int) -> tuple[Callable, Callable[[int, int], to
         try:
             from transformer_engine.pytorch import DotProductAttention
 
-            return DotProductAttention(heads, size, qkv_format="bshd", attn_mask_type="causal"), lambda rows, tokens: randn(rows, tokens, heads, size)
+            return DotProductAttention(
+                heads, size, qkv_format="bshd", attn_mask_type="causal"
+            ), lambda rows, tokens: randn(rows, tokens, heads, size)
         except ImportError:
             pass
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), lambda rows, tokens: randn(rows, heads, tokens, size)
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True
+    ), lambda rows, tokens: randn(rows, heads, tokens, size)
 
 
 def measure_copies(budget_s: float) -> dict[str, float]:
@@ -147,10 +170,19 @@ def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
     batch, micro = RolloutBatch.from_rows(rows, ids, ids), [[row] for row in rows]
 
     def step() -> None:
-        engine.train_step(batch, micro, lambda outputs, micro: (outputs["values"].square() / outputs["values"].numel(), Sums()), fields=(), scale=LossScale(1))
+        engine.train_step(
+            batch,
+            micro,
+            lambda outputs, micro: (outputs["values"].square() / outputs["values"].numel(), Sums()),
+            fields=(),
+            scale=LossScale(1),
+        )
 
     share = budget_s / LAUNCHED_ROUNDS
-    rounds = [(seconds_of(lambda: engine.infer(batch, micro), share), seconds_of(step, share)) for _ in range(LAUNCHED_ROUNDS)]
+    rounds = [
+        (seconds_of(lambda: engine.infer(batch, micro), share), seconds_of(step, share))
+        for _ in range(LAUNCHED_ROUNDS)
+    ]
     engine.gather_weights()
     forward, both = map(min, zip(*rounds))
     return forward, both
@@ -165,13 +197,22 @@ def measure_links(budget_s: float) -> dict[str, dict[str, float]]:
         neighbours["next_rank"] = (first + (rank + 1 - first) % on_host, first + (rank - 1 - first) % on_host)
     if on_host < world:
         neighbours["next_host"] = ((rank + on_host) % world, (rank - on_host) % world)
-    found: dict[str, dict[str, float]] = {"all_gather": {}, "all_reduce": {}} | {kind: {} for kind in neighbours}
+    found: dict[str, dict[str, float]] = {"all_gather": {}, "all_reduce": {}} | {
+        kind: {} for kind in neighbours
+    }
     for size in MESSAGE_BYTES[device.is_gpu()]:
         part = torch.empty(size // world, dtype=torch.uint8, device=device.device())
-        whole, numbers = torch.empty(size // world * world, dtype=torch.uint8, device=device.device()), torch.zeros(size // 4, device=device.device())
+        whole, numbers = (
+            torch.empty(size // world * world, dtype=torch.uint8, device=device.device()),
+            torch.zeros(size // 4, device=device.device()),
+        )
         share = (world - 1) / world * size
-        found["all_gather"][str(size)] = share / seconds_of(lambda part=part, whole=whole: dist.all_gather_into_tensor(whole, part), budget_s)
-        found["all_reduce"][str(size)] = 2 * share / seconds_of(lambda numbers=numbers: dist.all_reduce(numbers), budget_s)
+        found["all_gather"][str(size)] = share / seconds_of(
+            lambda part=part, whole=whole: dist.all_gather_into_tensor(whole, part), budget_s
+        )
+        found["all_reduce"][str(size)] = (
+            2 * share / seconds_of(lambda numbers=numbers: dist.all_reduce(numbers), budget_s)
+        )
         mine, other = (torch.empty(size, dtype=torch.uint8, device=device.device()) for _ in range(2))
         for kind, (to, source) in neighbours.items():
             found[kind][str(size)] = size / seconds_of(_exchange(mine, other, to=to, source=source), budget_s)
@@ -180,7 +221,9 @@ def measure_links(budget_s: float) -> dict[str, dict[str, float]]:
 
 def _exchange(mine: torch.Tensor, other: torch.Tensor, *, to: int, source: int) -> Callable[[], None]:
     def run() -> None:
-        for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, other, source)]):
+        for request in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, other, source)]
+        ):
             request.wait()
 
     return run
@@ -200,8 +243,15 @@ def measure(budget_s: float) -> dict:
     measured["copies"] = measure_copies(budget_s)
     measured["launch"] = launch = measure_launch(budget_s)
     best = max(measured["products"].values())
-    values = {"layer_flops": LAYER_SHARE * best, "attention_flops": max(measured["attention"].values()), "copy_rate": measured["copies"]["device"]}
-    values |= {f"{way}_launch_s": seconds for way, seconds in launch.items() if seconds > 0} | {"gpu_bytes": here.gpu_bytes, "host_bytes": here.host_bytes}
+    values = {
+        "layer_flops": LAYER_SHARE * best,
+        "attention_flops": max(measured["attention"].values()),
+        "copy_rate": measured["copies"]["device"],
+    }
+    values |= {f"{way}_launch_s": seconds for way, seconds in launch.items() if seconds > 0} | {
+        "gpu_bytes": here.gpu_bytes,
+        "host_bytes": here.host_bytes,
+    }
     if device.is_gpu():
         values["pinned_rate"] = min(measured["copies"]["to host"], measured["copies"]["from host"])
     else:
@@ -209,7 +259,10 @@ def measure(budget_s: float) -> dict:
     if dist.get_world_size() > 1:
         measured["links"] = links = measure_links(budget_s)
         values["collective_s"] = measure_latency(budget_s)
-        for field, kind in (("same_host_rate", "all_gather" if "next_host" not in links else "next_rank"), ("other_host_rate", "next_host")):
+        for field, kind in (
+            ("same_host_rate", "all_gather" if "next_host" not in links else "next_rank"),
+            ("other_host_rate", "next_host"),
+        ):
             if kind in links:
                 values[field] = max(links[kind].values())
     name = torch.cuda.get_device_name() if device.is_gpu() else "cpu"
@@ -224,9 +277,16 @@ def _cpu() -> Machine:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     options.add_argument("out", type=Path, help="file to write, ending in .json")
-    options.add_argument("--seconds", type=float, default=1.0, help="of each measurement; a long load lowers clocks as training does")
+    options.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="of each measurement; a long load lowers clocks as training does",
+    )
     given = options.parse_args()
     if given.out.suffix != ".json" or not given.out.parent.is_dir():
         options.error(f"{given.out} cannot be written: name a .json file in a folder that exists")

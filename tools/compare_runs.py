@@ -19,11 +19,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LEARNING = ("sft/", "policy/", "critic/", "kl/", "reward/", "rollout/logprob_gap", "rollout/response_tokens", "validation/")
+LEARNING = (
+    "sft/",
+    "policy/",
+    "critic/",
+    "kl/",
+    "reward/",
+    "rollout/logprob_gap",
+    "rollout/response_tokens",
+    "validation/",
+)
 COSTS = ("_ms", "_s")
 COMMON = ["--config-path", "../recipes", "run.seed=1", "run.track_metrics=[jsonl]"]
 RL = ["data.prompts_per_iteration=96", "data.validation_rows=64"]
-GRPO = ["algorithm.name=grpo", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3", "data.samples_per_prompt=4", "data.prompts_per_iteration=24"]
+GRPO = [
+    "algorithm.name=grpo",
+    "algorithm.kl_in=loss",
+    "algorithm.kl_estimator=k3",
+    "data.samples_per_prompt=4",
+    "data.prompts_per_iteration=24",
+]
 
 Rows = list[dict[str, float | None]]  # one a step
 
@@ -33,7 +48,9 @@ def checkout(commit: str) -> Iterator[Path]:
     """A work tree of `commit`, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="compare_runs_") as scratch:
         tree = Path(scratch) / "tree"
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", "--quiet", tree, commit], check=True)
+        subprocess.run(
+            ["git", "-C", ROOT, "worktree", "add", "--detach", "--quiet", tree, commit], check=True
+        )
         try:
             yield tree
         finally:
@@ -42,10 +59,24 @@ def checkout(commit: str) -> Iterator[Path]:
 
 def commands(toy: Path, out: Path, *, iterations: int) -> dict[str, list[str]]:
     """torchrun's arguments for each run, in the order in which they depend on each other."""
-    data = [f"data.train={toy}/train.jsonl", f"data.validation={toy}/val.jsonl", f"actor.path={out}/sft/actor", f"run.iterations={iterations}"]
+    data = [
+        f"data.train={toy}/train.jsonl",
+        f"data.validation={toy}/val.jsonl",
+        f"actor.path={out}/sft/actor",
+        f"run.iterations={iterations}",
+    ]
     ppo = ["4", "verl_megatron.train", "--config-name", "ppo_toy_cpu", *COMMON, *data, *RL]
     return {
-        "sft": ["2", "verl_megatron.sft", "--config-name", "sft_toy_cpu", *COMMON, f"data.train={toy}/sft.jsonl", f"actor.path={toy}/model", f"run.iterations={10 * iterations}"],
+        "sft": [
+            "2",
+            "verl_megatron.sft",
+            "--config-name",
+            "sft_toy_cpu",
+            *COMMON,
+            f"data.train={toy}/sft.jsonl",
+            f"actor.path={toy}/model",
+            f"run.iterations={10 * iterations}",
+        ],
         "ppo": ppo,
         "grpo": [*ppo, *GRPO],
     }
@@ -53,13 +84,31 @@ def commands(toy: Path, out: Path, *, iterations: int) -> dict[str, list[str]]:
 
 def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) -> dict[str, Rows]:
     """Train with the code of `tree`; the metrics of each run."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     found = {}
     for name, (ranks, *arguments) in commands(toy, out, iterations=iterations).items():
         if name not in names and name != "sft":  # the others start from its model
             continue
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", *arguments, f"run.output_dir={out / name}"]
-        ended = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            ranks,
+            "-m",
+            *arguments,
+            f"run.output_dir={out / name}",
+        ]
+        ended = subprocess.run(
+            command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         if ended.returncode:
             raise SystemExit(f"{name} in {tree} ended with {ended.returncode}:\n{ended.stdout[-4000:]}")
         found[name] = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
@@ -68,7 +117,12 @@ def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) 
 
 def learning_metrics(rows: Rows) -> dict[str, float | None]:
     """Every learning metric of every step, by "name at step"."""
-    return {f"{name} at step {row['step']}": value for row in rows for name, value in row.items() if name.startswith(LEARNING) and not name.endswith(COSTS)}
+    return {
+        f"{name} at step {row['step']}": value
+        for row in rows
+        for name, value in row.items()
+        if name.startswith(LEARNING) and not name.endswith(COSTS)
+    }
 
 
 def differences(before: Rows, after: Rows, *, relative: float) -> list[str]:
@@ -77,24 +131,38 @@ def differences(before: Rows, after: Rows, *, relative: float) -> list[str]:
     lines = []
     for name in sorted(old.keys() | new.keys()):
         was, now = old.get(name), new.get(name)
-        close = was is not None and now is not None and relative > 0 and math.isclose(was, now, rel_tol=relative, abs_tol=relative)
+        close = (
+            was is not None
+            and now is not None
+            and relative > 0
+            and math.isclose(was, now, rel_tol=relative, abs_tol=relative)
+        )
         if name not in old or name not in new or not (was == now or close):
             lines.append(f"{name}: {was!r} -> {now!r}")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", help="what to compare the present tree with")
-    parser.add_argument("--iterations", type=int, default=3, help="of PPO and GRPO; ten times as many supervised steps")
+    parser.add_argument(
+        "--iterations", type=int, default=3, help="of PPO and GRPO; ten times as many supervised steps"
+    )
     parser.add_argument("--runs", default="sft,ppo,grpo", help="which of sft, ppo and grpo to compare")
     parser.add_argument("--relative", type=float, default=0.0, help="allowed relative difference; 0: none")
     given = parser.parse_args()
     names = given.runs.split(",")
     with tempfile.TemporaryDirectory(prefix="compare_runs_") as scratch, checkout(given.commit) as tree:
         toy = Path(scratch) / "toy"
-        subprocess.run([sys.executable, ROOT / "tools" / "make_toy.py", toy], check=True, stdout=subprocess.DEVNULL)
-        before, after = (run(code, toy, Path(scratch) / side, names=names, iterations=given.iterations) for side, code in (("before", tree), ("after", ROOT)))
+        subprocess.run(
+            [sys.executable, ROOT / "tools" / "make_toy.py", toy], check=True, stdout=subprocess.DEVNULL
+        )
+        before, after = (
+            run(code, toy, Path(scratch) / side, names=names, iterations=given.iterations)
+            for side, code in (("before", tree), ("after", ROOT))
+        )
     failed = False
     for name in names:
         apart = differences(before[name], after[name], relative=given.relative)

@@ -28,24 +28,55 @@ class _Options(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    options = _Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    options = _Options(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     commands = options.add_subparsers(dest="command", required=True)
-    to_mcore, to_hf, inspect, verify = (commands.add_parser(name, allow_abbrev=False) for name in ("hf-to-mcore", "mcore-to-hf", "inspect", "verify"))
+    to_mcore, to_hf, inspect, verify = (
+        commands.add_parser(name, allow_abbrev=False)
+        for name in ("hf-to-mcore", "mcore-to-hf", "inspect", "verify")
+    )
     for command in (to_mcore, to_hf):
         command.add_argument("source", type=Path, metavar="SRC")
-        command.add_argument("target", type=Path, metavar="DST", help="appears when it is complete; DST.partial until then, from which a second run goes on")
-        command.add_argument("--file-gib", type=_positive, default=1.0, help="size of a file; what is lost at most when a run is cut short")
-    to_mcore.add_argument("--spec", choices=["te", "local"], default="te", help="layer spec of the models that will load it; te's files are read by both")
+        command.add_argument(
+            "target",
+            type=Path,
+            metavar="DST",
+            help="appears when it is complete; DST.partial until then, from which a second run goes on",
+        )
+        command.add_argument(
+            "--file-gib",
+            type=_positive,
+            default=1.0,
+            help="size of a file; what is lost at most when a run is cut short",
+        )
+    to_mcore.add_argument(
+        "--spec",
+        choices=["te", "local"],
+        default="te",
+        help="layer spec of the models that will load it; te's files are read by both",
+    )
     to_hf.add_argument("--dtype", choices=list(DTYPES), help="of the tensors written; default: as stored")
     inspect.add_argument("source", type=Path, metavar="PATH")
     verify.add_argument("source", type=Path, metavar="A")
     verify.add_argument("target", type=Path, metavar="B")
     for command in (to_hf, inspect, verify):
-        command.add_argument("--template", type=Path, help="Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the checkpoint")
+        command.add_argument(
+            "--template",
+            type=Path,
+            help="Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the checkpoint",
+        )
     for command in (to_hf, verify):
-        command.add_argument("--skip-extra", action="store_true", help="leave out keys that the model does not have")
+        command.add_argument(
+            "--skip-extra", action="store_true", help="leave out keys that the model does not have"
+        )
     for command in (to_mcore, to_hf, verify):
-        command.add_argument("--memory-gib", type=_positive, default=4.0, help="for all buffers together; Python and torch take about 0.4 GiB beside it, which the processes share")
+        command.add_argument(
+            "--memory-gib",
+            type=_positive,
+            default=4.0,
+            help="for all buffers together; Python and torch take about 0.4 GiB beside it, which the processes share",
+        )
         command.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes")
     return options
 
@@ -60,18 +91,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _hf_to_mcore(given) -> int:
-    to_megatron.convert(given.source, given.target, spec=given.spec, budget=_budget(given), file_bytes=int(given.file_gib * 2**30))
+    to_megatron.convert(
+        given.source,
+        given.target,
+        spec=given.spec,
+        budget=_budget(given),
+        file_bytes=int(given.file_gib * 2**30),
+    )
     return 0
 
 
 def _mcore_to_hf(given) -> int:
     source = CheckpointArguments(given.source, given.template, given.skip_extra)
     dtype = DTYPES[given.dtype] if given.dtype else None
-    checkpoint = to_hugging_face.convert(source, given.target, dtype=dtype, budget=_budget(given), file_bytes=int(given.file_gib * 2**30))
+    checkpoint = to_hugging_face.convert(
+        source, given.target, dtype=dtype, budget=_budget(given), file_bytes=int(given.file_gib * 2**30)
+    )
     if checkpoint.training_keys:
-        print(f"left out {len(checkpoint.training_keys)} keys of training state, such as {checkpoint.training_keys[0]}")
+        print(
+            f"left out {len(checkpoint.training_keys)} keys of training state, such as {checkpoint.training_keys[0]}"
+        )
     if checkpoint.extra_keys:
-        print(f"left out {len(checkpoint.extra_keys)} unknown keys: {', '.join(checkpoint.extra_keys[:SHOWN])}")
+        print(
+            f"left out {len(checkpoint.extra_keys)} unknown keys: {', '.join(checkpoint.extra_keys[:SHOWN])}"
+        )
     return 0
 
 
@@ -81,7 +124,9 @@ def _inspect(given) -> int:
 
 
 def _verify(given) -> int:
-    sides = [CheckpointArguments(path, given.template, given.skip_extra) for path in (given.source, given.target)]
+    sides = [
+        CheckpointArguments(path, given.template, given.skip_extra) for path in (given.source, given.target)
+    ]
     lines = differences(*sides, _budget(given))
     print("\n".join(lines[:SHOWN]) if lines else "every tensor has the same bits")
     if len(lines) > SHOWN:

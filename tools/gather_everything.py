@@ -24,47 +24,87 @@ class GatherEverything:
     A bucket is broadcast from its stage, all-gathered over tensor-parallel ranks, rebuilt and cut. Unlike the originals it prepares all views once.
     """
 
-    def __init__(self, case: Case, groups: ProcessGroups, source: Parameters, destination: Parameters, bucket_bytes: int):
+    def __init__(
+        self,
+        case: Case,
+        groups: ProcessGroups,
+        source: Parameters,
+        destination: Parameters,
+        bucket_bytes: int,
+    ):
         self.case, self.groups, self.source, self.sizes = case, groups, source, hf_shapes(case.arch)
-        self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(list)  # by tensor: the places in this rank's engine
+        self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(
+            list
+        )  # by tensor: the places in this rank's engine
         for parameter in case.served(groups.rank):
             matrix_RC = destination[parameter.chunk, parameter.name].view(matrix_shape(parameter.shape))
             for block in parameter.blocks:
                 self.wanted[block.tensor].append((part(matrix_RC, block), block))
         planned, tp = list(self._plan(bucket_bytes)), case.train.tp
         largest = max(sum(prod(shards[0].shape) for shards in bucket) for _, bucket in planned)
-        self.shard, self.gathered, self.whole = (torch.empty(largest * copies, dtype=case.dtype, device=device.device()) for copies in (1, tp, tp))
+        self.shard, self.gathered, self.whole = (
+            torch.empty(largest * copies, dtype=case.dtype, device=device.device()) for copies in (1, tp, tp)
+        )
         self.staging_bytes = sum(buffer.nbytes for buffer in (self.shard, self.gathered, self.whole))
         self.buckets = [self._resolve(stage, bucket) for stage, bucket in planned]
-        self.received_bytes = sum(shard.nbytes * ((root != groups.rank) + tp - 1) for root, shard, *_ in self.buckets)
+        self.received_bytes = sum(
+            shard.nbytes * ((root != groups.rank) + tp - 1) for root, shard, *_ in self.buckets
+        )
 
     def _plan(self, bucket_bytes: int) -> Iterator[tuple[int, list[tuple[ShardedParameter, ...]]]]:
         """(stage, parameters with the shard of each tensor-parallel rank), about `bucket_bytes` when gathered and at least one parameter."""
         layout = self.case.train
         for stage in range(layout.pp):
-            owned = [shards for shards in zip(*(self.case.trained(layout.rank_of(tp=tp, pp=stage)) for tp in range(layout.tp))) if shards[0].owner]
-            ends = accumulate(prod(shards[0].shape) * layout.tp * self.case.dtype.itemsize for shards in owned)
+            owned = [
+                shards
+                for shards in zip(
+                    *(self.case.trained(layout.rank_of(tp=tp, pp=stage)) for tp in range(layout.tp))
+                )
+                if shards[0].owner
+            ]
+            ends = accumulate(
+                prod(shards[0].shape) * layout.tp * self.case.dtype.itemsize for shards in owned
+            )
             for _, bucket in groupby(zip(ends, owned), key=lambda pair: pair[0] // max(1, bucket_bytes)):
                 yield stage, [shards for _, shards in bucket]
 
     def _resolve(self, stage: int, planned: list[tuple[ShardedParameter, ...]]) -> tuple:
         """The root of a bucket's broadcast, its buffers, and for each of packing, rebuilding and cutting what to write and what to read."""
-        place, size, at, free = self.groups.coordinates, sum(prod(shards[0].shape) for shards in planned), 0, 0
+        place, size, at, free = (
+            self.groups.coordinates,
+            sum(prod(shards[0].shape) for shards in planned),
+            0,
+            0,
+        )
         root = self.case.train.rank_of(tp=place.tp, cp=place.cp, dp=place.dp, pp=stage)
-        shard, gathered, pack, rebuild, cut = self.shard[:size], self.gathered[: size * self.case.train.tp], [], [], []
+        shard, gathered, pack, rebuild, cut = (
+            self.shard[:size],
+            self.gathered[: size * self.case.train.tp],
+            [],
+            [],
+            [],
+        )
         for shards in planned:
             span, shape_RC, whole = slice(at, at + prod(shards[0].shape)), matrix_shape(shards[0].shape), {}
             if stage == place.pp:
-                pack.append((shard[span].view(shape_RC), self.source[shards[0].chunk, shards[0].name].view(shape_RC)))
+                pack.append(
+                    (shard[span].view(shape_RC), self.source[shards[0].chunk, shards[0].name].view(shape_RC))
+                )
             for name in {block.tensor: None for parameter in shards for block in parameter.blocks}:
                 rows, cols = matrix_shape(self.sizes[name])
                 whole[name] = self.whole[free : free + rows * cols].view(rows, cols)
                 free += rows * cols
             for held, parameter in zip(gathered.view(-1, size), shards):
                 held_RC = held[span].view(shape_RC)
-                rebuild += [(whole[block.tensor][slice(*block.rows), slice(*block.cols)], part(held_RC, block)) for block in parameter.blocks]
+                rebuild += [
+                    (whole[block.tensor][slice(*block.rows), slice(*block.cols)], part(held_RC, block))
+                    for block in parameter.blocks
+                ]
             for name, tensor_RC in whole.items():
-                cut += [(target_RC, tensor_RC[slice(*block.rows), slice(*block.cols)]) for target_RC, block in self.wanted[name]]
+                cut += [
+                    (target_RC, tensor_RC[slice(*block.rows), slice(*block.cols)])
+                    for target_RC, block in self.wanted[name]
+                ]
             at = span.stop
         return root, shard, gathered, *(tuple(map(list, zip(*pairs))) for pairs in (pack, rebuild, cut))
 

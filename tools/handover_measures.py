@@ -57,7 +57,9 @@ class Clock:
         """Medians of what the slowest rank took, with the tenth and the ninetieth percentile. Collective over the world."""
         shares, rows = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), []
         for name, times in self.milliseconds.items():
-            median, p10, p90 = torch.quantile(all_max(torch.tensor(times, dtype=torch.float64)), shares).tolist()
+            median, p10, p90 = torch.quantile(
+                all_max(torch.tensor(times, dtype=torch.float64)), shares
+            ).tolist()
             rows.append(Row(kind, name, median, "ms", p10, p90))
         return rows
 
@@ -65,7 +67,12 @@ class Clock:
 class Memory:
     """What the fullest rank holds at each stage, and the allocator's peak since the stage before."""
 
-    NAMES = ("allocated", "reserved", "peak allocated", "used on the GPU" if device.is_gpu() else "the process's peak")
+    NAMES = (
+        "allocated",
+        "reserved",
+        "peak allocated",
+        "used on the GPU" if device.is_gpu() else "the process's peak",
+    )
 
     def __init__(self):
         self.stages: dict[str, list[list[int]]] = {}  # by stage: the numbers of NAMES at each repetition
@@ -82,7 +89,11 @@ class Memory:
         # PyTorch counts vLLM's sleeping blocks, of which only the addresses are left.
         asleep = asleep_bytes()
         always = min(asleep, self._asleep_bytes)
-        used = [torch.cuda.memory_allocated() - asleep, torch.cuda.memory_reserved() - asleep, torch.cuda.max_memory_allocated() - always]
+        used = [
+            torch.cuda.memory_allocated() - asleep,
+            torch.cuda.memory_reserved() - asleep,
+            torch.cuda.max_memory_allocated() - always,
+        ]
         self.stages.setdefault(stage, []).append([*used, device.used_memory_bytes()])
         self.begin()
 
@@ -91,7 +102,10 @@ class Memory:
         rows = []
         for stage, numbers in self.stages.items():
             fullest = all_max(torch.tensor(numbers)).amax(0).tolist()
-            rows += [Row("memory", f"{stage}: {name}", number / GIB, "GiB") for name, number in zip(self.NAMES, fullest)]
+            rows += [
+                Row("memory", f"{stage}: {name}", number / GIB, "GiB")
+                for name, number in zip(self.NAMES, fullest)
+            ]
         return rows
 
 
@@ -107,17 +121,26 @@ def asleep_bytes() -> int:
 
 def table(rows: list[Row]) -> str:
     """The phases, the memory, and the rest line by line."""
-    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in ("phase", "memory", "plan", "build", "check", "digest")}
+    by_kind = {
+        kind: [row for row in rows if row.kind == kind]
+        for kind in ("phase", "memory", "plan", "build", "check", "digest")
+    }
     lines = [f"{'':42}{'median ms':>12}{'p10':>12}{'p90':>12}"]
     lines += [f"{row.name:42}{row.value:>12.3f}{row.p10:>12.3f}{row.p90:>12.3f}" for row in by_kind["phase"]]
     lines += ["", f"{'GiB of the fullest rank':24}" + "".join(f"{name:>20}" for name in Memory.NAMES)]
     stages: dict[str, list[Row]] = {}
     for row in by_kind["memory"]:
         stages.setdefault(row.name.split(":")[0], []).append(row)
-    lines += [f"{stage:24}" + "".join(f"{row.value:>20.3f}" for row in numbers) for stage, numbers in stages.items()]
+    lines += [
+        f"{stage:24}" + "".join(f"{row.value:>20.3f}" for row in numbers) for stage, numbers in stages.items()
+    ]
     lines += ["", *(f"{row.name:42}{row.value:>12.4f} GiB" for row in by_kind["plan"])]
     lines += ["", *(f"{'built: ' + row.name:42}{row.value / 1000:>12.2f} s" for row in by_kind["build"])]
-    lines += ["", *(f"{row.value:3} {row.name}" for row in by_kind["check"]), *(f"digest of {row.name}: {row.value}" for row in by_kind["digest"])]
+    lines += [
+        "",
+        *(f"{row.value:3} {row.name}" for row in by_kind["check"]),
+        *(f"digest of {row.name}: {row.value}" for row in by_kind["digest"]),
+    ]
     return "\n".join(lines)
 
 

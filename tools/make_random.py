@@ -33,11 +33,17 @@ REWARD = '''def score(prompt, response, ground_truth, extra):
 
 def check_room(folder: Path, config: dict) -> None:
     """ValueError if the weights have no room in `folder`, where those of an earlier call are written over."""
-    needed = torch.bfloat16.itemsize * sum(map(prod, hf_shapes(Architecture.from_hf(config, source=str(folder))).values()))
+    needed = torch.bfloat16.itemsize * sum(
+        map(prod, hf_shapes(Architecture.from_hf(config, source=str(folder))).values())
+    )
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = shutil.disk_usage(existing).free + sum(
+        file.stat().st_size for file in folder.glob("*.safetensors")
+    )
     if free < needed:
-        raise ValueError(f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers")
+        raise ValueError(
+            f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers"
+        )
 
 
 def write_weights(folder: Path, *, seed: int) -> None:
@@ -60,14 +66,21 @@ def write_weights(folder: Path, *, seed: int) -> None:
         tensors = {}
         for name, size in shapes.items():
             tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
-            tensors[name] = (tensor.fill_(1) if name.endswith("norm.weight") else tensor.normal_(0, arch.initializer_range, generator=generator)).cpu()
+            tensors[name] = (
+                tensor.fill_(1)
+                if name.endswith("norm.weight")
+                else tensor.normal_(0, arch.initializer_range, generator=generator)
+            ).cpu()
         save_file(tensors, folder / file, metadata={"format": "pt"})
     write_index(folder, {name: file for file, shapes in zip(names, files) for name in shapes}, total)
 
 
 def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -> None:
     """Random words, cut so that each prompt has exactly `tokens` tokens."""
-    rng, words = random.Random(seed), [word for row in make_rows(seed)["train"][:200] for word in row["prompt"].split()]
+    rng, words = (
+        random.Random(seed),
+        [word for row in make_rows(seed)["train"][:200] for word in row["prompt"].split()],
+    )
     with path.open("w") as file:
         for _ in range(rows):
             ids: list[int] = []
@@ -99,12 +112,16 @@ def make_random(given: argparse.Namespace) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     tokenizer = write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"]])
     write_weights(folder, seed=given.seed)
-    write_prompts(given.out / "train.jsonl", tokenizer, rows=given.rows, tokens=given.prompt_tokens, seed=given.seed)
+    write_prompts(
+        given.out / "train.jsonl", tokenizer, rows=given.rows, tokens=given.prompt_tokens, seed=given.seed
+    )
     (given.out / "reward.py").write_text(REWARD)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")

@@ -22,7 +22,24 @@ import json
 import random
 from pathlib import Path
 
-WORDS = ["apple", "banana", "cherry", "damson", "elder", "fig", "grape", "hazel", "kiwi", "lemon", "mango", "nectar", "olive", "peach", "quince", "raisin"]
+WORDS = [
+    "apple",
+    "banana",
+    "cherry",
+    "damson",
+    "elder",
+    "fig",
+    "grape",
+    "hazel",
+    "kiwi",
+    "lemon",
+    "mango",
+    "nectar",
+    "olive",
+    "peach",
+    "quince",
+    "raisin",
+]
 ITEMS = 6
 CORRECT_SHARE = 0.3  # of the demonstrations
 ROWS = {"sft": 12_000, "train": 6_000, "val": 512}
@@ -68,7 +85,10 @@ def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
         return rows
 
     return {
-        "sft": [{"prompt": prompt_of(items), "response": demonstration_of(items, rng)} for items in draw(ROWS["sft"])],
+        "sft": [
+            {"prompt": prompt_of(items), "response": demonstration_of(items, rng)}
+            for items in draw(ROWS["sft"])
+        ],
         "train": [question_of(items) for items in draw(ROWS["train"])],
         "val": [question_of(items) for items in held_out.values()],
     }
@@ -80,12 +100,29 @@ def write_tokenizer(folder: Path, texts: list[str]):
     from transformers import AutoTokenizer
 
     model = io.BytesIO()
-    settings = {"model_type": "bpe", "vocab_size": VOCAB_SIZE, "byte_fallback": True, "num_threads": 1, "minloglevel": 2}
+    settings = {
+        "model_type": "bpe",
+        "vocab_size": VOCAB_SIZE,
+        "byte_fallback": True,
+        "num_threads": 1,
+        "minloglevel": 2,
+    }
     settings |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}  # as in Llama
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **settings)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
-    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False, "model_max_length": 1048576}
-    settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": CHAT_TEMPLATE}
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": False,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "model_max_length": 1048576,
+    }
+    settings |= {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.save_pretrained(folder)  # adds tokenizer.json, so that loading needs no conversion
@@ -112,7 +149,9 @@ def write_model(folder: Path, *, seed: int) -> None:
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, do_sample=True, temperature=1.0)
+    model.generation_config = GenerationConfig(
+        bos_token_id=1, eos_token_id=2, do_sample=True, temperature=1.0
+    )
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=int(num_bytes * 0.6))
 
@@ -131,19 +170,25 @@ def make_toy(out: Path, *, seed: int = 1) -> None:
 def seed_of(text: str) -> int:
     """An argument type: a seed as run.seed takes it."""
     if not (text.isascii() and text.isdecimal() and len(text) < 11 and int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not accepted; write a whole number from 0 to {2**32 - 1}")
+        raise argparse.ArgumentTypeError(
+            f"{text[:200]!r} is not accepted; write a whole number from 0 to {2**32 - 1}"
+        )
     return int(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--seed", type=seed_of, default=1, help="of the data and the initial weights")
     arguments = parser.parse_args()
     try:
         make_toy(arguments.out, seed=arguments.seed)
     except OSError as error:
-        parser.exit(2, f"error: {arguments.out} cannot be written ({error.strerror}); name a folder that can\n")
+        parser.exit(
+            2, f"error: {arguments.out} cannot be written ({error.strerror}); name a folder that can\n"
+        )
     print(f"toy model and data are in {arguments.out}")
 
 

@@ -27,7 +27,18 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.settings import check_planned, refuse, structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
-from verl_megatron.planner import MACHINES, Case, Machine, compare, comparison_lines, find_machine, plan_memory, plan_seconds, search, search_text
+from verl_megatron.planner import (
+    MACHINES,
+    Case,
+    Machine,
+    compare,
+    comparison_lines,
+    find_machine,
+    plan_memory,
+    plan_seconds,
+    search,
+    search_text,
+)
 from verl_megatron.planner.search import CHOSEN, Candidate, Search
 
 HOST_RANKS = 8
@@ -40,7 +51,9 @@ def architecture(name: str) -> Architecture:
     if name in SHAPES:
         return Architecture.from_hf(shape(name), source=name)
     if not Path(name).is_dir():
-        raise ValueError(f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+        raise ValueError(
+            f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+        )
     return read_architecture(name)
 
 
@@ -61,28 +74,45 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     """
     samples = given.samples or (8 if given.algorithm == "grpo" else 1)
     if given.rows % samples:
-        raise ValueError(f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change one of them")
+        raise ValueError(
+            f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change one of them"
+        )
     if given.rows % given.mini_batches:
-        raise ValueError(f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of them")
+        raise ValueError(
+            f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of them"
+        )
     settings = {
         "actor": {"path": given.model},
         "critic": {"path": given.critic or given.model},
-        "data": {"train": "", "max_prompt_tokens": given.prompt, "prompts_per_iteration": given.rows // samples, "samples_per_prompt": samples},
+        "data": {
+            "train": "",
+            "max_prompt_tokens": given.prompt,
+            "prompts_per_iteration": given.rows // samples,
+            "samples_per_prompt": samples,
+        },
         "rollout": {"max_tokens": given.response},
         "algorithm": {"name": given.algorithm, "mini_batches": given.mini_batches, "kl_coef": 0.01},
     }
     try:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE") from None
+        raise ValueError(
+            f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE"
+        ) from None
     if unassigned := [setting for setting in given.settings if "=" not in setting]:
         raise ValueError(f"settings {' '.join(unassigned)}: no value is given; write SECTION.SETTING=VALUE")
     names = [setting.split("=")[0] for setting in given.settings]
     if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
-        raise ValueError(f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a recipe's --dry-run to plan one run")
+        raise ValueError(
+            f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a recipe's --dry-run to plan one run"
+        )
     config = structured(overrides, TrainerConfig)
     refuse(check_values(config))  # before the models are looked for
-    for option, model in (("--model", config.actor.path), ("--critic", config.critic.path), ("reward.path", config.reward.path)):
+    for option, model in (
+        ("--model", config.actor.path),
+        ("--critic", config.critic.path),
+        ("reward.path", config.reward.path),
+    ):
         _check_model(option, model)
     refuse(check_planned(config, architecture(config.actor.path), given.gpus))
     return config
@@ -94,7 +124,11 @@ def common_settings(config: TrainerConfig) -> list[str]:
     for section in fields(config):
         values, defaults = getattr(config, section.name), getattr(usual, section.name)
         names = (setting.name for setting in fields(values) if setting.name not in ("path", "train"))
-        found += [f"{section.name}.{name}={getattr(values, name)}" for name in names if getattr(values, name) != getattr(defaults, name)]
+        found += [
+            f"{section.name}.{name}={getattr(values, name)}"
+            for name in names
+            if getattr(values, name) != getattr(defaults, name)
+        ]
     return found
 
 
@@ -103,15 +137,24 @@ def compared(case: Case, machine: Machine, folder: Path) -> str:
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"--compare {folder} holds no {METRICS_FILE}; name the run.output_dir of a run")
     memory = plan_memory(case, machine)
-    return "\n".join(comparison_lines(compare(memory, plan_seconds(case, machine, memory), read_metrics(folder))))
+    return "\n".join(
+        comparison_lines(compare(memory, plan_seconds(case, machine, memory), read_metrics(folder)))
+    )
 
 
 def as_json(result: Search, machine: Machine) -> dict:
     """All candidates that fit, and the causes of the others; bytes and seconds."""
     causes = {}
     for cause, group in result.refused_by_cause().items():
-        causes[cause] = {"candidates": len(group), "nearest": {"settings": group[0].settings, "problem": asdict(group[0].problems[0])}}
-    return {"machine": asdict(machine), "fitting": [_candidate(candidate) for candidate in result.fitting], "refused": causes}
+        causes[cause] = {
+            "candidates": len(group),
+            "nearest": {"settings": group[0].settings, "problem": asdict(group[0].problems[0])},
+        }
+    return {
+        "machine": asdict(machine),
+        "fitting": [_candidate(candidate) for candidate in result.fitting],
+        "refused": causes,
+    }
 
 
 def _candidate(candidate: Candidate) -> dict:
@@ -144,11 +187,21 @@ class _Options(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    options = _Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    options.add_argument("--model", required=True, help=f"the actor: a folder with a config.json, or a built-in shape: {', '.join(SHAPES)}")
+    options = _Options(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    options.add_argument(
+        "--model",
+        required=True,
+        help=f"the actor: a folder with a config.json, or a built-in shape: {', '.join(SHAPES)}",
+    )
     options.add_argument("--critic", default="", help="the critic, where it is not like the actor")
     options.add_argument("--gpus", type=count, required=True, help="of all hosts together")
-    options.add_argument("--gpu", default="h200", help=f"{', '.join(MACHINES)}, or the .json file that tools/calibrate.py wrote")
+    options.add_argument(
+        "--gpu",
+        default="h200",
+        help=f"{', '.join(MACHINES)}, or the .json file that tools/calibrate.py wrote",
+    )
     options.add_argument("--hosts", type=count, help=f"default: {HOST_RANKS} GPUs a host")
     options.add_argument("--rows", type=count, default=1024, help="of an iteration")
     options.add_argument("--samples", type=count, help="rows of a prompt; default: 8 for grpo, else 1")
@@ -158,8 +211,18 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--algorithm", default="ppo", help="ppo or grpo")
     options.add_argument("--best", type=count, default=10, help="candidates that are shown")
     options.add_argument("--json", type=Path, help="write all candidates that fit to this file")
-    options.add_argument("--compare", type=Path, metavar="OUTPUT_DIR", help="no search: the plan of exactly these settings beside the metrics.jsonl of a run of them")
-    options.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE", help="other settings, such as algorithm.kl_coef=0 (no reference model) or reward.path=DIR")
+    options.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OUTPUT_DIR",
+        help="no search: the plan of exactly these settings beside the metrics.jsonl of a run of them",
+    )
+    options.add_argument(
+        "settings",
+        nargs="*",
+        metavar="SECTION.SETTING=VALUE",
+        help="other settings, such as algorithm.kl_coef=0 (no reference model) or reward.path=DIR",
+    )
     return options
 
 
@@ -167,7 +230,9 @@ def ranks_per_host(gpus: int, hosts: int | None) -> int:
     if hosts and gpus % hosts:
         raise ValueError(f"--hosts {hosts} must divide the {gpus} GPUs; choose a divisor or another --gpus")
     if not hosts and gpus > HOST_RANKS and gpus % HOST_RANKS:
-        raise ValueError(f"--gpus {gpus} are no whole hosts of {HOST_RANKS}; give --hosts, or a multiple of {HOST_RANKS}")
+        raise ValueError(
+            f"--gpus {gpus} are no whole hosts of {HOST_RANKS}; give --hosts, or a multiple of {HOST_RANKS}"
+        )
     return gpus // hosts if hosts else min(HOST_RANKS, gpus)
 
 
@@ -176,12 +241,18 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_intermixed_args(arguments)
     try:
         if given.gpus > MAX_GPUS:
-            raise ValueError(f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer")
+            raise ValueError(
+                f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer"
+            )
         if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
             raise ValueError(f"--json {given.json} cannot be written: name a file in a folder that exists")
         machine = find_machine(given.gpu)
         config = base_config(given)
-        world = {"world_size": given.gpus, "ranks_per_host": ranks_per_host(given.gpus, given.hosts), "read": architecture}
+        world = {
+            "world_size": given.gpus,
+            "ranks_per_host": ranks_per_host(given.gpus, given.hosts),
+            "read": architecture,
+        }
         if given.compare:
             print(compared(Case.of(config, **world), machine, given.compare))
             return

@@ -14,7 +14,13 @@ Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks that hold the
 
 
 def peak_memory(
-    plan: Plan, source: Shards, destination: Shards, *, replicas: Sequence[Sequence[int]], host_of: Callable[[int], int], peer_memory: bool
+    plan: Plan,
+    source: Shards,
+    destination: Shards,
+    *,
+    replicas: Sequence[Sequence[int]],
+    host_of: Callable[[int], int],
+    peer_memory: bool,
 ) -> dict[str, int | dict]:
     """Bytes of weights and staging on the fullest rank in each mode, both copies in the plan's element size; no gradients, optimizer or KV cache.
 
@@ -31,25 +37,60 @@ def peak_memory(
     shared = _own_bytes(source, destination, plan.element_bytes, in_place=False)
     return {
         "larger_copy_bytes": max(*source_bytes.values(), *destination_bytes.values()),
-        "keep": {"bytes": max(source_bytes[rank] + destination_bytes[rank] + staged[rank] for rank in source)},
-        "share": {"bytes": max(source_bytes[rank] + shared[rank] + staged[rank] for rank in source), "own_bytes": max(shared.values())},
-        "swap": _swap(plan, source, destination, source_bytes, exchanging(source, destination, replicas, host_of), host_of, peer_memory),
+        "keep": {
+            "bytes": max(source_bytes[rank] + destination_bytes[rank] + staged[rank] for rank in source)
+        },
+        "share": {
+            "bytes": max(source_bytes[rank] + shared[rank] + staged[rank] for rank in source),
+            "own_bytes": max(shared.values()),
+        },
+        "swap": _swap(
+            plan,
+            source,
+            destination,
+            source_bytes,
+            exchanging(source, destination, replicas, host_of),
+            host_of,
+            peer_memory,
+        ),
     }
 
 
 def _swap(
-    plan: Plan, source: Shards, destination: Shards, source_bytes: dict[int, int], ranks: list[int], host_of: Callable[[int], int], peer_memory: bool
+    plan: Plan,
+    source: Shards,
+    destination: Shards,
+    source_bytes: dict[int, int],
+    ranks: list[int],
+    host_of: Callable[[int], int],
+    peer_memory: bool,
 ) -> dict[str, int]:
     if len(ranks) > EXACT_RANKS:
         own = _own_bytes(source, destination, plan.element_bytes, in_place=True)
-        return {"bytes": max(source_bytes[rank] + own[rank] for rank in source) + plan.window_bytes, "own_bytes": max(own.values()), "planned_ranks": 0}
+        return {
+            "bytes": max(source_bytes[rank] + own[rank] for rank in source) + plan.window_bytes,
+            "own_bytes": max(own.values()),
+            "planned_ranks": 0,
+        }
     held, wanted = ({rank: side[rank] for rank in ranks} for side in (source, destination))
     sizes = dict(element_bytes=plan.element_bytes, window_bytes=plan.window_bytes)
     memory = {rank: megatron_addresses(held[rank], plan.element_bytes) for rank in ranks}
-    found = overlay(source=held, destination=wanted, memory=memory, in_place=True, host_of=host_of, peer_memory=peer_memory, **sizes)
+    found = overlay(
+        source=held,
+        destination=wanted,
+        memory=memory,
+        in_place=True,
+        host_of=host_of,
+        peer_memory=peer_memory,
+        **sizes,
+    )
     assert found.back is not None  # in place
     own, out, home = found.own_bytes(wanted), found.forth.staged_bytes, found.back.staged_bytes
-    return {"bytes": max(source_bytes[rank] + own[rank] + max(out[rank], home[rank]) for rank in ranks), "own_bytes": max(own.values()), "planned_ranks": len(ranks)}
+    return {
+        "bytes": max(source_bytes[rank] + own[rank] + max(out[rank], home[rank]) for rank in ranks),
+        "own_bytes": max(own.values()),
+        "planned_ranks": len(ranks),
+    }
 
 
 def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_place: bool) -> dict[int, int]:
@@ -58,11 +99,18 @@ def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_pl
     one_of = {kind: rank for rank, kind in alike.items()}
     memory = {rank: megatron_addresses(source[rank], element_bytes) for rank in one_of.values()}
     held, wanted = ({rank: side[rank] for rank in one_of.values()} for side in (source, destination))
-    laid = min(arrangements(source=held, destination=wanted, memory=memory, element_bytes=element_bytes, in_place=in_place), key=excess_bytes)
+    laid = min(
+        arrangements(
+            source=held, destination=wanted, memory=memory, element_bytes=element_bytes, in_place=in_place
+        ),
+        key=excess_bytes,
+    )
     return {rank: laid[one_of[kind]].own_bytes for rank, kind in alike.items()}
 
 
-def exchanging(source: Shards, destination: Shards, replicas: Sequence[Sequence[int]], host_of: Callable[[int], int]) -> list[int]:
+def exchanging(
+    source: Shards, destination: Shards, replicas: Sequence[Sequence[int]], host_of: Callable[[int], int]
+) -> list[int]:
     """Ranks that stand for all: replicas of both engines that have ranks in common, if all such groups hold the same on as many hosts; else all ranks.
 
     A group holds whatever it needs. With several groups a plan also takes slices from others, of equal size.
@@ -97,5 +145,7 @@ def megatron_addresses(parameters: Sequence[ShardedParameter], element_bytes: in
 
 
 def _bytes(side: Shards, element_bytes: int) -> dict[int, int]:
-    sizes = {id(parameters): element_bytes * sum(prod(p.shape) for p in parameters) for parameters in side.values()}
+    sizes = {
+        id(parameters): element_bytes * sum(prod(p.shape) for p in parameters) for parameters in side.values()
+    }
     return {rank: sizes[id(parameters)] for rank, parameters in side.items()}

@@ -81,22 +81,32 @@ class Case:
         train, rollout = self.train, self.rollout
         try:
             option = f"--train {train}"
-            held = {(tp, pp): megatron_parameters(self.arch, train, train.rank_of(tp=tp, pp=pp), spec="te") for tp in range(train.tp) for pp in range(train.pp)}
+            held = {
+                (tp, pp): megatron_parameters(self.arch, train, train.rank_of(tp=tp, pp=pp), spec="te")
+                for tp in range(train.tp)
+                for pp in range(train.pp)
+            }
             option = f"--rollout {rollout}"
             served = [vllm_parameters(self.arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
         except ValueError as error:
             raise ValueError(f"{option}: {error}".replace("stage_layers", "--stage-layers")) from None
         places = product(range(train.pp), range(train.dp), range(train.cp), range(train.tp))
         source = {train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp): held[tp, pp] for pp, dp, cp, tp in places}
-        return source, {rollout.rank_of(tp=tp, dp=dp): served[tp] for dp in range(rollout.dp) for tp in range(rollout.tp)}
+        return source, {
+            rollout.rank_of(tp=tp, dp=dp): served[tp] for dp in range(rollout.dp) for tp in range(rollout.tp)
+        }
 
     def replicas(self) -> list[list[int]]:
         """The ranks of every replica of Megatron's model, and of vLLM's."""
         train, rollout = self.train, self.rollout
         trained = [
-            [train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(train.pp) for tp in range(train.tp)] for dp in range(train.dp) for cp in range(train.cp)
+            [train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(train.pp) for tp in range(train.tp)]
+            for dp in range(train.dp)
+            for cp in range(train.cp)
         ]
-        return trained + [[rollout.rank_of(tp=tp, dp=dp) for tp in range(rollout.tp)] for dp in range(rollout.dp)]
+        return trained + [
+            [rollout.rank_of(tp=tp, dp=dp) for tp in range(rollout.tp)] for dp in range(rollout.dp)
+        ]
 
     def placed(self) -> "Case":
         """The same with the ranks in the order that moves least; ValueError as for `shards`."""
@@ -105,14 +115,24 @@ class Case:
         return replace(self, train=train, rollout=rollout)
 
 
-def read_case(*, hf: str, train: str, rollout: str, ranks: int | None = None, hosts: int | None = None, stage_layers: tuple[int, ...] = ()) -> Case:
+def read_case(
+    *,
+    hf: str,
+    train: str,
+    rollout: str,
+    ranks: int | None = None,
+    hosts: int | None = None,
+    stage_layers: tuple[int, ...] = (),
+) -> Case:
     """Understand the options: `ranks` None is the smallest number that fits both layouts, `hosts` None puts 8 ranks on each.
 
     Raises:
         ValueError: names the option, its value and what to write in its place.
     """
     if hf not in SHAPES and not Path(hf).is_dir():
-        raise ValueError(f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+        raise ValueError(
+            f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+        )
     arch = Architecture.from_hf(shape(hf), source=hf) if hf in SHAPES else read_architecture(hf)
     layouts = {}
     smallest = lcm(_num_ranks(train), _num_ranks(rollout))
@@ -126,10 +146,20 @@ def read_case(*, hf: str, train: str, rollout: str, ranks: int | None = None, ho
         except ValueError as error:
             raise ValueError(f"{option} {text} with --ranks {len(world)}: {error}") from None
     if layouts["--rollout"].tp * layouts["--rollout"].dp != len(world):
-        raise ValueError(f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{layouts['--rollout'].tp}")
+        raise ValueError(
+            f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{layouts['--rollout'].tp}"
+        )
     if hosts and len(world) % hosts:
-        raise ValueError(f"--hosts {hosts} must divide the {len(world)} ranks; choose a divisor or another --ranks")
-    return Case(hf, arch, layouts["--train"], layouts["--rollout"], len(world) // hosts if hosts else min(HOST_RANKS, len(world)))
+        raise ValueError(
+            f"--hosts {hosts} must divide the {len(world)} ranks; choose a divisor or another --ranks"
+        )
+    return Case(
+        hf,
+        arch,
+        layouts["--train"],
+        layouts["--rollout"],
+        len(world) // hosts if hosts else min(HOST_RANKS, len(world)),
+    )
 
 
 def _num_ranks(text: str) -> int:
@@ -141,18 +171,35 @@ def flows_of(plan: Plan) -> Flows:
     direct: Counter[tuple[int, int]] = Counter()
     for transfer in plan.direct:
         direct[transfer.source_rank, transfer.destination_rank] += transfer.elements * plan.element_bytes
-    windows = [{pair: sum(t.elements for t in message) * plan.element_bytes for pair, message in window.items()} for window in plan.windows]
+    windows = [
+        {pair: sum(t.elements for t in message) * plan.element_bytes for pair, message in window.items()}
+        for window in plan.windows
+    ]
     total = direct.copy()
     for window in windows:
         total.update(window)
     return Flows(direct, windows, total)
 
 
-def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards], rates: Rates, *, peer_memory: bool = False) -> dict:
+def report_of(
+    case: Case,
+    plan: Plan,
+    flows: Flows,
+    shards: tuple[Shards, Shards],
+    rates: Rates,
+    *,
+    peer_memory: bool = False,
+) -> dict:
     """Everything that the JSON says; lists have one number a rank, from rank 0 on."""
     split, peak = _split(case, flows), plan.staged_bytes
-    local, staged = [flows.total.get((rank, rank), 0) for rank in range(case.ranks)], [peak[rank] for rank in range(case.ranks)]
-    received, sent = ([sum(amounts) for amounts in zip(split[f"{way}_same_host_bytes"], split[f"{way}_other_host_bytes"])] for way in ("received", "sent"))
+    local, staged = (
+        [flows.total.get((rank, rank), 0) for rank in range(case.ranks)],
+        [peak[rank] for rank in range(case.ranks)],
+    )
+    received, sent = (
+        [sum(amounts) for amounts in zip(split[f"{way}_same_host_bytes"], split[f"{way}_other_host_bytes"])]
+        for way in ("received", "sent")
+    )
     return {
         "model": case.model,
         "train": str(case.train),
@@ -178,15 +225,28 @@ def report_of(case: Case, plan: Plan, flows: Flows, shards: tuple[Shards, Shards
         "window_bytes": plan.window_bytes,
         "staged_bytes": staged,
         "peak_extra_bytes": max(staged),
-        "peak_memory": peak_memory(plan, *shards, replicas=case.replicas(), host_of=case.host_of, peer_memory=peer_memory and case.hosts == 1),
-        "seconds": {"overlapped": _overlapped(case, split, local, rates), "one_after_another": _one_after_another(case, flows, rates)},
+        "peak_memory": peak_memory(
+            plan,
+            *shards,
+            replicas=case.replicas(),
+            host_of=case.host_of,
+            peer_memory=peer_memory and case.hosts == 1,
+        ),
+        "seconds": {
+            "overlapped": _overlapped(case, split, local, rates),
+            "one_after_another": _one_after_another(case, flows, rates),
+        },
         "rates_bytes_per_s": asdict(rates),
     }
 
 
 def _split(case: Case, flows: Flows) -> dict[str, list[int]]:
     """Bytes between ranks, received and sent, by distance."""
-    split = {f"{way}_{distance}_host_bytes": [0] * case.ranks for way in ("received", "sent") for distance in ("same", "other")}
+    split = {
+        f"{way}_{distance}_host_bytes": [0] * case.ranks
+        for way in ("received", "sent")
+        for distance in ("same", "other")
+    }
     for (giver, taker), size in flows.total.items():
         if giver != taker:
             distance = "same" if case.host_of(giver) == case.host_of(taker) else "other"
@@ -197,8 +257,16 @@ def _split(case: Case, flows: Flows) -> dict[str, list[int]]:
 
 def _overlapped(case: Case, split: dict[str, list[int]], local: list[int], rates: Rates) -> float:
     """Seconds if every link of the busiest rank ran at its rate all the time and at once."""
-    amounts = [local] + [[max(split[f"{way}_{distance}_host_bytes"][rank] for way in ("received", "sent")) for rank in range(case.ranks)] for distance in ("same", "other")]
-    return max(max(sizes) / rate for sizes, rate in zip(amounts, (rates.same_gpu, rates.same_host, rates.other_host)))
+    amounts = [local] + [
+        [
+            max(split[f"{way}_{distance}_host_bytes"][rank] for way in ("received", "sent"))
+            for rank in range(case.ranks)
+        ]
+        for distance in ("same", "other")
+    ]
+    return max(
+        max(sizes) / rate for sizes, rate in zip(amounts, (rates.same_gpu, rates.same_host, rates.other_host))
+    )
 
 
 def _one_after_another(case: Case, flows: Flows, rates: Rates) -> float:
@@ -237,8 +305,15 @@ def table(report: dict) -> str:
     ]
     for name, sizes in shown.items():
         numbers = (min(sizes), sum(sizes) / len(sizes), max(sizes))
-        lines.append(f"{name:<24}" + "".join(f"{size / 2**20:>12,.1f}" for size in numbers) + f"{sum(sizes) / 2**20:>16,.1f}")
-    received, bound, everything, staged = (f"{report[f'{key}_bytes'] / 2**20:,.1f}" for key in ("busiest_received", "lower_bound", "gather_all", "peak_extra"))
+        lines.append(
+            f"{name:<24}"
+            + "".join(f"{size / 2**20:>12,.1f}" for size in numbers)
+            + f"{sum(sizes) / 2**20:>16,.1f}"
+        )
+    received, bound, everything, staged = (
+        f"{report[f'{key}_bytes'] / 2**20:,.1f}"
+        for key in ("busiest_received", "lower_bound", "gather_all", "peak_extra")
+    )
     seconds, window = report["seconds"], f"{report['window_bytes'] / 2**20:g}"
     lines += [
         "",
@@ -247,7 +322,10 @@ def table(report: dict) -> str:
         f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, {seconds['one_after_another']:.4f} if copies and windows follow each other",
         f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} GiB; on the fullest rank:",
     ]
-    lines += [f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB{_remark(report, mode)}" for mode in MODES]
+    lines += [
+        f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB{_remark(report, mode)}"
+        for mode in MODES
+    ]
     return "\n".join(lines)
 
 
@@ -256,8 +334,15 @@ def _remark(report: dict, mode: str) -> str:
     found = report["peak_memory"][mode]
     text = f", {found['own_bytes'] / 2**30:,.2f} of it vLLM's own" if "own_bytes" in found else ""
     if mode == "swap" and not found["planned_ranks"]:
-        return text + f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are not looked for"
-    return text + (f"; planned on {found['planned_ranks']} ranks, which the others repeat" if mode == "swap" and found["planned_ranks"] < report["ranks"] else "")
+        return (
+            text
+            + f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are not looked for"
+        )
+    return text + (
+        f"; planned on {found['planned_ranks']} ranks, which the others repeat"
+        if mode == "swap" and found["planned_ranks"] < report["ranks"]
+        else ""
+    )
 
 
 def draw(case: Case, flows: Flows, path: Path) -> None:
@@ -282,13 +367,24 @@ def draw(case: Case, flows: Flows, path: Path) -> None:
     for giver, taker in zip(*sent_SD.nonzero()) if size <= 16 else ():
         amount = sent_SD[giver, taker]
         colour = "black" if amount > sent_SD.max() / 2 else "white"
-        axis.text(taker, giver, f"{amount:.3g}" if amount < 1000 else f"{amount:.0f}", ha="center", va="center", fontsize=8, color=colour)
+        axis.text(
+            taker,
+            giver,
+            f"{amount:.3g}" if amount < 1000 else f"{amount:.0f}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=colour,
+        )
     axis.locator_params(integer=True)
     who = "rank" if of == 1 else f"host of {of} ranks"
     axis.set(xlabel=f"{who} that receives (vLLM)", ylabel=f"{who} that sends (Megatron)")
     hosts = "one host" if case.hosts == 1 else f"{case.hosts} hosts" + ", parted by lines" * (of == 1)
     order = f"ranks: {described(case.train, case.rollout)}"
-    axis.set_title(f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}\n{order}", fontsize=10)
+    axis.set_title(
+        f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}\n{order}",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -319,21 +415,66 @@ class _Options(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    options = _Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    ranks, rate = number(int, f"a whole number from 1 to {MAX_RANKS}"), number(float, "bytes a second above 0, such as 50e9")
-    options.add_argument("--hf", required=True, help=f"folder with a config.json, or a built-in shape: {', '.join(SHAPES)}")
+    options = _Options(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    ranks, rate = (
+        number(int, f"a whole number from 1 to {MAX_RANKS}"),
+        number(float, "bytes a second above 0, such as 50e9"),
+    )
+    options.add_argument(
+        "--hf", required=True, help=f"folder with a config.json, or a built-in shape: {', '.join(SHAPES)}"
+    )
     options.add_argument("--train", required=True, help="Megatron's layout, such as tp8pp4 or tp4pp4vpp2")
-    options.add_argument("--rollout", required=True, help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks")
+    options.add_argument(
+        "--rollout", required=True, help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks"
+    )
     options.add_argument("--ranks", type=ranks, help="default: the smallest number that fits both layouts")
     options.add_argument("--hosts", type=ranks, help=f"default: {HOST_RANKS} ranks a host")
-    options.add_argument("--rank-order", default="auto", choices=["auto", "plain"], help="auto: ranks take the places that move least; plain: tp varies fastest")
-    options.add_argument("--peer-memory", action="store_true", help="ranks of one host read each other's memory: neither messages nor staging between them")
-    options.add_argument("--stage-layers", type=stages, default=(), help="layers of each pipeline stage, such as 15,16,16,16; default: all alike")
-    options.add_argument("--dtype", default="bfloat16", choices=list(ELEMENT_BYTES), help="of the weights in both copies")
-    options.add_argument("--window-mib", type=number(int, "a whole number of MiB above 0"), default=256, help="staging memory of one exchange")
-    options.add_argument("--same-gpu-rate", type=rate, default=Rates.same_gpu, help="bytes copied a second on one GPU (half of read and written)")
-    options.add_argument("--same-host-rate", type=rate, default=Rates.same_host, help="bytes a second between GPUs of one host, each way")
-    options.add_argument("--other-host-rate", type=rate, default=Rates.other_host, help="bytes a second of a GPU to other hosts, each way")
+    options.add_argument(
+        "--rank-order",
+        default="auto",
+        choices=["auto", "plain"],
+        help="auto: ranks take the places that move least; plain: tp varies fastest",
+    )
+    options.add_argument(
+        "--peer-memory",
+        action="store_true",
+        help="ranks of one host read each other's memory: neither messages nor staging between them",
+    )
+    options.add_argument(
+        "--stage-layers",
+        type=stages,
+        default=(),
+        help="layers of each pipeline stage, such as 15,16,16,16; default: all alike",
+    )
+    options.add_argument(
+        "--dtype", default="bfloat16", choices=list(ELEMENT_BYTES), help="of the weights in both copies"
+    )
+    options.add_argument(
+        "--window-mib",
+        type=number(int, "a whole number of MiB above 0"),
+        default=256,
+        help="staging memory of one exchange",
+    )
+    options.add_argument(
+        "--same-gpu-rate",
+        type=rate,
+        default=Rates.same_gpu,
+        help="bytes copied a second on one GPU (half of read and written)",
+    )
+    options.add_argument(
+        "--same-host-rate",
+        type=rate,
+        default=Rates.same_host,
+        help="bytes a second between GPUs of one host, each way",
+    )
+    options.add_argument(
+        "--other-host-rate",
+        type=rate,
+        default=Rates.other_host,
+        help="bytes a second of a GPU to other hosts, each way",
+    )
     options.add_argument("--json", type=Path, help="write all numbers to this file")
     options.add_argument("--png", type=Path, help="draw who sends what to whom into this file")
     return options
@@ -344,17 +485,34 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(arguments)
     try:
         _check_files(given.json, given.png)
-        case = read_case(hf=given.hf, train=given.train, rollout=given.rollout, ranks=given.ranks, hosts=given.hosts, stage_layers=given.stage_layers)
+        case = read_case(
+            hf=given.hf,
+            train=given.train,
+            rollout=given.rollout,
+            ranks=given.ranks,
+            hosts=given.hosts,
+            stage_layers=given.stage_layers,
+        )
         case = case.placed() if given.rank_order == "auto" else case
         shards = case.shards()
         sizes = {"element_bytes": ELEMENT_BYTES[given.dtype], "window_bytes": given.window_mib << 20}
-        plan = compile_plan(source=shards[0], destination=shards[1], host_of=case.host_of, peer_memory=given.peer_memory, **sizes)
+        plan = compile_plan(
+            source=shards[0],
+            destination=shards[1],
+            host_of=case.host_of,
+            peer_memory=given.peer_memory,
+            **sizes,
+        )
         flows = flows_of(plan)
-        rates = Rates(same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate)
+        rates = Rates(
+            same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate
+        )
         report = report_of(case, plan, flows, shards, rates, peer_memory=given.peer_memory)
         print(table(report))
         if given.json:
-            given.json.write_text(json.dumps(report | {"dtype": given.dtype, "peer_memory": given.peer_memory}, indent=1) + "\n")
+            given.json.write_text(
+                json.dumps(report | {"dtype": given.dtype, "peer_memory": given.peer_memory}, indent=1) + "\n"
+            )
         if given.png:
             draw(case, flows, given.png)
     except (ValueError, OSError) as error:
@@ -365,7 +523,9 @@ def _check_files(json_path: Path | None, png_path: Path | None) -> None:
     """Before the work, not after it."""
     for option, path in (("--json", json_path), ("--png", png_path)):
         if path and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a folder that exists")
+            raise ValueError(
+                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a folder that exists"
+            )
         if path and option == "--png" and path.suffix != ".png":
             raise ValueError(f"--png {path} must end in .png; rename it")
 

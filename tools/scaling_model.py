@@ -48,13 +48,22 @@ def terms_of(case: Case, phase: str) -> dict[str, float]:
     if phase in ("reshard", "return"):
         return {"work": 1.0, "tensor": moved_bytes(case), "sync": log2(case.world_size)}
     if phase == "rollout":
-        return {"work": own, "start": 1.0, "tensor": own * (case.config.rollout.tp - 1), "sync": log2(case.replicas)}
+        return {
+            "work": own,
+            "start": 1.0,
+            "tensor": own * (case.config.rollout.tp - 1),
+            "sync": log2(case.replicas),
+        }
     role = _role_of(case, phase)
     if role is None:
         return {"work": own, "sync": log2(case.world_size)}
     layout = role.layout
     own = case.rows / (layout.dp * layout.tp * layout.pp * layout.cp)
-    return {"work": own / (1 - bubbles_of(case)[phase]), "tensor": own * (layout.tp - 1), "sync": log2(layout.dp)}
+    return {
+        "work": own / (1 - bubbles_of(case)[phase]),
+        "tensor": own * (layout.tp - 1),
+        "sync": log2(layout.dp),
+    }
 
 
 def _role_of(case: Case, phase: str) -> PlannedRole | None:
@@ -88,14 +97,20 @@ def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str
 def known_seconds(case: Case, phase: str, links: Machine) -> float:
     """What is not fitted; `links` gives same_host_rate and other_host_rate."""
     if phase == "reshard":
-        return moved_bytes(case) / (links.other_host_rate if case.resharding_crosses_hosts else links.same_host_rate)
+        return moved_bytes(case) / (
+            links.other_host_rate if case.resharding_crosses_hosts else links.same_host_rate
+        )
     return gradient_seconds(case, _role_of(case, phase), links) if phase in UPDATES else 0.0
 
 
 def dealing_seconds(case: Case, deal: Deal) -> float:
     """Every model deals all mini-batches before a forward pass, and again before its update; the reference model takes the actor's."""
     parts = case.config.algorithm.mini_batches
-    return sum((1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp) for role in case.roles if role.name != "reference")
+    return sum(
+        (1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp)
+        for role in case.roles
+        if role.name != "reference"
+    )
 
 
 def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
@@ -103,8 +118,17 @@ def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
     layout, config = role.layout, case.config
     replicas = layout.dp * layout.cp
     rate = group_rate(case, links, span=layout.tp * replicas, stride=layout.tp)
-    bytes_each_step = max(role.elements) * ((4 + case.element_bytes) if config.engine.distributed_optimizer else 8)
-    return config.algorithm.epochs * config.algorithm.mini_batches * bytes_each_step * (replicas - 1) / replicas / rate
+    bytes_each_step = max(role.elements) * (
+        (4 + case.element_bytes) if config.engine.distributed_optimizer else 8
+    )
+    return (
+        config.algorithm.epochs
+        * config.algorithm.mini_batches
+        * bytes_each_step
+        * (replicas - 1)
+        / replicas
+        / rate
+    )
 
 
 class Dealing:
@@ -134,10 +158,17 @@ class Dealing:
         return seconds
 
     def _beyond(self, product: int) -> float:
-        products, seconds = (np.array(values) for values in zip(*((rows * dp, each) for (rows, dp), each in self._timed.items())))
+        products, seconds = (
+            np.array(values)
+            for values in zip(*((rows * dp, each) for (rows, dp), each in self._timed.items()))
+        )
         largest = products.argmax()
         told_apart = seconds > TIMED_S / 1000
-        power = np.polyfit(np.log(products[told_apart]), np.log(seconds[told_apart]), 1)[0] if len(set(products[told_apart])) > 1 else 1.0
+        power = (
+            np.polyfit(np.log(products[told_apart]), np.log(seconds[told_apart]), 1)[0]
+            if len(set(products[told_apart])) > 1
+            else 1.0
+        )
         return float(seconds[largest] * (product / products[largest]) ** min(max(power, 0.0), 1.0))
 
 
@@ -173,7 +204,9 @@ class Scaling:
         case = _grown(self.cases[-1], config, gpus, self.ranks_per_host)
         parts, widest = case.rows // config.algorithm.mini_batches, max(role.layout.dp for role in case.roles)
         if parts < widest:
-            raise ValueError(f"{gpus} GPUs have {widest} data-parallel ranks for {parts} rows of a mini-batch")
+            raise ValueError(
+                f"{gpus} GPUs have {widest} data-parallel ranks for {parts} rows of a mini-batch"
+            )
         return case
 
     def model(self, largest: int, planned: Callable[[Case], dict[str, float]]) -> tuple[list[Row], str]:
@@ -184,9 +217,17 @@ class Scaling:
         """
         deal, rows = Dealing(), []
         dealt = dealing_seconds(self.cases[-1], deal)
-        constants = {phase: fit([terms_of(case, phase) for case in self.cases], [row.seconds[phase] for row in self.rows]) for phase in self.rows[-1].seconds}
+        constants = {
+            phase: fit(
+                [terms_of(case, phase) for case in self.cases], [row.seconds[phase] for row in self.rows]
+            )
+            for phase in self.rows[-1].seconds
+        }
         if not (sizes := self.sizes(largest)):
-            return [], f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of {self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}"
+            return (
+                [],
+                f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of {self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}",
+            )
         for gpus in sizes:
             try:
                 case = self.case_on(gpus)
@@ -200,7 +241,10 @@ class Scaling:
     def _seconds(self, case: Case, phase: str, constants: dict[str, float]) -> float:
         """Of a phase on a larger size."""
         base, measured = self.cases[-1], self.rows[-1].seconds[phase]
-        fitted, fitted_base = (sum(constant * terms_of(each, phase)[name] for name, constant in constants.items()) for each in (case, base))
+        fitted, fitted_base = (
+            sum(constant * terms_of(each, phase)[name] for name, constant in constants.items())
+            for each in (case, base)
+        )
         more = known_seconds(case, phase, self.links) - known_seconds(base, phase, self.links)
         return (measured * fitted / fitted_base if fitted_base else measured) + max(0.0, more)
 
@@ -209,10 +253,25 @@ def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:
     """The same models on `gpus` GPUs; dp written in a layout gives way."""
     archs = {role.name: role.arch for role in case.roles}
     archs.setdefault("critic", archs["actor"])
-    paths = {config.actor.path: archs["actor"], config.critic.path: archs["critic"], config.reward.path: archs.get("reward")}
+    paths = {
+        config.actor.path: archs["actor"],
+        config.critic.path: archs["critic"],
+        config.reward.path: archs.get("reward"),
+    }
     for model, name in ((config.actor, "actor"), (config.critic, "critic"), (config.reward, "reward")):
         layout = next((role.layout for role in case.roles if role.name == name), None)
         if layout is not None:
-            sizes = "".join(f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1) or "tp1"
-            model.layout = sizes + (f"vpp{layout.vpp}" if layout.vpp > 1 else "") + ("sp" if layout.sequence_parallel else "")
+            sizes = (
+                "".join(
+                    f"{axis}{getattr(layout, axis)}"
+                    for axis in ("tp", "pp", "cp")
+                    if getattr(layout, axis) > 1
+                )
+                or "tp1"
+            )
+            model.layout = (
+                sizes
+                + (f"vpp{layout.vpp}" if layout.vpp > 1 else "")
+                + ("sp" if layout.sequence_parallel else "")
+            )
     return Case.of(config, world_size=gpus, ranks_per_host=ranks_per_host, read=lambda path: paths[path])

@@ -42,27 +42,59 @@ class Report:
     def cells(self, row: Row) -> dict[str, object]:
         """Everything that is said of a size, by column, in plain units; None: not known."""
         first, unit = self.rows[0], "mfu" if self.peak_flops else "flops_per_s"
-        cells: dict[str, object] = {"gpus": row.gpus, "source": row.source, "actor": row.actor, "critic": row.critic, "rollout": row.rollout}
-        cells |= {"rows": row.rows, "tokens": row.tokens} | {f"{phase}_s": row.seconds.get(phase) for phase in self.phases}
-        cells |= {"iteration_s": row.iteration_s, "tokens_per_s_gpu": row.tokens_per_s_gpu, "efficiency": efficiency(row, first)}
+        cells: dict[str, object] = {
+            "gpus": row.gpus,
+            "source": row.source,
+            "actor": row.actor,
+            "critic": row.critic,
+            "rollout": row.rollout,
+        }
+        cells |= {"rows": row.rows, "tokens": row.tokens} | {
+            f"{phase}_s": row.seconds.get(phase) for phase in self.phases
+        }
+        cells |= {
+            "iteration_s": row.iteration_s,
+            "tokens_per_s_gpu": row.tokens_per_s_gpu,
+            "efficiency": efficiency(row, first),
+        }
         cells |= {"of_ideal": ideal_seconds(row, first) / row.iteration_s}
-        cells |= {f"{unit}_log_probs": self.utilization(row, FORWARD[1:2]), f"{unit}_updates": self.utilization(row, UPDATES)}
+        cells |= {
+            f"{unit}_log_probs": self.utilization(row, FORWARD[1:2]),
+            f"{unit}_updates": self.utilization(row, UPDATES),
+        }
         cells |= {"bubble": row.bubble, "reshard_bytes": row.reshard_bytes, "memory_bytes": row.memory_bytes}
         cells |= {"phases_of_wall": row.phases_of_wall, "waiting": row.waiting}
-        return cells | {f"planned_{phase}_s": row.planned.get(phase) for phase in self.phases if any(row.planned for row in self.rows)}
+        return cells | {
+            f"planned_{phase}_s": row.planned.get(phase)
+            for phase in self.phases
+            if any(row.planned for row in self.rows)
+        }
 
 
 def markdown(report: Report) -> str:
     """Title, tables and what the columns mean."""
     unit = "MFU" if report.peak_flops else "TFLOP/s a rank"
-    memory = "taken on the fullest GPU after the fullest phase" if report.peak_flops else "on a CPU the peak of the largest process"
+    memory = (
+        "taken on the fullest GPU after the fullest phase"
+        if report.peak_flops
+        else "on a CPU the peak of the largest process"
+    )
     parts = [f"# {report.title}", report.device, _table(_scaling_columns(report, unit), report.rows)]
     if any(row.planned for row in report.rows):
         columns = {"GPUs": lambda row: f"{row.gpus}", "": lambda row: row.source}
         columns |= {phase: lambda row, phase=phase: _planned(row, phase) for phase in report.phases}
-        columns |= {"iteration": lambda row: f"{sum(row.planned.values()):.2f} / {sum(row.seconds[phase] for phase in row.planned if phase in row.seconds):.2f}"}
+        columns |= {
+            "iteration": lambda row: (
+                f"{sum(row.planned.values()):.2f} / {sum(row.seconds[phase] for phase in row.planned if phase in row.seconds):.2f}"
+            )
+        }
         parts += ["The planner's seconds / those of the table above:", _table(columns, report.rows)]
-    return "\n\n".join([*parts, DEFINITIONS.format(flops=unit, memory=memory) + "".join(f"- {note}\n" for note in report.notes)])
+    return "\n\n".join(
+        [
+            *parts,
+            DEFINITIONS.format(flops=unit, memory=memory) + "".join(f"- {note}\n" for note in report.notes),
+        ]
+    )
 
 
 def _planned(row: Row, phase: str) -> str:
@@ -73,13 +105,20 @@ def _scaling_columns(report: Report, unit: str) -> dict:
     first = report.rows[0]
 
     def utilization(phases: tuple[str, ...]):
-        return lambda row: f"{report.utilization(row, phases):.1%}" if report.peak_flops else f"{report.utilization(row, phases) / 1e12:.4f}"
+        return lambda row: (
+            f"{report.utilization(row, phases):.1%}"
+            if report.peak_flops
+            else f"{report.utilization(row, phases) / 1e12:.4f}"
+        )
 
     columns = {"GPUs": lambda row: f"{row.gpus}", "": lambda row: row.source, "actor": lambda row: row.actor}
     if any(row.critic != row.actor for row in report.rows if row.critic):
         columns["critic"] = lambda row: row.critic
     columns |= {"vLLM": lambda row: row.rollout, "rows": lambda row: f"{row.rows}"}
-    columns |= {f"{phase} s": lambda row, phase=phase: _known(row.seconds.get(phase), _seconds) for phase in report.phases}
+    columns |= {
+        f"{phase} s": lambda row, phase=phase: _known(row.seconds.get(phase), _seconds)
+        for phase in report.phases
+    }
     columns |= {
         "iteration s": lambda row: _seconds(row.iteration_s),
         "tokens/s/GPU": lambda row: f"{row.tokens_per_s_gpu:,.0f}",
@@ -132,13 +171,36 @@ def write_png(path: Path, report: Report) -> None:
 def _draw_speed(axis, report: Report) -> None:
     measured = [row for row in report.rows if row.source == MEASURED]
     modelled = [measured[-1], *report.rows[len(measured) :]]
-    axis.plot([row.gpus for row in report.rows], [report.rows[0].tokens_per_s_gpu] * len(report.rows), color=COLOURS["ideal"], linewidth=1, label="as on the smallest size")
+    axis.plot(
+        [row.gpus for row in report.rows],
+        [report.rows[0].tokens_per_s_gpu] * len(report.rows),
+        color=COLOURS["ideal"],
+        linewidth=1,
+        label="as on the smallest size",
+    )
     if len(modelled) > 1:
-        axis.plot([row.gpus for row in modelled], [row.tokens_per_s_gpu for row in modelled], "o--", color=COLOURS["modelled"], markerfacecolor="white", label="modelled")
-    axis.plot([row.gpus for row in measured], [row.tokens_per_s_gpu for row in measured], "o-", color=COLOURS[MEASURED], label="measured")
+        axis.plot(
+            [row.gpus for row in modelled],
+            [row.tokens_per_s_gpu for row in modelled],
+            "o--",
+            color=COLOURS["modelled"],
+            markerfacecolor="white",
+            label="modelled",
+        )
+    axis.plot(
+        [row.gpus for row in measured],
+        [row.tokens_per_s_gpu for row in measured],
+        "o-",
+        color=COLOURS[MEASURED],
+        label="measured",
+    )
     axis.set_xscale("log", base=2)
     axis.set_xticks([row.gpus for row in report.rows], [f"{row.gpus:,}" for row in report.rows], rotation=45)
-    axis.set(xlabel="GPUs" if report.peak_flops else "ranks", ylabel="tokens/s of one", title="Tokens per second and GPU" if report.peak_flops else "Tokens per second and rank")
+    axis.set(
+        xlabel="GPUs" if report.peak_flops else "ranks",
+        ylabel="tokens/s of one",
+        title="Tokens per second and GPU" if report.peak_flops else "Tokens per second and rank",
+    )
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.25)
     axis.legend()
@@ -150,7 +212,13 @@ def _draw_phases(axis, report: Report) -> None:
     bottom = [0.0] * len(report.rows)
     for number, phase in enumerate(report.phases):
         heights = [row.seconds.get(phase, 0.0) for row in report.rows]
-        bars = axis.bar(range(len(heights)), heights, bottom=bottom, color=colormaps["tab20"](2 * number % 19), label=phase.replace("_", " "))
+        bars = axis.bar(
+            range(len(heights)),
+            heights,
+            bottom=bottom,
+            color=colormaps["tab20"](2 * number % 19),
+            label=phase.replace("_", " "),
+        )
         for bar, row in zip(bars, report.rows):
             if row.source != MEASURED:
                 bar.set(hatch="///", edgecolor="white", linewidth=0)
@@ -159,5 +227,9 @@ def _draw_phases(axis, report: Report) -> None:
     shown = CUT * max(row.iteration_s for row in report.rows if row.source == MEASURED)
     axis.set_ylim(0, min(1.05 * max(bottom), shown))
     cut = f", cut at {shown:.3g} s" if max(bottom) > shown else ""
-    axis.set(xlabel="GPUs" if report.peak_flops else "ranks", ylabel="seconds", title=f"Time per iteration (hatched: modelled{cut})")
+    axis.set(
+        xlabel="GPUs" if report.peak_flops else "ranks",
+        ylabel="seconds",
+        title=f"Time per iteration (hatched: modelled{cut})",
+    )
     axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize=9)

@@ -10,7 +10,13 @@ from verl_megatron.planner import MACHINES, Case
 from verl_megatron.planner.seconds import plan_work
 
 MEASURED, MODELLED = "measured", "modelled"
-MODEL_OF = {"reward": "reward", "log_probs": "actor", "values": "critic", "critic_update": "critic", "actor_update": "actor"}  # by phase: whose layout it has
+MODEL_OF = {
+    "reward": "reward",
+    "log_probs": "actor",
+    "values": "critic",
+    "critic_update": "critic",
+    "actor_update": "actor",
+}  # by phase: whose layout it has
 UPDATES = ("critic_update", "actor_update")
 FORWARD = ("reward", "log_probs", "values")
 STEADY = 0.03  # share of an iteration by which a phase may differ between iterations without a word
@@ -30,12 +36,18 @@ class Row:
     seconds: dict[str, float]  # by phase
     planned: dict[str, float] = field(default_factory=dict)  # the planner's, where it knows the machine
     flops: dict[str, float]  # of all GPUs together, by phase in which models compute
-    bubbles: dict[str, float]  # share of a phase in which a pipeline stage has nothing to do, by the same phases
+    bubbles: dict[
+        str, float
+    ]  # share of a phase in which a pipeline stage has nothing to do, by the same phases
     reshard_bytes: float | None = None  # of all ranks together, as the run reports it
     memory_bytes: float | None = None  # at the end of the fullest phase, on the fullest rank
     phases_of_wall: float | None = None  # share of the last iteration that lies inside phases
-    waiting: float | None = None  # share of the last iteration's phases in which a rank waits for others at their ends
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)  # of measured seconds by phase: the shortest and the longest
+    waiting: float | None = (
+        None  # share of the last iteration's phases in which a rank waits for others at their ends
+    )
+    ranges: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # of measured seconds by phase: the shortest and the longest
 
     @property
     def iteration_s(self) -> float:
@@ -58,7 +70,11 @@ class Row:
         embedding, logits of tokens that nobody asks about, recomputation and generation.
         """
         there = [phase for phase in phases if phase in self.flops]
-        return sum(self.flops[phase] for phase in there) / sum(self.seconds[phase] for phase in there) / self.gpus
+        return (
+            sum(self.flops[phase] for phase in there)
+            / sum(self.seconds[phase] for phase in there)
+            / self.gpus
+        )
 
 
 def bubble_share(layout: Layout, micro_batches: int) -> float:
@@ -75,7 +91,11 @@ def bubbles_of(case: Case) -> dict[str, float]:
     roles, shares = {role.name: role for role in case.roles}, {}
     for phase in flops_of(case):
         role = roles[MODEL_OF[phase]]
-        passes = 1 if phase in UPDATES else case.config.algorithm.mini_batches * (1 + (phase == "log_probs" and "reference" in roles))
+        passes = (
+            1
+            if phase in UPDATES
+            else case.config.algorithm.mini_batches * (1 + (phase == "log_probs" and "reference" in roles))
+        )
         shares[phase] = bubble_share(role.layout, passes * case.micro_batches(role)[0])
     return shares
 
@@ -109,18 +129,27 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
     rows = [row for row in read_metrics(output_dir) if "time/rollout_s" in row]
     lengths = {row["rollout/response_tokens_mean"] for row in rows}
     if len(rows) < 2:
-        raise ValueError(f"{output_dir} holds {len(rows)} iterations, of which the first does not count; run at least two")
+        raise ValueError(
+            f"{output_dir} holds {len(rows)} iterations, of which the first does not count; run at least two"
+        )
     if lengths != {case.response_tokens}:
-        raise ValueError(f"responses in {output_dir} have {sorted(lengths)} tokens on average and not {case.response_tokens} each; is rollout.ignore_eos off?")
+        raise ValueError(
+            f"responses in {output_dir} have {sorted(lengths)} tokens on average and not {case.response_tokens} each; is rollout.ignore_eos off?"
+        )
     rows, timeline = rows[1:], Timeline.read(f"{output_dir}/{TRACE_FILE}")
-    taken = {key[len("time/") : -len("_s")]: [row[key] for row in rows] for key in rows[0] if key.startswith("time/")}
+    taken = {
+        key[len("time/") : -len("_s")]: [row[key] for row in rows]
+        for key in rows[0]
+        if key.startswith("time/")
+    }
     return Row(
         source=MEASURED,
         seconds={phase: median(seconds) for phase, seconds in taken.items()},
         ranges={phase: (min(seconds), max(seconds)) for phase, seconds in taken.items()},
         planned=planned,
         reshard_bytes=median(row["reshard/bytes"] for row in rows),
-        memory_bytes=max(median(row[key] for row in rows) for key in rows[0] if key.startswith("memory/")) * 2**20,
+        memory_bytes=max(median(row[key] for row in rows) for key in rows[0] if key.startswith("memory/"))
+        * 2**20,
         phases_of_wall=timeline.phases_s / timeline.wall_s,
         waiting=timeline.waiting_share,
         **described(case),
@@ -144,7 +173,9 @@ def efficiency(row: Row, first: Row) -> float:
 
 def at_best(rows: list[Row]) -> str:
     """The efficiency of measured sizes if each phase took its shortest time, which what disturbs an iteration leaves alone."""
-    quickest = [replace(row, seconds={phase: shortest for phase, (shortest, _) in row.ranges.items()}) for row in rows]
+    quickest = [
+        replace(row, seconds={phase: shortest for phase, (shortest, _) in row.ranges.items()}) for row in rows
+    ]
     shares = ", ".join(f"{efficiency(row, quickest[0]):.1%} on {row.gpus}" for row in quickest)
     return f"with the shortest time of every phase in place of its median efficiency is {shares}."
 
@@ -154,5 +185,7 @@ def ideal_seconds(row: Row, first: Row) -> float:
 
     Generation, forward passes and updates count; hand-over, scores and advantages take no time there.
     """
-    work = first.seconds["rollout"] + sum(first.seconds[phase] * (1 - share) for phase, share in first.bubbles.items())
+    work = first.seconds["rollout"] + sum(
+        first.seconds[phase] * (1 - share) for phase, share in first.bubbles.items()
+    )
     return work * (row.rows / row.gpus) / (first.rows / first.gpus)

@@ -77,7 +77,9 @@ class Recipe:
         """
         for setting in given:
             if not re.fullmatch(r"\w+\.\w+=.*", setting, re.DOTALL):
-                raise ValueError(f"{setting!r} is no setting; write SECTION.SETTING=VALUE, such as actor.path=DIR")
+                raise ValueError(
+                    f"{setting!r} is no setting; write SECTION.SETTING=VALUE, such as actor.path=DIR"
+                )
         names = (name, f"{name}.yaml", f"{name}.sh")
         for path in [Path(name), *(RECIPES / each for each in names)]:
             if path.is_file() and path.suffix in (".yaml", ".sh"):
@@ -90,8 +92,23 @@ class Recipe:
         written = [*self.given, *(f"{name}={value}" for name, value in settings.items())]
         if self.path.suffix == ".sh":
             return ["bash", str(self.path), *written]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return [*torchrun, "-m", PROGRAM, "--config-path", str(self.path.parent), "--config-name", self.path.stem, *written]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+        return [
+            *torchrun,
+            "-m",
+            PROGRAM,
+            "--config-path",
+            str(self.path.parent),
+            "--config-name",
+            self.path.stem,
+            *written,
+        ]
 
     def config(self, settings: Mapping[str, Any], ranks: int = 0) -> TrainerConfig:
         """The settings of that run; a script without MODEL has the name of a published shape as actor.path.
@@ -110,7 +127,9 @@ class Recipe:
         except OmegaConfBaseException as error:
             raise ValueError(f"the settings cannot be put together: {error}") from None
         if "rows_per_step" in merged.get("data", {}):
-            raise ValueError(f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of reinforcement learning")
+            raise ValueError(
+                f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of reinforcement learning"
+            )
         if OmegaConf.is_missing(merged, "data.train") or "train" not in merged.get("data", {}):
             merged = OmegaConf.merge(merged, {"data": {"train": ""}})  # prompts are made for the run
         return structured(merged, TrainerConfig)
@@ -119,21 +138,36 @@ class Recipe:
 def environment(ranks: int) -> dict[str, str]:
     """For a recipe on `ranks` ranks of this host (0: on as many as it names itself), with the Python that runs this program."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    found = {name: value for name, value in os.environ.items() if name not in ("NNODES", "GPUS", "LOCAL_RANK")}
+    found = {
+        name: value for name, value in os.environ.items() if name not in ("NNODES", "GPUS", "LOCAL_RANK")
+    }
     found |= {"PYTHONPATH": path, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     found.setdefault("OMP_NUM_THREADS", "1")
-    found.setdefault("GRACE_S", "1")  # what is measured is not worth an iteration's end and a checkpoint when it is interrupted
+    found.setdefault(
+        "GRACE_S", "1"
+    )  # what is measured is not worth an iteration's end and a checkpoint when it is interrupted
     return found | ({"NNODES": "1", "GPUS": str(ranks)} if ranks else {})
 
 
 def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
     """The .yaml and the settings with which a script would start its run; it has checked them then."""
     done = subprocess.run([*command, "--dry-run"], env=environment(ranks), capture_output=True, text=True)
-    if done.returncode not in (0, NO_ROOM):  # what has no room on the usual GPU may have it here; the run itself says so
-        raise ValueError(f"{Path(command[1]).name} --dry-run says: {(done.stderr or done.stdout).strip()[-2000:]}")
-    starts = [line.partition(f"-m {PROGRAM} ")[2].split() for line in done.stdout.splitlines() if line.startswith("node 0 of ")]
+    if done.returncode not in (
+        0,
+        NO_ROOM,
+    ):  # what has no room on the usual GPU may have it here; the run itself says so
+        raise ValueError(
+            f"{Path(command[1]).name} --dry-run says: {(done.stderr or done.stdout).strip()[-2000:]}"
+        )
+    starts = [
+        line.partition(f"-m {PROGRAM} ")[2].split()
+        for line in done.stdout.splitlines()
+        if line.startswith("node 0 of ")
+    ]
     if len(starts) != 1 or "--config-name" not in starts[0]:
-        raise ValueError(f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; name its .yaml instead")
+        raise ValueError(
+            f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; name its .yaml instead"
+        )
     name = starts[0][starts[0].index("--config-name") + 1]
     return RECIPES / f"{name}.yaml", [part for part in starts[0] if re.match(r"\w+\.\w+=", part)]
 
@@ -177,7 +211,9 @@ class Sizing:
     def prompts_on(self, ranks: int) -> int:
         """ValueError where prompts cannot be in proportion."""
         if not self.strong and self.prompts * ranks % self.largest:
-            raise ValueError(f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose a multiple of {self.largest}, or --strong")
+            raise ValueError(
+                f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose a multiple of {self.largest}, or --strong"
+            )
         return self.prompts if self.strong else self.prompts * ranks // self.largest
 
     def settings(self, ranks: int) -> Settings:
@@ -193,7 +229,12 @@ class Sizing:
         for name in ("actor", "critic", "reward"):
             model = getattr(self.recipe, name)
             settings[f"{name}.layout"] = self.layouts.get(ranks) or layout_for(model.layout, ranks)
-            if name != "reward" and model.stage_layers and Layout.parse(settings[f"{name}.layout"], tuple(range(ranks))).pp != len(model.stage_layers):
+            if (
+                name != "reward"
+                and model.stage_layers
+                and Layout.parse(settings[f"{name}.layout"], tuple(range(ranks))).pp
+                != len(model.stage_layers)
+            ):
                 settings[f"{name}.stage_layers"] = "[]"
         return settings
 
@@ -232,17 +273,28 @@ def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompt
         case = Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
     except ValueError as error:
         raise ValueError(f"on {ranks} ranks: {error}") from None
-    return Size(recipe=recipe, ranks=ranks, settings=settings | ({"data.train": str(prompts)} if prompts else {}), config=config, case=case, output_dir=output_dir)
+    return Size(
+        recipe=recipe,
+        ranks=ranks,
+        settings=settings | ({"data.train": str(prompts)} if prompts else {}),
+        config=config,
+        case=case,
+        output_dir=output_dir,
+    )
 
 
 def check_sizes(sizes: list[Size]) -> None:
     """ValueError if this host has fewer GPUs than the largest size (on a CPU ranks share it), or if the sizes train other models."""
     largest = max(size.ranks for size in sizes)
     if device.is_gpu() and largest > torch.cuda.device_count():
-        raise ValueError(f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are modelled, so choose smaller ones")
+        raise ValueError(
+            f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are modelled, so choose smaller ones"
+        )
     models = {tuple((role.name, role.arch) for role in size.case.roles) for size in sizes}
     if len(models) > 1:
-        raise ValueError(f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot be compared; name the same with MODEL and critic.path")
+        raise ValueError(
+            f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot be compared; name the same with MODEL and critic.path"
+        )
 
 
 # ---- running -----------------------------------------------------------------------------------------------------------
@@ -262,7 +314,9 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     write_prompts(path, tokenizer.hf, rows=rows, tokens=tokens, seed=seed)
     shortest = min(len(tokenizer.encode_prompt(row["prompt"])) for row in read_rows(path))
     if shortest < tokens - 2:
-        raise ValueError(f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; choose another --prompt-tokens")
+        raise ValueError(
+            f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; choose another --prompt-tokens"
+        )
 
 
 def run(size: Size) -> None:
@@ -274,11 +328,18 @@ def run(size: Size) -> None:
     size.output_dir.mkdir(parents=True, exist_ok=True)
     log = size.output_dir / "log.txt"
     with log.open("w") as file:
-        process = subprocess.Popen(size.recipe.command(size.ranks, size.settings), env=environment(size.ranks), stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            size.recipe.command(size.ranks, size.settings),
+            env=environment(size.ranks),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
         with _ended_with_us(process):
             code = process.wait()
     if code:
-        raise RuntimeError(f"the run on {size.ranks} ranks ended with {code}; {log} ends with:\n{log.read_text()[-4000:]}")
+        raise RuntimeError(
+            f"the run on {size.ranks} ranks ended with {code}; {log} ends with:\n{log.read_text()[-4000:]}"
+        )
 
 
 @contextlib.contextmanager

@@ -22,7 +22,9 @@ class Section:
     def __setattr__(self, name: str, value: Any) -> None:
         known = type(self).__dataclass_fields__
         if name not in known:
-            raise UnknownSettingError(f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; it has {', '.join(known)}")
+            raise UnknownSettingError(
+                f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; it has {', '.join(known)}"
+            )
         super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
@@ -32,16 +34,22 @@ class RunConfig(Section):
 
     output_dir: str = "outputs/run"  # logs, checkpoints and the exported models
     seed: int = 1  # of data order, sampling and new weights
-    iterations: int = 100  # each draws prompts, generates, scores and updates once; of a supervised run: optimizer steps
+    iterations: int = (
+        100  # each draws prompts, generates, scores and updates once; of a supervised run: optimizer steps
+    )
     validate_interval: int = 0  # iterations between validations; 0: before the first and after the last only
     save_interval: int = 0  # iterations between checkpoints; 0: none
     keep_last_k: int = 2  # newest checkpoints to keep; 0: all
     keep_best_k: int = 0  # checkpoints kept in addition: those with the best validation accuracy
     async_save: bool = False  # train on while a checkpoint is written; needs host memory for a copy of weights and optimizer state
     resume: str = "newest"  # newest: go on from the newest checkpoint in output_dir; verify: the same, comparing its next iteration with the recorded one; never: start over
-    stall_timeout_s: float = 300.0  # seconds without progress after which the run ends and names the stuck rank; 0: never
+    stall_timeout_s: float = (
+        300.0  # seconds without progress after which the run ends and names the stuck rank; 0: never
+    )
     export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
-    track_metrics: list[str] = field(default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"])  # also wandb, mlflow, timeline (where ranks wait), profile (what they do)
+    track_metrics: list[str] = field(
+        default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"]
+    )  # also wandb, mlflow, timeline (where ranks wait), profile (what they do)
 
 
 @dataclass(kw_only=True)
@@ -67,7 +75,9 @@ class ModelConfig(Section):
 
     path: str = ""  # Hugging Face folder; the critic's may be empty: it starts from the actor's
     layout: str = "tp1"  # sizes such as tp2pp2 or tp4pp2vpp2sp; dp is what remains of the ranks
-    stage_layers: list[int] = field(default_factory=list)  # layers of each pipeline stage; empty: equal stages
+    stage_layers: list[int] = field(
+        default_factory=list
+    )  # layers of each pipeline stage; empty: equal stages
     devices: str = ""  # ranks such as 0-3 or cuda:0-3; empty: all
     lr: float = 1e-6  # learning rate after the warm-up
 
@@ -79,14 +89,20 @@ class EngineConfig(Section):
     dtype: str = "auto"  # fp8: bfloat16 with matrix products of the layers in fp8; both keep float32 master weights; auto: bfloat16 on GPUs, float32 on CPUs
     spec: str = "auto"  # layers: te (transformer-engine), local; auto: te on GPUs where it is installed
     recompute: str = "none"  # activations to recompute: none, selective (attention), full (whole layers)
-    tokens_per_micro_batch: int = 8192  # most packed tokens of a micro-batch; cp times as many with context parallelism
+    tokens_per_micro_batch: int = (
+        8192  # most packed tokens of a micro-batch; cp times as many with context parallelism
+    )
     distributed_optimizer: bool = True  # shard the optimizer state over dp and cp
     schedule: str = "constant"  # learning rate after the warm-up: constant, linear, cosine
     warmup_steps: int = 0  # optimizer steps over which the learning rate rises
-    min_lr_ratio: float = 0.0  # learning rate at the end of the schedule (one step after the last), as a share of lr
+    min_lr_ratio: float = (
+        0.0  # learning rate at the end of the schedule (one step after the last), as a share of lr
+    )
     weight_decay: float = 0.01  # decoupled, as in AdamW
     clip_grad: float = 1.0  # global gradient norm; 0: off
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the first and second moment
+    adam_betas: list[float] = field(
+        default_factory=lambda: [0.9, 0.95]
+    )  # decay of the first and second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
 
 
@@ -114,7 +130,9 @@ class RolloutConfig(Section):
     min_tokens: int = 0  # response tokens before the end-of-sequence token is allowed
     max_tokens: int = 1024  # longest response
     stop: list[str] = field(default_factory=list)  # strings that end a response
-    stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response, besides the end-of-sequence token
+    stop_token_ids: list[int] = field(
+        default_factory=list
+    )  # tokens that end a response, besides the end-of-sequence token
     ignore_eos: bool = False  # generate max_tokens tokens whatever the model says; for benchmarks
     dtype: str = "auto"  # of vLLM's weights; auto: the actor's
     max_num_seqs: int = 256  # samples that a replica decodes at once
@@ -131,7 +149,9 @@ class AlgorithmConfig(Section):
     name: str = "ppo"  # ppo: critic and generalized advantage estimation; grpo: scores relative to the group, no critic
     gamma: float = 1.0  # discount of later rewards
     lam: float = 0.95  # lambda of generalized advantage estimation
-    whiten: bool = True  # advantages to mean 0 and standard deviation 1 over all response tokens of the iteration
+    whiten: bool = (
+        True  # advantages to mean 0 and standard deviation 1 over all response tokens of the iteration
+    )
     scale_by_std: bool = True  # GRPO: divide by the group's standard deviation
     epochs: int = 1  # passes over the samples of an iteration
     mini_batches: int = 1  # optimizer steps a pass
@@ -142,7 +162,9 @@ class AlgorithmConfig(Section):
     kl_coef: float = 0.0  # weight of the KL from the reference; 0: no reference model
     kl_in: str = "reward"  # where the KL goes: into the token rewards, or into the policy loss
     kl_estimator: str = "k1"  # with x = log p - log q: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
-    kl_target: float = 0.0  # KL of a sample, summed over its tokens, to which the coefficient adapts; 0: fixed coefficient
+    kl_target: float = (
+        0.0  # KL of a sample, summed over its tokens, to which the coefficient adapts; 0: fixed coefficient
+    )
     kl_horizon: int = 10_000  # samples over which the coefficient adapts
     importance_cap: float = 0.0  # truncated importance weight sampler -> trainer; 0: off
     stop_kl: float = 0.0  # leave the iteration's remaining updates out above this approximate KL; 0: off

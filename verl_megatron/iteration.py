@@ -34,7 +34,12 @@ def collect(run: Run, step: int) -> Collected:
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):
         batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, rows)
-    return Collected(batch=batch, rows=rows, sums=sums, reshard_bytes=run.channel.report.bytes_received + run.channel.report.bytes_local)
+    return Collected(
+        batch=batch,
+        rows=rows,
+        sums=sums,
+        reshard_bytes=run.channel.report.bytes_received + run.channel.report.bytes_local,
+    )
 
 
 def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:

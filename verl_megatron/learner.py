@@ -36,9 +36,23 @@ class Learner:
     """
 
     def __init__(
-        self, roles: Mapping[str, Role], *, algorithm: Algorithm, config: AlgorithmConfig, kl: KLController, residency: Residency, clock: PhaseTimer
+        self,
+        roles: Mapping[str, Role],
+        *,
+        algorithm: Algorithm,
+        config: AlgorithmConfig,
+        kl: KLController,
+        residency: Residency,
+        clock: PhaseTimer,
     ):
-        self.roles, self.algorithm, self.config, self.kl, self.residency, self.clock = roles, algorithm, config, kl, residency, clock
+        self.roles, self.algorithm, self.config, self.kl, self.residency, self.clock = (
+            roles,
+            algorithm,
+            config,
+            kl,
+            residency,
+            clock,
+        )
         self.actor, self.critic = roles["actor"], roles.get("critic")
 
     @property
@@ -77,7 +91,9 @@ class Learner:
                 (results,) = infer_together([self.critic], for_critic, batch, rows, ("values",))
                 batch.values = results["values"]
         with clock.phase("advantages"):
-            batch = self.algorithm.advantages(batch, self.config, kl_coef=self.kl.coef, num_groups=rows.num_groups, all_sum=all_sum)
+            batch = self.algorithm.advantages(
+                batch, self.config, kl_coef=self.kl.coef, num_groups=rows.num_groups, all_sum=all_sum
+            )
             sums.merge(batch_sums(batch, kl_estimator=self.config.kl_estimator))
         if self.critic is not None:
             with clock.phase("critic_update"):
@@ -107,14 +123,24 @@ class Learner:
         config, kl_coef = self.config, self.kl.coef
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
-            return self.algorithm.loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), config, kl_coef)
+            return self.algorithm.loss(
+                outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), config, kl_coef
+            )
 
         def too_far(metrics: Sums) -> bool:
             return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.stop_kl
 
         self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
         stop = too_far if config.stop_kl else None
-        sums, steps = self.actor.update(dispatched, rows, loss, self.algorithm.normalizer, fields=POLICY_FIELDS, epochs=config.epochs, stop=stop)
+        sums, steps = self.actor.update(
+            dispatched,
+            rows,
+            loss,
+            self.algorithm.normalizer,
+            fields=POLICY_FIELDS,
+            epochs=config.epochs,
+            stop=stop,
+        )
         sums.add("policy/steps", steps, 1)
         return sums
 
@@ -125,4 +151,6 @@ class Learner:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
         self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
-        return self.critic.update(dispatched, rows, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)[0]
+        return self.critic.update(
+            dispatched, rows, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
+        )[0]

@@ -120,7 +120,9 @@ def manifest_problem(manifest: dict) -> str | None:
     if missing:
         return f"the manifest does not list {missing[0]}"
     if manifest["validation"].get("step", 0) > manifest["step"]:
-        return f"the manifest tells of a validation of step {manifest['validation']['step']}, which is to come"
+        return (
+            f"the manifest tells of a validation of step {manifest['validation']['step']}, which is to come"
+        )
     return None
 
 
@@ -144,7 +146,9 @@ def _problem(content: dict, wanted: Mapping[str, Callable[[Any], bool]]) -> str 
 
 
 def _is_batch(value: Any) -> bool:
-    dtypes = dict.fromkeys(("row_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64)
+    dtypes = dict.fromkeys(
+        ("row_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64
+    )
     dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
     known = RolloutBatch.__dataclass_fields__.keys()
     if not isinstance(value, dict) or not dtypes.keys() <= value.keys() <= known:
@@ -154,7 +158,9 @@ def _is_batch(value: Any) -> bool:
     rows, whole = value["row_id"].shape, value["generated_ids"].shape
     if len(rows) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
-    shapes = {name: rows if name in ("row_id", "group_id", "policy_version", "rewards") else whole for name in value}
+    shapes = {
+        name: rows if name in ("row_id", "group_id", "policy_version", "rewards") else whole for name in value
+    }
     shapes["input_ids"] = (*rows, value["input_ids"].size(1))
     return all(
         t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items()

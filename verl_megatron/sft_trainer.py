@@ -46,7 +46,13 @@ class SFTTrainer:
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
         self.inputs = Inputs()
-        agree(lambda: refuse(inspect_supervised(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs)))
+        agree(
+            lambda: refuse(
+                inspect_supervised(
+                    config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs
+                )
+            )
+        )
         for note in self.inputs.notes if self.is_first else []:
             print(note, flush=True)
 
@@ -58,22 +64,33 @@ class SFTTrainer:
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
-        folders, place = {"actor": (config.actor.path, "lm")}, dict(place=dist.get_rank(), of=dist.get_world_size())
+        folders, place = (
+            {"actor": (config.actor.path, "lm")},
+            dict(place=dist.get_rank(), of=dist.get_world_size()),
+        )
         agree(lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)))
         rows, held_out, arch = self.inputs.train, self.inputs.validation, read_architecture(config.actor.path)
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
-        actor = make_role(config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning)
+        actor = make_role(
+            config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning
+        )
         gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
         gc.enable()
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
-        tracker = MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations) if self.is_first else None
+        tracker = (
+            MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations)
+            if self.is_first
+            else None
+        )
         clock, metrics = PhaseTimer(device.synchronize_stream, around=watchdog.operation), {}
         record_timeline(clock, run.track_metrics)
         record_profile(clock, watchdog, run.track_metrics, run.output_dir)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
                 metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.rows_per_step)])
-            if held_out is not None and (step == run.iterations or (run.validate_interval and step % run.validate_interval == 0)):
+            if held_out is not None and (
+                step == run.iterations or (run.validate_interval and step % run.validate_interval == 0)
+            ):
                 with clock.phase("validation"):
                     metrics["validation/loss"] = self._loss(actor, list(held_out))
             seconds = clock.pop()
@@ -89,7 +106,14 @@ class SFTTrainer:
     def _step(self, actor: Role, rows: list[Demonstration]) -> dict[str, float]:
         batch, table = spread(rows)
         dispatched = actor.dispatch(batch, table)
-        sums, _ = actor.update(dispatched, table, lambda outputs, micro: cross_entropy(outputs["logprobs"]), token_mean, fields=(), epochs=1)
+        sums, _ = actor.update(
+            dispatched,
+            table,
+            lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+            token_mean,
+            fields=(),
+            epochs=1,
+        )
         return reduce_over_world(sums)
 
     def _loss(self, actor: Role, rows: list[Demonstration]) -> float:
@@ -102,5 +126,7 @@ class SFTTrainer:
 def spread(rows: list[Demonstration]) -> tuple[RolloutBatch, RowTable]:
     """Demonstrations dealt over the ranks of the world as rows at home, and the table of all of them."""
     mine = range(dist.get_rank(), len(rows), dist.get_world_size())
-    batch = RolloutBatch.from_rows(list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine])
+    batch = RolloutBatch.from_rows(
+        list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine]
+    )
     return batch, RowTable.gather(batch, num_mini_batches=1)

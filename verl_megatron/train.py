@@ -16,7 +16,9 @@ def main(overrides: "DictConfig") -> None:
     trainer = RLTrainer(structured(overrides, TrainerConfig))
     metrics = trainer.train()
     if "validation/after" in metrics:
-        trainer.say(f"validation accuracy {metrics['validation/before']:.2f} -> {metrics['validation/after']:.2f}")
+        trainer.say(
+            f"validation accuracy {metrics['validation/before']:.2f} -> {metrics['validation/after']:.2f}"
+        )
 
 
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:

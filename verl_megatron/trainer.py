@@ -45,13 +45,25 @@ class RLTrainer:
         ValueError: everything that is wrong with the settings, at once, before a model is built.
     """
 
-    def __init__(self, config: TrainerConfig | None = None, *, actor_model: str = "", reward_model: str = "", reward_function: str = "", use_vllm: bool = True):
+    def __init__(
+        self,
+        config: TrainerConfig | None = None,
+        *,
+        actor_model: str = "",
+        reward_model: str = "",
+        reward_function: str = "",
+        use_vllm: bool = True,
+    ):
         speak_once()
         if use_vllm is not True:
-            raise ValueError(f"use_vllm={shown(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True")
+            raise ValueError(
+                f"use_vllm={shown(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True"
+            )
         config = TrainerConfig() if config is None else config
         if not isinstance(config, TrainerConfig):
-            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, such as that of get_trainer_config()")
+            raise ValueError(
+                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, such as that of get_trainer_config()"
+            )
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
         config.reward.function = reward_function or config.reward.function
@@ -59,7 +71,13 @@ class RLTrainer:
         device.initialize()
         self.config, self.is_first = config, dist.get_rank() == 0
         self.inputs = Inputs()
-        agree(lambda: refuse(inspect_run(config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs)))
+        agree(
+            lambda: refuse(
+                inspect_run(
+                    config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs
+                )
+            )
+        )
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         for note in self.inputs.notes:
@@ -88,7 +106,9 @@ class RLTrainer:
                 self.state = SavedState(self.run, say=self.say)
             record_timeline(self.run.clock, config.track_metrics)
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
-            self.say(f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}")
+            self.say(
+                f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
+            )
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
             self.say(self._generation())
             gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
@@ -108,7 +128,9 @@ class RLTrainer:
         config, state, tracker, metrics, after = self.config.run, self.state, None, {}, {}
         if self.is_first:
             first_step = state.step + 1 if state.step else 0
-            tracker = MetricsTracker(self.output_dir, config.track_metrics, first_step=first_step, total_steps=config.iterations)
+            tracker = MetricsTracker(
+                self.output_dir, config.track_metrics, first_step=first_step, total_steps=config.iterations
+            )
         if state.step == 0 and not state.before:
             state.before = after = self.validate(tracker)
         elif state.validated.get("step") == config.iterations:  # only the export was missing
@@ -158,10 +180,16 @@ class RLTrainer:
             self.save(cursor=drawn_from)
         if collected is not None:
             self.state.keep_rows(collected)
-        self.say(f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here")
+        self.say(
+            f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here"
+        )
 
     def _how_to_go_on(self) -> str:
-        return "the same command goes on" if self.config.run.resume != "never" else "with run.resume=newest it goes on"
+        return (
+            "the same command goes on"
+            if self.config.run.resume != "never"
+            else "with run.resume=newest it goes on"
+        )
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.state.step % interval == 0
@@ -171,7 +199,9 @@ class RLTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S), self.run.clock.phase("save"):
             self.state.save(cursor=cursor)
 
-    def validate(self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None) -> dict[str, float]:
+    def validate(
+        self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None
+    ) -> dict[str, float]:
         """Answer the validation prompts, score them, keep them as JSON lines and log the mean score beside `metrics`.
 
         Its time counts to the next iteration, as that of a checkpoint.
@@ -200,7 +230,15 @@ class RLTrainer:
         mine = []
         for b, row in enumerate(batch.row_id.tolist()):
             response = batch.generated_ids[b][batch.response_mask[b]].tolist()
-            mine.append({"row": row, "prompt": prompts[row].text, "response": self.run.tokenizer.decode(response), "answer": prompts[row].answer, "score": scores[b]})
+            mine.append(
+                {
+                    "row": row,
+                    "prompt": prompts[row].text,
+                    "response": self.run.tokenizer.decode(response),
+                    "answer": prompts[row].answer,
+                    "score": scores[b],
+                }
+            )
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         if self.is_first:
@@ -209,7 +247,9 @@ class RLTrainer:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             with writing_to(self.output_dir):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+                path.write_text(
+                    text, encoding="utf-8", errors="backslashreplace"
+                )  # half a surrogate pair, as JSON writes it
 
     def export(self) -> None:
         """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""
@@ -218,7 +258,9 @@ class RLTrainer:
                 continue
             try:
                 with self.watchdog.operation("export", timeout_s=SLOW_S):
-                    self.run.learner.roles[spec.name].engine.export(self.output_dir / spec.name, template=spec.model.path)
+                    self.run.learner.roles[spec.name].engine.export(
+                        self.output_dir / spec.name, template=spec.model.path
+                    )
             except ValueError as error:
                 raise ValueError(f"{error}; {self._what_remains()}") from None
             self.say(f"exported {self.output_dir / spec.name}")
@@ -236,4 +278,7 @@ def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[
     """The validation accuracy of the untrained and of the trained actor."""
     if not before or "validation/accuracy" not in after:
         return {}
-    return {"validation/before": before["validation/accuracy"], "validation/after": after["validation/accuracy"]}
+    return {
+        "validation/before": before["validation/accuracy"],
+        "validation/after": after["validation/accuracy"],
+    }

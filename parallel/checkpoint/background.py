@@ -21,7 +21,11 @@ class Background:
     def __init__(self, *, enabled: bool):
         self._group = dist.new_group(backend="gloo", timeout=device.COLLECTIVE_TIMEOUT) if enabled else None
         on_this_gpu = dict(initializer=_begin, initargs=(device.device(),)) if device.is_gpu() else {}
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu) if enabled else None
+        self._executor = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu)
+            if enabled
+            else None
+        )
         self._jobs: list[Future] = []
 
     def submit(self, job: Job) -> None:

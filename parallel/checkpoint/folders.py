@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel import device
 from parallel.checkpoint.sealed import SEAL, described, read_sealed, sealed
 
-MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = "manifest.json", ".partial", ".replaced", ".damaged", ".earlier"
+MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = (
+    "manifest.json",
+    ".partial",
+    ".replaced",
+    ".damaged",
+    ".earlier",
+)
 
 
 class CheckpointError(ValueError):
@@ -78,7 +84,9 @@ def together(action: str, group: Group = None) -> Iterator[None]:
 # ---- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None], group: Group = None) -> Path:
+def save(
+    folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None], group: Group = None
+) -> Path:
     """Write the checkpoint of a step; one of the same step is replaced.
 
     Args:
@@ -107,7 +115,11 @@ def save(folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[
         files = _describe_files(scratch, action, group)
         with together(action, group):
             if is_first:
-                _name(scratch, path, sealed({"step": step, "world_size": dist.get_world_size(), **manifest, "files": files}))
+                _name(
+                    scratch,
+                    path,
+                    sealed({"step": step, "world_size": dist.get_world_size(), **manifest, "files": files}),
+                )
     except CheckpointError:
         if is_first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -124,7 +136,12 @@ def clean(folder: Path) -> None:
     left = [path for path in folder.iterdir() if scratch.fullmatch(path.name)] if folder.is_dir() else []
     for path in sorted(left):  # .partial comes before .replaced
         whole = path.with_suffix("")
-        if path.suffix == PARTIAL and path.with_suffix(REPLACED) in left and (path / MANIFEST).exists() and not whole.exists():
+        if (
+            path.suffix == PARTIAL
+            and path.with_suffix(REPLACED) in left
+            and (path / MANIFEST).exists()
+            and not whole.exists()
+        ):
             os.replace(path, whole)
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -137,7 +154,11 @@ def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]
     sizes, mine = {}, {}
     with together(action, group):
         if dist.get_rank() == 0:
-            sizes = {str(path.relative_to(scratch)): path.stat().st_size for path in scratch.rglob("*") if path.is_file()}
+            sizes = {
+                str(path.relative_to(scratch)): path.stat().st_size
+                for path in scratch.rglob("*")
+                if path.is_file()
+            }
     names = share(from_first(sizes, group))
     with together(action, group):
         mine = dict(zip(names, each(lambda name: _describe_file(scratch / name), names)))
@@ -207,7 +228,9 @@ def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
     files = {name: description for part in gathered(written, group) for name, description in part.items()}
     with together(action, group):
         if is_first:
-            (path / f"{name}.json").unlink(missing_ok=True)  # no time at which old digests stand beside new files
+            (path / f"{name}.json").unlink(
+                missing_ok=True
+            )  # no time at which old digests stand beside new files
     with together(action, group):
         os.replace(file.with_suffix(PARTIAL), file)
     with together(action, group):
@@ -242,7 +265,10 @@ def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> No
     if dist.get_rank() or not keep_last:
         return
     paths = [path for path in complete(folder) if step_of(path) <= step]
-    best = sorted((path for path in paths if _accuracy(path) is not None), key=lambda path: (-_accuracy(path), -step_of(path)))
+    best = sorted(
+        (path for path in paths if _accuracy(path) is not None),
+        key=lambda path: (-_accuracy(path), -step_of(path)),
+    )
     for path in set(paths) - set(paths[:keep_last]) - set(best[:keep_best]):
         shutil.rmtree(gone := path.with_name(path.name + REPLACED), ignore_errors=True)
         with contextlib.suppress(OSError):  # one too many does no harm
@@ -254,7 +280,11 @@ def _accuracy(path: Path) -> float | None:
     """What validation found at the step of a checkpoint; None: nothing that can be compared."""
     try:
         manifest = read_sealed(path / MANIFEST)
-        accuracy = manifest["validation"]["validation/accuracy"] if manifest["validation"]["step"] == manifest["step"] else None
+        accuracy = (
+            manifest["validation"]["validation/accuracy"]
+            if manifest["validation"]["step"] == manifest["step"]
+            else None
+        )
         return float(accuracy) if accuracy is not None else None
     except (ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -8,7 +8,13 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as shard_metadata
 from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 FILE = ".metadata"
 
@@ -27,17 +33,33 @@ def _member(kind: type, name: str) -> Enum:
     return kind[name]
 
 
-_RECORDS = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")
+_RECORDS = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "_MEM_FORMAT_ENCODING",
+    "StorageMeta",
+)
 _PLANS = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
 ADMITTED = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in _RECORDS},
     **{(filesystem.__name__, name): getattr(filesystem, name) for name in ("_StorageInfo", "_StoragePrefix")},
     **{(planner.__name__, name): _Ignored for name in _PLANS},
     (planner.__name__, "WriteItemType"): planner.WriteItemType,
-    **{(shard_metadata.__name__, name): getattr(shard_metadata, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")},
+    **{
+        (shard_metadata.__name__, name): getattr(shard_metadata, name)
+        for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
+    },
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Ignored,
-    **{("torch", name): getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype | torch.layout)},
+    **{
+        ("torch", name): getattr(torch, name)
+        for name in dir(torch)
+        if isinstance(getattr(torch, name), torch.dtype | torch.layout)
+    },
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
     ("collections", "OrderedDict"): OrderedDict,
@@ -65,13 +87,17 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / FILE
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; the checkpoint is incomplete, copy it again with its hidden files")
+        raise ValueError(
+            f"{path} does not exist; the checkpoint is incomplete, copy it again with its hidden files"
+        )
     try:
         with path.open("rb") as file:
             found = RestrictedUnpickler(file).load()
         _check(found)
     except Exception as error:  # a broken pickle raises nearly anything
-        raise ValueError(f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it again from its source") from None
+        raise ValueError(
+            f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it again from its source"
+        ) from None
     return found
 
 
@@ -82,18 +108,30 @@ def read_tensor_table(folder: Path) -> Metadata:
         ValueError: as `read_metadata`, or it has objects.
     """
     found = read_metadata(folder)
-    objects = [key for key, entry in found.state_dict_metadata.items() if isinstance(entry, metadata.BytesStorageMetadata)]
+    objects = [
+        key
+        for key, entry in found.state_dict_metadata.items()
+        if isinstance(entry, metadata.BytesStorageMetadata)
+    ]
     if objects:
-        raise ValueError(f"{folder / FILE} is refused: it holds objects ({objects[0][:100]!r}), and a run saves none there")
+        raise ValueError(
+            f"{folder / FILE} is refused: it holds objects ({objects[0][:100]!r}), and a run saves none there"
+        )
     return found
 
 
 def _check(found: Metadata) -> None:
     """Any exception where a record holds what a writer does not put there."""
-    if not (isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict)):
+    if not (
+        isinstance(found, Metadata)
+        and isinstance(found.state_dict_metadata, dict)
+        and isinstance(found.storage_data, dict)
+    ):
         raise TypeError("it holds something else")
     for key, entry in found.state_dict_metadata.items():
-        if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata | metadata.BytesStorageMetadata):
+        if not isinstance(key, str) or not isinstance(
+            entry, TensorStorageMetadata | metadata.BytesStorageMetadata
+        ):
             raise TypeError("an entry is neither of a tensor nor of an object")
         if isinstance(entry, TensorStorageMetadata):
             places = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
@@ -108,19 +146,26 @@ def _check(found: Metadata) -> None:
 
 
 def _sizes(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    if not isinstance(numbers, tuple) or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+    if not isinstance(numbers, tuple) or any(
+        type(number) is not int or not 0 <= number < 2**63 for number in numbers
+    ):
         raise TypeError("a size or an offset is no number")
     return numbers
 
 
-def write_metadata(folder: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], entries: list[dict]) -> None:
+def write_metadata(
+    folder: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], entries: list[dict]
+) -> None:
     """Write the table.
 
     Args:
         tensors: dtype and shape by key, in the order to be listed.
         entries: one a chunk or object: "key", "offset" and "shape" (None for an object), "file", "start", "length".
     """
-    state: dict = {key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []) for key, (dtype, shape) in tensors.items()}
+    state: dict = {
+        key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        for key, (dtype, shape) in tensors.items()
+    }
     storage = {}
     for entry in entries:
         key, offset = entry["key"], entry["offset"]
@@ -128,7 +173,9 @@ def write_metadata(folder: Path, tensors: dict[str, tuple[torch.dtype, tuple[int
             state[key] = metadata.BytesStorageMetadata()
         else:
             state[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(entry["shape"])))
-        storage[MetadataIndex(key, offset)] = filesystem._StorageInfo(entry["file"], entry["start"], entry["length"])
+        storage[MetadataIndex(key, offset)] = filesystem._StorageInfo(
+            entry["file"], entry["start"], entry["length"]
+        )
     table = Metadata(state_dict_metadata=state, storage_data=storage, storage_meta=metadata.StorageMeta())
     with (folder / FILE).open("wb") as file:
         pickle.dump(table, file, protocol=4)

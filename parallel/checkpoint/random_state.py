@@ -16,7 +16,9 @@ def rng_state() -> dict:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": {name: state.clone() for name, state in megatron.get_cuda_rng_tracker().get_states().items()},
+        "megatron": {
+            name: state.clone() for name, state in megatron.get_cuda_rng_tracker().get_states().items()
+        },
         "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
         "python": random.getstate(),
     }
@@ -31,7 +33,9 @@ def set_rng_state(state: dict) -> None:
     try:
         _set_rng_state(state)
     except Exception as error:  # torch, numpy and Python tell of it with any
-        raise RuntimeError(f"not the random states of a process: {type(error).__name__} {str(error)[:200]}") from None
+        raise RuntimeError(
+            f"not the random states of a process: {type(error).__name__} {str(error)[:200]}"
+        ) from None
 
 
 def _set_rng_state(state: dict) -> None:

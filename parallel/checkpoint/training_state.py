@@ -34,8 +34,18 @@ from parallel.groups import ProcessGroups
 device.prepare()
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories, apply_factory_merges, is_main_replica  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistLoadShardedStrategy, mcore_to_pyt_state_dict  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+    is_main_replica,
+)  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    mcore_to_pyt_state_dict,
+)  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from parallel.megatron import lent_to_globals  # noqa: E402
@@ -53,13 +63,19 @@ class Learned:
     sharded: ShardedTensor | ShardedTensorFactory
     holder: int  # rank within the data-parallel group
     inner: torch.optim.Optimizer | None = None  # None: the part is empty
-    value: Tensor | None = None  # what `inner` steps on: elements `start` to `stop` of the flattened parameter
+    value: Tensor | None = (
+        None  # what `inner` steps on: elements `start` to `stop` of the flattened parameter
+    )
     start: int = 0
     stop: int = 0
 
     def part(self, kind: str) -> Tensor | None:
         """What the optimizer holds here of the value or a moment."""
-        return self.value if kind == VALUE or self.value is None else self.inner.state.get(self.value, {}).get(kind)
+        return (
+            self.value
+            if kind == VALUE or self.value is None
+            else self.inner.state.get(self.value, {}).get(kind)
+        )
 
 
 def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
@@ -69,11 +85,20 @@ def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
         with lent_to_globals(groups):
             described = chunk.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         for name, sharded in described.items():
-            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(sharded.data, torch.nn.Parameter):
+            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(
+                sharded.data, torch.nn.Parameter
+            ):
                 holder = loads.index(min(loads))
                 loads[holder] += sharded.data.numel()
-                found[sharded.data] = Learned(name=f"{number}.{name}", weight=sharded.data, sharded=sharded, holder=holder)
-    missing = [name for chunk in chunks for name, parameter in chunk.module.named_parameters() if parameter not in found]
+                found[sharded.data] = Learned(
+                    name=f"{number}.{name}", weight=sharded.data, sharded=sharded, holder=holder
+                )
+    missing = [
+        name
+        for chunk in chunks
+        for name, parameter in chunk.module.named_parameters()
+        if parameter not in found
+    ]
     assert not missing, f"Megatron-Core describes no checkpoint of {missing}"
     for part in _parts(optimizer):
         _add_ranges(part, found)
@@ -82,7 +107,9 @@ def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
 
 def _parts(optimizer) -> list:
     """Megatron-Core's optimizers with parameters under one that may be a chain."""
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+    return [
+        part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None
+    ]
 
 
 def _add_ranges(optimizer, found: dict[Tensor, Learned]) -> None:
@@ -91,11 +118,18 @@ def _add_ranges(optimizer, found: dict[Tensor, Learned]) -> None:
     if isinstance(optimizer, DistributedOptimizer):
         for weight, (group, place) in optimizer.model_param_group_index_map.items():
             span, known = optimizer._get_model_param_range_map(weight)["param"], found[weight]
-            known.inner, known.value, known.start, known.stop = inner, inner.param_groups[group]["params"][place], span.start, span.end
+            known.inner, known.value, known.start, known.stop = (
+                inner,
+                inner.param_groups[group]["params"][place],
+                span.start,
+                span.end,
+            )
         return
     stepped = {id(value) for group in inner.param_groups for value in group["params"]}
     for weight, known in found.items():
-        value = next((value for value in (getattr(weight, "main_param", None), weight) if id(value) in stepped), None)
+        value = next(
+            (value for value in (getattr(weight, "main_param", None), weight) if id(value) in stepped), None
+        )
         if value is not None:
             known.inner, known.value, known.start, known.stop = inner, value, 0, weight.numel()
 
@@ -104,7 +138,9 @@ def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
     """Steps taken so far, the same on every member; Megatron's FusedAdam counts them by group, torch's AdamW by parameter."""
     steps = [0]
     for inner in {id(one.inner): one.inner for one in parameters if one.inner is not None}.values():
-        steps += [int(holder["step"]) for holder in (*inner.param_groups, *inner.state.values()) if "step" in holder]
+        steps += [
+            int(holder["step"]) for holder in (*inner.param_groups, *inner.state.values()) if "step" in holder
+        ]
     most = torch.tensor(max(steps), device=device.device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.world)
     return int(most)
@@ -128,7 +164,9 @@ class HostCopies:
         """
         mine = [one for one in learned(chunks, optimizer, groups) if one.holder == groups.dp_cp.rank()]
         shapes = {f"{one.name}/{kind}": one.weight.shape for one in mine for kind in (VALUE, *MOMENTS)}
-        memory = device.host_memory(sum(shape.numel() for shape in shapes.values()) * torch.float32.itemsize, owner=self)
+        memory = device.host_memory(
+            sum(shape.numel() for shape in shapes.values()) * torch.float32.itemsize, owner=self
+        )
         parts = memory.view(torch.float32).split([shape.numel() for shape in shapes.values()])
         self._places = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
@@ -138,14 +176,18 @@ class HostCopies:
         return place.copy_(tensor, non_blocking=True)
 
 
-def gather(chunks: list, optimizer, groups: ProcessGroups, copies: HostCopies) -> tuple[dict[str, Tensor], int]:
+def gather(
+    chunks: list, optimizer, groups: ProcessGroups, copies: HostCopies
+) -> tuple[dict[str, Tensor], int]:
     """Float32 tensors on the host of all parameters that this rank holds for its data-parallel group, and the optimizer's step.
 
     Before the first step there are no moments. On a GPU the current stream may still be filling the tensors.
     """
     parameters = learned(chunks, optimizer, groups)
     step = optimizer_step(parameters, groups)
-    is_split = groups.dp_cp.size() > 1 and any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    is_split = groups.dp_cp.size() > 1 and any(
+        isinstance(part, DistributedOptimizer) for part in _parts(optimizer)
+    )
     tensors = {}
     for one in parameters:
         is_mine = one.holder == groups.dp_cp.rank()
@@ -154,14 +196,21 @@ def gather(chunks: list, optimizer, groups: ProcessGroups, copies: HostCopies) -
                 continue
             whole = _whole(one, kind, groups) if is_split else one.part(kind)
             if is_mine:
-                whole = torch.zeros_like(one.weight, dtype=torch.float32) if whole is None else whole.detach()  # None: no gradient ever came
-                tensors[f"{one.name}/{kind}"] = copies.copy(f"{one.name}/{kind}", whole.view(one.weight.shape))
+                whole = (
+                    torch.zeros_like(one.weight, dtype=torch.float32) if whole is None else whole.detach()
+                )  # None: no gradient ever came
+                tensors[f"{one.name}/{kind}"] = copies.copy(
+                    f"{one.name}/{kind}", whole.view(one.weight.shape)
+                )
     return tensors, step
 
 
 def _whole(one: Learned, kind: str, groups: ProcessGroups) -> Tensor:
     """[N] float32 on the holder: what the ranks of a data-parallel group hold parts of; elsewhere anything."""
-    whole, part = torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device), one.part(kind)
+    whole, part = (
+        torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device),
+        one.part(kind),
+    )
     if part is not None:
         whole[one.start : one.stop] = part.detach().flatten()
     # Summed as integers: of each element all ranks but one have 0, so the bits stay.
@@ -177,7 +226,9 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
     is_split = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
     squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
     for one in learned(chunks, optimizer, groups):
-        is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (is_split or one.holder == groups.dp_cp.rank())
+        is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (
+            is_split or one.holder == groups.dp_cp.rank()
+        )
         for place, kind in enumerate((VALUE, *MOMENTS)):
             if is_counted and (part := one.part(kind)) is not None:
                 for piece in part.detach().flatten().split(_PIECE):  # in float64 a whole one may be gigabytes
@@ -195,7 +246,9 @@ def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
             if tensor is not None:
                 key = sharded.key if kind == VALUE else f"optimizer.state.{kind}.{sharded.key}"
                 dtype = {"dtype": tensor.dtype} if isinstance(sharded, ShardedTensor) else {}
-                described[f"{one.name}/{kind}"] = replace(sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype)
+                described[f"{one.name}/{kind}"] = replace(
+                    sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype
+                )
     return described
 
 
@@ -220,7 +273,12 @@ class Snapshot:
         """
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        save_state(self._state, storage_writer=_Writer(folder, sync_files=False), planner=MCoreSavePlanner(flatten_state_dict=False), process_group=group)
+        save_state(
+            self._state,
+            storage_writer=_Writer(folder, sync_files=False),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+            process_group=group,
+        )
 
 
 class _Writer(FileSystemWriter):
@@ -230,8 +288,15 @@ class _Writer(FileSystemWriter):
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        count, largest_first = writing_threads(), sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes))
-        shares = {f"{plan.storage_data.prefix}{i}.distcp": share for i in range(count) if (share := largest_first[i::count])}
+        count, largest_first = (
+            writing_threads(),
+            sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes)),
+        )
+        shares = {
+            f"{plan.storage_data.prefix}{i}.distcp": share
+            for i in range(count)
+            if (share := largest_first[i::count])
+        }
         with ThreadPoolExecutor(count) as pool:
             written = list(pool.map(partial(self._write_file, planner), shares, shares.values()))
         future = Future()
@@ -251,8 +316,12 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata, results) -> None:
         """On the first rank, after all have written; an error here reaches every rank, as theirs do."""
         super().finish(metadata, results)
-        torch.save({}, Path(self.path) / "common.pt")  # these two are what Megatron-Core's own `load` looks for first
-        (Path(self.path) / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+        torch.save(
+            {}, Path(self.path) / "common.pt"
+        )  # these two are what Megatron-Core's own `load` looks for first
+        (Path(self.path) / "metadata.json").write_text(
+            json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        )
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -274,20 +343,28 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
     parameters = learned(chunks, optimizer, groups) if groups.is_member else []
     kinds = (VALUE, *MOMENTS) if step else (VALUE,)
     mine = [one for one in parameters if one.holder == groups.dp_cp.rank()]
-    wanted = _describe(mine, {f"{one.name}/{kind}": torch.empty(one.weight.shape) for one in mine for kind in kinds})
+    wanted = _describe(
+        mine, {f"{one.name}/{kind}": torch.empty(one.weight.shape) for one in mine for kind in kinds}
+    )
     merges = dict(wanted)
     apply_factories(wanted)
     loaded, causes = {}, [None] * dist.get_world_size()
     try:
         loaded, cause = TorchDistLoadShardedStrategy().load(wanted, folder), None
-    except CheckpointException as error:  # no Exception; with Megatron-Core 0.19 on those ranks alone that it concerns
+    except (
+        CheckpointException
+    ) as error:  # no Exception; with Megatron-Core 0.19 on those ranks alone that it concerns
         cause = str(next(iter(error.failures.values()))[0])
     except Exception as error:  # what its readers find broken they tell with nearly any
         cause = f"{type(error).__name__}: {error}"
     dist.all_gather_object(causes, cause)
     if cause := next(filter(None, causes), None):
-        raise ValueError(f"{folder} does not fit this model ({shortened(cause)}); resume with the version of megatron-core that wrote it, or set run.resume=never")
-    factories = {name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)}
+        raise ValueError(
+            f"{folder} does not fit this model ({shortened(cause)}); resume with the version of megatron-core that wrote it, or set run.resume=never"
+        )
+    factories = {
+        name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)
+    }
     loaded = apply_factory_merges(loaded, factories)
     for one in parameters:
         for kind in kinds:
@@ -325,7 +402,9 @@ def _set_step(one: Learned, step: int) -> None:
     if one.inner is None or not step:
         return
     if isinstance(one.inner, torch.optim.Adam | torch.optim.AdamW):
-        one.inner.state[one.value]["step"] = torch.tensor(float(step))  # each its own, on the CPU wherever the parameter is
+        one.inner.state[one.value]["step"] = torch.tensor(
+            float(step)
+        )  # each its own, on the CPU wherever the parameter is
     else:
         for group in one.inner.param_groups:
             group["step"] = step

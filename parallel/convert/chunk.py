@@ -10,7 +10,15 @@ import torch
 
 from parallel.convert.open_files import OpenFiles
 
-_STORAGES = {name: dtype for name, dtype in dict(FloatStorage=torch.float32, DoubleStorage=torch.float64, HalfStorage=torch.float16, BFloat16Storage=torch.bfloat16).items()}
+_STORAGES = {
+    name: dtype
+    for name, dtype in dict(
+        FloatStorage=torch.float32,
+        DoubleStorage=torch.float64,
+        HalfStorage=torch.float16,
+        BFloat16Storage=torch.bfloat16,
+    ).items()
+}
 _LOCAL_HEADER_BYTES = 30  # of a zip member, before its name and extra field
 
 
@@ -83,9 +91,18 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
             raise ValueError("a size below 0")
         expected = torch.empty(shape, device="meta")
     except Exception as error:  # a broken archive or pickle raises nearly anything
-        raise ValueError(f"{files.folder / name} has no tensor at bytes {start}-{start + length} ({error or type(error).__name__}); copy it again from its source") from None
-    if stride != expected.stride() and expected.numel() > 1 or info.compress_type != zipfile.ZIP_STORED or (offset + expected.numel()) * dtype.itemsize > info.file_size:
-        raise ValueError(f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the checkpoint again with Megatron-Core")
+        raise ValueError(
+            f"{files.folder / name} has no tensor at bytes {start}-{start + length} ({error or type(error).__name__}); copy it again from its source"
+        ) from None
+    if (
+        stride != expected.stride()
+        and expected.numel() > 1
+        or info.compress_type != zipfile.ZIP_STORED
+        or (offset + expected.numel()) * dtype.itemsize > info.file_size
+    ):
+        raise ValueError(
+            f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the checkpoint again with Megatron-Core"
+        )
     return ChunkData(dtype, shape, at + offset * dtype.itemsize)
 
 
@@ -93,4 +110,9 @@ def _content(files: OpenFiles, name: str, start: int, member: zipfile.ZipInfo) -
     """Where a stored member's bytes begin in the file. `zipfile` would compare a CRC, which `torch.save` may be told to leave out."""
     at = start + member.header_offset
     header = files.bytes_at(name, at, _LOCAL_HEADER_BYTES)
-    return at + _LOCAL_HEADER_BYTES + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return (
+        at
+        + _LOCAL_HEADER_BYTES
+        + int.from_bytes(header[26:28], "little")
+        + int.from_bytes(header[28:30], "little")
+    )

@@ -30,7 +30,9 @@ def open_source(arguments: CheckpointArguments) -> Source:
     """A folder of either kind, opened; ValueError if it is neither or broken."""
     path = arguments.path
     if not path.is_dir():
-        raise ValueError(f"{path} does not exist; give a Hugging Face folder or a distributed checkpoint of Megatron-Core")
+        raise ValueError(
+            f"{path} does not exist; give a Hugging Face folder or a distributed checkpoint of Megatron-Core"
+        )
     if (path / CONFIG).is_file() or (path / TRACKER).is_file():
         return MegatronCheckpoint(path, arguments.template, skip_extra=arguments.skip_extra)
     return HuggingFace(path)
@@ -45,11 +47,21 @@ def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) 
     for name in common:
         one, other = ((side.dtypes[name], list(side.shapes[name])) for side in (first, second))
         if one != other:
-            lines[name] = f"{name} is {one[0]} {one[1]} in {first.path} and {other[0]} {other[1]} in {second.path}"
+            lines[name] = (
+                f"{name} is {one[0]} {one[1]} in {first.path} and {other[0]} {other[1]} in {second.path}"
+            )
     jobs = [CompareJob(name, (a, b), budget) for name in common if name not in lines]
     total = sum(prod(first.shapes[job.name]) * first.dtypes[job.name].itemsize for job in jobs)
-    lines |= {job: line for job, line in run_jobs(compare, jobs, workers=budget.workers, total_bytes=total, title="verify") if line}
-    return [lines[name] for name in (*first.shapes, *(name for name in second.shapes if name not in first.shapes)) if name in lines]
+    lines |= {
+        job: line
+        for job, line in run_jobs(compare, jobs, workers=budget.workers, total_bytes=total, title="verify")
+        if line
+    }
+    return [
+        lines[name]
+        for name in (*first.shapes, *(name for name in second.shapes if name not in first.shapes))
+        if name in lines
+    ]
 
 
 def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
@@ -86,11 +98,21 @@ def describe(arguments: CheckpointArguments) -> str:
         f"files      {len(source.source_files)}",
     ]
     if isinstance(source, MegatronCheckpoint):
-        for keys, what in ((source.training_keys, "training state, not read"), (source.extra_keys, "unknown, left out")):
+        for keys, what in (
+            (source.training_keys, "training state, not read"),
+            (source.extra_keys, "unknown, left out"),
+        ):
             lines += [f"{what}: {len(keys)} keys, such as {keys[0]}"] if keys else []
-        lines += [f"  {key:<60}{str(list(tensor.full_shape)):<24}{len(source.chunks[key])} chunks" for key, tensor in source.tensors.items()]
+        lines += [
+            f"  {key:<60}{str(list(tensor.full_shape)):<24}{len(source.chunks[key])} chunks"
+            for key, tensor in source.tensors.items()
+        ]
     else:
-        lines += [f"  {name:<60}{str(list(shape)):<24}{source.dtypes[name]}" for name, shape in source.shapes.items() if ".layers." not in name or ".layers.0." in name]
+        lines += [
+            f"  {name:<60}{str(list(shape)):<24}{source.dtypes[name]}"
+            for name, shape in source.shapes.items()
+            if ".layers." not in name or ".layers.0." in name
+        ]
     return "\n".join(lines)
 
 

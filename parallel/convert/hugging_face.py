@@ -31,7 +31,13 @@ class HuggingFace:
         self.path = self.config_folder = Path(path)
         self.arch = read_architecture(self.path)
         with CheckpointFolder(self.path) as folder:
-            self.head: Head = "token" if "score.bias" in folder.names else "sequence" if "score.weight" in folder.names else "lm"
+            self.head: Head = (
+                "token"
+                if "score.bias" in folder.names
+                else "sequence"
+                if "score.weight" in folder.names
+                else "lm"
+            )
             self.shapes = hf_shapes(self.arch, self.head)
             folder.check_shapes(self.shapes)
             if self.head == "lm" and self.arch.tied:
@@ -52,15 +58,24 @@ class HuggingFace:
     def _locate(self) -> dict[str, tuple[str, int]]:
         """The file and the first byte of each tensor; `CheckpointFolder` has checked what is read here."""
         single = (self.path / SINGLE).is_file()
-        weight_map = dict.fromkeys(self.shapes, SINGLE) if single else json.loads((self.path / INDEX).read_text())["weight_map"]
+        weight_map = (
+            dict.fromkeys(self.shapes, SINGLE)
+            if single
+            else json.loads((self.path / INDEX).read_text())["weight_map"]
+        )
         headers = {}
         for file in {weight_map[name] for name in self.shapes}:
             length = int.from_bytes(self._files.bytes_at(file, 0, 8), "little")
             headers[file] = (8 + length, json.loads(self._files.bytes_at(file, 8, length)))
-        return {name: (file := weight_map[name], headers[file][0] + headers[file][1][name]["data_offsets"][0]) for name in self.shapes}
+        return {
+            name: (file := weight_map[name], headers[file][0] + headers[file][1][name]["data_offsets"][0])
+            for name in self.shapes
+        }
 
 
-def write_safetensors(file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], rows_of: Iterator[Tensor]) -> None:
+def write_safetensors(
+    file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], rows_of: Iterator[Tensor]
+) -> None:
     """Write one file: its header, then contiguous parts of the tensors in the header's order as `rows_of` yields them."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, dtype, shape in tensors:

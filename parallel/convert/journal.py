@@ -32,23 +32,31 @@ class Journal:
             raise ValueError(f"another process is converting into {folder}; wait for it") from None
         self._file.seek(0)
         try:
-            whole = [line for line in self._file if line.endswith("\n")]  # the last one may have been cut by a kill
+            whole = [
+                line for line in self._file if line.endswith("\n")
+            ]  # the last one may have been cut by a kill
             lines = [json.loads(line) for line in whole]
             if not all(isinstance(line, dict) for line in lines):
                 raise ValueError("a line is no object")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder {folder}") from None
+            raise ValueError(
+                f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder {folder}"
+            ) from None
         self._file.truncate(sum(len(line.encode()) for line in whole))
         if not lines:
             self._append({"conversion": conversion})
         elif lines[0] != {"conversion": json.loads(json.dumps(conversion))}:
-            raise ValueError(f"{folder} holds the beginning of another conversion (other source files or options); remove the folder or finish that one")
+            raise ValueError(
+                f"{folder} holds the beginning of another conversion (other source files or options); remove the folder or finish that one"
+            )
         self.finished = {entry["name"]: entry for entry in lines[1:] if self._is_whole(entry)}
 
     def add(self, entry: dict[str, Any]) -> None:
         """Record a finished file: its "name", "bytes", "sha256" and what else a rerun needs to know."""
         self._append(entry)
-        self.finished[entry["name"]] = json.loads(json.dumps(entry))  # as a rerun would read it: what is made of it has the same bytes
+        self.finished[entry["name"]] = json.loads(
+            json.dumps(entry)
+        )  # as a rerun would read it: what is made of it has the same bytes
 
     def remove(self) -> None:
         self._file.close()
@@ -63,7 +71,11 @@ class Journal:
     def _is_whole(self, entry: Mapping[str, Any]) -> bool:
         name = entry.get("name")
         path = self.folder / name if isinstance(name, str) else self.folder
-        return path.is_file() and path.stat().st_size == entry.get("bytes") and digest_of(path) == entry.get("sha256")
+        return (
+            path.is_file()
+            and path.stat().st_size == entry.get("bytes")
+            and digest_of(path) == entry.get("sha256")
+        )
 
 
 def digest_of(path: Path) -> str:

@@ -16,11 +16,20 @@ from parallel.weights.shard import Block
 
 Spec = Literal["te", "local"]
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-VOCAB_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows may be padded, more or less
+VOCAB_KEYS = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+)  # their rows may be padded, more or less
 # Modules with an `_extra_state` (FP8 scales; None without FP8) that Megatron asks for when it loads.
 LAYER_STATES = {
     "local": ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
-    "te": ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2"),
+    "te": (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.core_attention",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    ),
 }
 
 
@@ -71,7 +80,12 @@ def global_tensors(arch: Architecture, head: Head) -> dict[str, GlobalTensor]:
     for parameter in megatron_parameters(arch, Layout(), 0, spec="te", head=head):
         match = LAYER.fullmatch(parameter.name)
         parts.setdefault(f"decoder.layers.{match[2]}" if match else parameter.name, []).append(parameter)
-    return {key: GlobalTensor(key, key.startswith("decoder.layers."), same[0].shape, tuple(p.blocks for p in same)) for key, same in parts.items()}
+    return {
+        key: GlobalTensor(
+            key, key.startswith("decoder.layers."), same[0].shape, tuple(p.blocks for p in same)
+        )
+        for key, same in parts.items()
+    }
 
 
 def places(tensors: Mapping[str, GlobalTensor]) -> dict[str, list[Place]]:
@@ -89,5 +103,9 @@ def extra_states(arch: Architecture, spec: Spec) -> list[str]:
     modules = LAYER_STATES[spec]
     if spec == "te" and arch.qk_norm:
         modules += ("self_attention.q_layernorm", "self_attention.k_layernorm")
-    keys = [f"decoder.layers.{module}._extra_state/shard_{layer}_{arch.num_layers}" for layer in range(arch.num_layers) for module in modules]
+    keys = [
+        f"decoder.layers.{module}._extra_state/shard_{layer}_{arch.num_layers}"
+        for layer in range(arch.num_layers)
+        for module in modules
+    ]
     return keys + ["decoder.final_layernorm._extra_state/shard_0_1"] * (spec == "te")

@@ -20,11 +20,15 @@ from parallel.weights.rules import Head, hf_shapes
 
 TRACKER, CONFIG, HF_FOLDER = "latest_checkpointed_iteration.txt", "metadata.json", "hf"
 # What training keeps beside the weights, as the keys of Megatron-LM begin.
-TRAINING_STATE = re.compile(r"(optimizer|chained_\d+\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
+TRAINING_STATE = re.compile(
+    r"(optimizer|chained_\d+\.|rng_state|rerun_state_machine_state|opt_param_scheduler)"
+)
 COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core 0.19 keeps what was common.pt before
 # FP8 scales of transformer-engine, or nothing: objects of modules, as Megatron's `ShardedObject` marks which shard of how many.
 EXTRA_STATE = re.compile(r"(?:.+\.)?_extra_state/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
-_GATE_OR_UP = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")  # halves under keys of their own, with `singleton_local_shards`
+_GATE_OR_UP = re.compile(
+    r"(.*linear_fc1\.(?:weight|bias))_([wv])"
+)  # halves under keys of their own, with `singleton_local_shards`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +53,20 @@ def checkpoint_folder(path: Path) -> Path:
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
-        raise ValueError(f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of Megatron-Core")
+        raise ValueError(
+            f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of Megatron-Core"
+        )
     text = tracker.read_bytes()[:100].decode(errors="replace").strip()
     is_number = re.fullmatch("[0-9]{1,15}", text)
     folder = path / (f"iter_{int(text):07d}" if is_number else "release")
     if pickled := sorted(folder.glob("mp_rank_*/*.pt")):
-        raise ValueError(f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; save the checkpoint with --ckpt-format torch_dist")
+        raise ValueError(
+            f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; save the checkpoint with --ckpt-format torch_dist"
+        )
     if text != "release" and not is_number or not (folder / CONFIG).is_file():
-        raise ValueError(f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, copy it again")
+        raise ValueError(
+            f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, copy it again"
+        )
     return folder
 
 
@@ -82,7 +92,9 @@ class MegatronCheckpoint:
             raise ValueError(f"{self.path}: {error}; copy it again from the checkpoint's source") from None
         if config.get("sharded_backend") != "torch_dist":
             found = shortened(config.get("sharded_backend"), 40)
-            raise ValueError(f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the checkpoint with --ckpt-format torch_dist")
+            raise ValueError(
+                f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the checkpoint with --ckpt-format torch_dist"
+            )
         self.config_folder = self._config_folder(Path(path), template)
         self.arch = read_architecture(self.config_folder)
         self._files = OpenFiles(self.path)
@@ -94,8 +106,12 @@ class MegatronCheckpoint:
         self.extra_keys: list[str] = []
         self.chunks, dtypes = self._stored(table)
         if self.extra_keys and not skip_extra:
-            shown = ", ".join(self.extra_keys[:8]) + (f" and {len(self.extra_keys) - 8} more" if len(self.extra_keys) > 8 else "")
-            raise ValueError(f"{self.path} has keys that {self.config_folder / 'config.json'}'s model does not have: {shown}; leave them out with --skip-extra, if that is meant")
+            shown = ", ".join(self.extra_keys[:8]) + (
+                f" and {len(self.extra_keys) - 8} more" if len(self.extra_keys) > 8 else ""
+            )
+            raise ValueError(
+                f"{self.path} has keys that {self.config_folder / 'config.json'}'s model does not have: {shown}; leave them out with --skip-extra, if that is meant"
+            )
         self._check(table)
         self._places = places(self.tensors)
         self.dtypes = {name: dtypes[self._places[name][0].key] for name in self.shapes}
@@ -103,7 +119,13 @@ class MegatronCheckpoint:
 
     @property
     def source_files(self) -> list[Path]:
-        return [self.path / metadata.FILE, *(self.path / name for name in sorted({c.file for stored in self.chunks.values() for c in stored}))]
+        return [
+            self.path / metadata.FILE,
+            *(
+                self.path / name
+                for name in sorted({c.file for stored in self.chunks.values() for c in stored})
+            ),
+        ]
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
         """Fill `out` [stop - start, columns], contiguous and of the tensor's own dtype, with these rows of a Hugging Face tensor."""
@@ -122,7 +144,10 @@ class MegatronCheckpoint:
                 continue
             width, height = stored.cols[1] - stored.cols[0], stored.rows[1] - stored.rows[0]
             data = self._locate(stored, out.dtype)
-            at = data.start + ((layer - stored.layers[0]) * height + top - stored.rows[0]) * width * out.dtype.itemsize
+            at = (
+                data.start
+                + ((layer - stored.layers[0]) * height + top - stored.rows[0]) * width * out.dtype.itemsize
+            )
             target = out[top - first : bottom - first]
             if width == out.shape[1]:
                 self._files.read_into(stored.file, at, target)
@@ -132,7 +157,9 @@ class MegatronCheckpoint:
                 target[:, slice(*stored.cols)] = part
             filled += (bottom - top) * width
         if filled != out.numel():
-            raise ValueError(f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer {layer} open; save the checkpoint again")
+            raise ValueError(
+                f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer {layer} open; save the checkpoint again"
+            )
 
     def _locate(self, stored: StoredChunk, dtype: torch.dtype) -> chunk.ChunkData:
         where = stored.file, stored.start
@@ -140,7 +167,9 @@ class MegatronCheckpoint:
             data = chunk.locate(self._files, stored.file, stored.start, stored.length)
             box = prod(end - begin for begin, end in (stored.layers, stored.rows, stored.cols))
             if data.dtype != dtype or prod(data.shape) != box:
-                raise ValueError(f"{self.path / stored.file} has a {data.dtype} tensor of shape {list(data.shape)} at byte {stored.start}, not what {metadata.FILE} says")
+                raise ValueError(
+                    f"{self.path / stored.file} has a {data.dtype} tensor of shape {list(data.shape)} at byte {stored.start}, not what {metadata.FILE} says"
+                )
             self._located[where] = data
         return self._located[where]
 
@@ -150,7 +179,9 @@ class MegatronCheckpoint:
         for folder in (path / HF_FOLDER, self.path / HF_FOLDER, self.path.parent / HF_FOLDER):
             if (folder / "config.json").is_file():
                 return folder
-        raise ValueError(f"{path} has no folder {HF_FOLDER} with the model's config.json; name a Hugging Face folder of the same model with --template")
+        raise ValueError(
+            f"{path} has no folder {HF_FOLDER} with the model's config.json; name a Hugging Face folder of the same model with --template"
+        )
 
     def _head(self, table) -> Head:
         if "output_layer.bias" in table.state_dict_metadata:
@@ -175,13 +206,26 @@ class MegatronCheckpoint:
                 self.extra_keys.append(stored_key)
                 continue
             tensor = self.tensors[key]
-            self._check_shape(stored_key, tensor, tuple(entry.size), single=layer is not None, half=stored_key != key and bool(_GATE_OR_UP.fullmatch(stored_key)))
-            if dtypes.setdefault(key, entry.properties.dtype) != entry.properties.dtype or entry.properties.dtype not in chunk._STORAGES.values():
-                raise ValueError(f"{stored_key} in {self.path} is {entry.properties.dtype}; all layers of a floating tensor have one dtype, save the checkpoint again")
+            self._check_shape(
+                stored_key,
+                tensor,
+                tuple(entry.size),
+                single=layer is not None,
+                half=stored_key != key and bool(_GATE_OR_UP.fullmatch(stored_key)),
+            )
+            if (
+                dtypes.setdefault(key, entry.properties.dtype) != entry.properties.dtype
+                or entry.properties.dtype not in chunk._STORAGES.values()
+            ):
+                raise ValueError(
+                    f"{stored_key} in {self.path} is {entry.properties.dtype}; all layers of a floating tensor have one dtype, save the checkpoint again"
+                )
             for part in entry.chunks:
                 info = table.storage_data.get(metadata.MetadataIndex(stored_key, part.offsets))
                 if info is None or info.transform_descriptors:
-                    raise ValueError(f"{self.path / metadata.FILE} does not say where {stored_key} at {list(part.offsets)} lies, or it is compressed; save the checkpoint again")
+                    raise ValueError(
+                        f"{self.path / metadata.FILE} does not say where {stored_key} at {list(part.offsets)} lies, or it is compressed; save the checkpoint again"
+                    )
                 box = _box(tensor, tuple(part.offsets), tuple(part.sizes), layer, row)
                 chunks[key].setdefault(box, StoredChunk(*box, info.relative_path, info.offset, info.length))
         return {key: list(boxes.values()) for key, boxes in chunks.items()}, dtypes
@@ -193,34 +237,51 @@ class MegatronCheckpoint:
         half = _GATE_OR_UP.fullmatch(key)
         return (half[1], layer, self.arch.intermediate_size * (half[2] == "v")) if half else (key, layer, 0)
 
-    def _check_shape(self, key: str, tensor: GlobalTensor, shape: tuple[int, ...], *, single: bool, half: bool) -> None:
+    def _check_shape(
+        self, key: str, tensor: GlobalTensor, shape: tuple[int, ...], *, single: bool, half: bool
+    ) -> None:
         wanted = tensor.shape if single else tensor.full_shape
         axis = 0 if single or not tensor.stacked else 1
         rows = tensor.rows // 2 if half else tensor.rows
         padded = tensor.key in VOCAB_KEYS and shape[:1] >= (tensor.needed_rows,) and shape[1:] == wanted[1:]
         if not padded and shape != (*wanted[:axis], rows, *wanted[axis + 1 :]):
-            raise ValueError(f"{key} in {self.path} is {list(shape)} and {self.config_folder / 'config.json'} describes {list(wanted)}; give the config.json of this model")
+            raise ValueError(
+                f"{key} in {self.path} is {list(shape)} and {self.config_folder / 'config.json'} describes {list(wanted)}; give the config.json of this model"
+            )
 
     def _check(self, table) -> None:
         """Every element of the model is in a chunk, and every chunk in a file that is long enough."""
         for key, tensor in self.tensors.items():
             boxes = self.chunks.get(key, [])
             needed = tensor.layers * tensor.needed_rows * tensor.cols
-            held = sum((b.layers[1] - b.layers[0]) * max(0, min(b.rows[1], tensor.needed_rows) - b.rows[0]) * (b.cols[1] - b.cols[0]) for b in boxes)
+            held = sum(
+                (b.layers[1] - b.layers[0])
+                * max(0, min(b.rows[1], tensor.needed_rows) - b.rows[0])
+                * (b.cols[1] - b.cols[0])
+                for b in boxes
+            )
             if held != needed:
-                raise ValueError(f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is incomplete or of another model")
+                raise ValueError(
+                    f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is incomplete or of another model"
+                )
         ends: dict[str, int] = defaultdict(int)
         for info in table.storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
         for name, end in sorted(ends.items()):
             path = self.path / name
             if not path.resolve().is_relative_to(self.path.resolve()) or not path.is_file():
-                raise ValueError(f"{path} does not exist and {metadata.FILE} names it; copy it again from the checkpoint's source")
+                raise ValueError(
+                    f"{path} does not exist and {metadata.FILE} names it; copy it again from the checkpoint's source"
+                )
             if path.stat().st_size < end:
-                raise ValueError(f"{path} is truncated: it has {path.stat().st_size} bytes and {metadata.FILE} describes {end}; copy it again from the checkpoint's source")
+                raise ValueError(
+                    f"{path} is truncated: it has {path.stat().st_size} bytes and {metadata.FILE} describes {end}; copy it again from the checkpoint's source"
+                )
 
 
-def _box(tensor: GlobalTensor, offsets: tuple[int, ...], sizes: tuple[int, ...], layer: int | None, row: int) -> tuple[tuple[int, int], ...]:
+def _box(
+    tensor: GlobalTensor, offsets: tuple[int, ...], sizes: tuple[int, ...], layer: int | None, row: int
+) -> tuple[tuple[int, int], ...]:
     """A chunk as intervals of layers, rows and columns."""
     if layer is None and tensor.stacked:
         layers, offsets, sizes = (offsets[0], offsets[0] + sizes[0]), offsets[1:], sizes[1:]

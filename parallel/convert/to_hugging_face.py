@@ -39,7 +39,9 @@ class SafetensorsJob:
     budget: Budget
 
 
-def convert(source: CheckpointArguments, target: Path, *, dtype: torch.dtype | None, budget: Budget, file_bytes: int) -> MegatronCheckpoint:
+def convert(
+    source: CheckpointArguments, target: Path, *, dtype: torch.dtype | None, budget: Budget, file_bytes: int
+) -> MegatronCheckpoint:
     """Write `target`, which appears when it is complete; a run that was cut short is continued. Returns the opened source.
 
     Args:
@@ -50,18 +52,46 @@ def convert(source: CheckpointArguments, target: Path, *, dtype: torch.dtype | N
         ValueError: the source is not a whole checkpoint of a supported model, or `target` is in use.
     """
     checkpoint = MegatronCheckpoint(source.path, source.template, skip_extra=source.skip_extra)
-    sizes = {name: prod(shape) * (dtype or checkpoint.dtypes[name]).itemsize for name, shape in checkpoint.shapes.items()}
+    sizes = {
+        name: prod(shape) * (dtype or checkpoint.dtypes[name]).itemsize
+        for name, shape in checkpoint.shapes.items()
+    }
     files = deal_into_files(sizes, file_bytes)
-    names = [SINGLE] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    )
     with staged(target) as scratch:
-        journal = Journal(scratch, conversion_of(checkpoint, what="mcore-to-hf", dtype=str(dtype), file_bytes=file_bytes, skip_extra=source.skip_extra))
-        jobs = [SafetensorsJob(source, scratch / name, tuple(file), dtype, budget) for name, file in zip(names, files) if name not in journal.finished]
-        jobs.sort(key=lambda job: -sum(sizes[name] for name in job.names))  # the largest first, so that processes end together
+        journal = Journal(
+            scratch,
+            conversion_of(
+                checkpoint,
+                what="mcore-to-hf",
+                dtype=str(dtype),
+                file_bytes=file_bytes,
+                skip_extra=source.skip_extra,
+            ),
+        )
+        jobs = [
+            SafetensorsJob(source, scratch / name, tuple(file), dtype, budget)
+            for name, file in zip(names, files)
+            if name not in journal.finished
+        ]
+        jobs.sort(
+            key=lambda job: -sum(sizes[name] for name in job.names)
+        )  # the largest first, so that processes end together
         total = sum(sizes[name] for job in jobs for name in job.names)
-        for entry in run_jobs(write_file, jobs, workers=budget.workers, total_bytes=total, title="mcore-to-hf"):
+        for entry in run_jobs(
+            write_file, jobs, workers=budget.workers, total_bytes=total, title="mcore-to-hf"
+        ):
             journal.add(entry)
         if len(files) > 1:
-            write_index(scratch, {name: file for file, held in zip(names, files) for name in held}, sum(sizes.values()))
+            write_index(
+                scratch,
+                {name: file for file, held in zip(names, files) for name in held},
+                sum(sizes.values()),
+            )
         carry_files(checkpoint.config_folder, scratch, config=_config(checkpoint, dtype))
         journal.remove()
     return checkpoint
@@ -88,7 +118,9 @@ def slabs(source, name: str, budget: Budget) -> Iterator[tuple[int, Tensor]]:
         yield start, part
 
 
-def _parts(job: SafetensorsJob, checkpoint: MegatronCheckpoint, report: Callable[[int], None]) -> Iterator[Tensor]:
+def _parts(
+    job: SafetensorsJob, checkpoint: MegatronCheckpoint, report: Callable[[int], None]
+) -> Iterator[Tensor]:
     for name in job.names:
         for _, part in slabs(checkpoint, name, job.budget):
             converted = part.to(job.dtype or part.dtype)

@@ -70,16 +70,35 @@ def convert(source: Path, target: Path, *, spec: Spec, budget: Budget, file_byte
         release = scratch / RELEASE
         release.mkdir(exist_ok=True)
         names = [f"{RELEASE}/__0_{number}.distcp" for number in range(len(files))]
-        objects = [tuple(extra_states(folder.arch, spec)) if number == 0 else () for number in range(len(files))]
-        jobs = [DistcpJob(folder.path, scratch / name, tuple(file), o) for name, file, o in zip(names, files, objects) if name not in journal.finished]
+        objects = [
+            tuple(extra_states(folder.arch, spec)) if number == 0 else () for number in range(len(files))
+        ]
+        jobs = [
+            DistcpJob(folder.path, scratch / name, tuple(file), o)
+            for name, file, o in zip(names, files, objects)
+            if name not in journal.finished
+        ]
         total = sum(_chunk_bytes(chunk, tensors, dtypes) for job in jobs for chunk in job.chunks)
-        for entry in run_jobs(write_distcp, jobs, workers=budget.workers, total_bytes=total, title="hf-to-mcore"):
+        for entry in run_jobs(
+            write_distcp, jobs, workers=budget.workers, total_bytes=total, title="hf-to-mcore"
+        ):
             journal.add({**entry, "name": f"{RELEASE}/{entry['name']}"})
         entries = [entry for name in names for entry in journal.finished[name]["entries"]]
         carry_files(folder.path, scratch / HF_FOLDER)
-        write_metadata(release, {key: (dtypes[key], tensor.full_shape) for key, tensor in tensors.items()}, entries)
+        write_metadata(
+            release, {key: (dtypes[key], tensor.full_shape) for key, tensor in tensors.items()}, entries
+        )
         torch.save(common_state(folder.arch, folder.head, dtypes), release / "common.pt")
-        (release / CONFIG).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}))
+        (release / CONFIG).write_text(
+            json.dumps(
+                {
+                    "sharded_backend": "torch_dist",
+                    "sharded_backend_version": 1,
+                    "common_backend": "torch",
+                    "common_backend_version": 1,
+                }
+            )
+        )
         (scratch / TRACKER).write_text(RELEASE)
         journal.remove()
 
@@ -91,9 +110,20 @@ def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any
 
     def save(content, key: str, offset=None, shape=None) -> None:
         start = file.position
-        with config.patch("save.compute_crc32", False):  # torch.load compares none, and making them takes longer than writing
+        with config.patch(
+            "save.compute_crc32", False
+        ):  # torch.load compares none, and making them takes longer than writing
             torch.save(content, file)
-        entries.append({"key": key, "offset": offset, "shape": shape, "file": job.path.name, "start": start, "length": file.position - start})
+        entries.append(
+            {
+                "key": key,
+                "offset": offset,
+                "shape": shape,
+                "file": job.path.name,
+                "start": start,
+                "length": file.position - start,
+            }
+        )
 
     for key in job.objects:
         save([None], key)
@@ -102,13 +132,20 @@ def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any
         matrix = read_rows(folder, tensor, chunk.layer, chunk.rows, dtypes[chunk.key])
         leading = (1,) if tensor.stacked else ()
         shape = (*leading, len(matrix), *tensor.shape[1:])
-        save(matrix.view(shape), chunk.key, (*((chunk.layer,) if tensor.stacked else ()), chunk.rows[0], *(0 for _ in tensor.shape[1:])), shape)
+        save(
+            matrix.view(shape),
+            chunk.key,
+            (*((chunk.layer,) if tensor.stacked else ()), chunk.rows[0], *(0 for _ in tensor.shape[1:])),
+            shape,
+        )
         report(matrix.nbytes)
         del matrix  # before the next is allocated
     return file.complete() | {"entries": entries}
 
 
-def read_rows(folder: HuggingFace, tensor: GlobalTensor, layer: int, rows: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def read_rows(
+    folder: HuggingFace, tensor: GlobalTensor, layer: int, rows: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     """Rows of one layer of a global tensor, [rows, columns]; padding is zero."""
     matrix = torch.empty(rows[1] - rows[0], tensor.cols, dtype=dtype)
     matrix[max(0, tensor.needed_rows - rows[0]) :] = 0
@@ -169,11 +206,15 @@ def _dtype(tensor: GlobalTensor, folder: HuggingFace) -> torch.dtype:
     first = folder.dtypes[names[0]]
     if other := next((name for name in names if folder.dtypes[name] != first), None):
         remedy = "save the model in one dtype first"
-        raise ValueError(f"{other} in {folder.path} is {folder.dtypes[other]} and {names[0]} is {first}; Megatron keeps both in {tensor.key}, {remedy}")
+        raise ValueError(
+            f"{other} in {folder.path} is {folder.dtypes[other]} and {names[0]} is {first}; Megatron keeps both in {tensor.key}, {remedy}"
+        )
     return first
 
 
-def _files(tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget, file_bytes: int) -> Iterator[list[ChunkPlan]]:
+def _files(
+    tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget, file_bytes: int
+) -> Iterator[list[ChunkPlan]]:
     """The chunks of each file, layer by layer; the files are about equally large, so that processes end together."""
     chunks = list(_chunks(tensors, dtypes, budget))
     ends = list(accumulate(_chunk_bytes(chunk, tensors, dtypes) for chunk in chunks))
@@ -186,8 +227,17 @@ def _digest(files: list[list[ChunkPlan]]) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def _chunks(tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget) -> Iterator[ChunkPlan]:
-    ordered = sorted(((layer, number, tensor) for number, tensor in enumerate(tensors.values()) for layer in range(tensor.layers)), key=lambda item: item[:2])
+def _chunks(
+    tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget
+) -> Iterator[ChunkPlan]:
+    ordered = sorted(
+        (
+            (layer, number, tensor)
+            for number, tensor in enumerate(tensors.values())
+            for layer in range(tensor.layers)
+        ),
+        key=lambda item: item[:2],
+    )
     for layer, _, tensor in ordered:
         step = budget.rows(tensor.cols * dtypes[tensor.key].itemsize, tensor.key)
         for start in range(0, tensor.rows, step):

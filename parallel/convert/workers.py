@@ -30,16 +30,27 @@ class Budget:
     @classmethod
     def of(cls, memory_bytes: int, workers: int) -> "Budget":
         slab = min(LARGEST_SLAB_BYTES, memory_bytes // WORKER_BUFFERS)
-        return cls(slab_bytes=slab, workers=max(1, min(workers, memory_bytes // (WORKER_BUFFERS * max(1, slab)))))
+        return cls(
+            slab_bytes=slab, workers=max(1, min(workers, memory_bytes // (WORKER_BUFFERS * max(1, slab))))
+        )
 
     def rows(self, row_bytes: int, what: str) -> int:
         """Rows in a slab; ValueError if not one fits."""
         if row_bytes > self.slab_bytes:
-            raise ValueError(f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part of a tensor; raise it")
+            raise ValueError(
+                f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part of a tensor; raise it"
+            )
         return self.slab_bytes // row_bytes
 
 
-def run_jobs(function: Callable[[Any, Callable[[int], None]], Any], jobs: Sequence[Any], *, workers: int, total_bytes: int, title: str) -> Iterator[Any]:
+def run_jobs(
+    function: Callable[[Any, Callable[[int], None]], Any],
+    jobs: Sequence[Any],
+    *,
+    workers: int,
+    total_bytes: int,
+    title: str,
+) -> Iterator[Any]:
     """Results of `function(job, report)` as they are ready; `report(bytes)` moves the bar. An error of a job ends the others."""
     with tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc=title) as bar:
         if workers == 1 or len(jobs) <= 1:
@@ -49,7 +60,9 @@ def run_jobs(function: Callable[[Any, Callable[[int], None]], Any], jobs: Sequen
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(SHARED_MODULES)
         counter = context.Value("q", 0)
-        with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context, initializer=_begin, initargs=(counter,)) as pool:
+        with ProcessPoolExecutor(
+            min(workers, len(jobs)), mp_context=context, initializer=_begin, initargs=(counter,)
+        ) as pool:
             pending = {pool.submit(_run, function, job) for job in jobs}
             try:
                 while pending:

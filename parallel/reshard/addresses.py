@@ -11,22 +11,37 @@ from parallel.weights.shard import ShardedParameter
 
 def allocations_of(parameters: Mapping[Key, Tensor]) -> list[torch.UntypedStorage]:
     """The distinct allocations that hold the parameters, in the order of their addresses."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in parameters.values() if tensor.numel()}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in parameters.values()
+        if tensor.numel()
+    }
     return [storages[address] for address in sorted(storages)]
 
 
 def addresses_of(parameters: Mapping[Key, Tensor]) -> Addresses:
     """Where each parameter lies: which of `allocations_of`, and its first byte in it."""
     numbers = {storage.data_ptr(): number for number, storage in enumerate(allocations_of(parameters))}
-    return {key: (numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset() * tensor.element_size()) for key, tensor in parameters.items() if tensor.numel()}
+    return {
+        key: (numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset() * tensor.element_size())
+        for key, tensor in parameters.items()
+        if tensor.numel()
+    }
 
 
-def views_at(addresses: Addresses, parameters: Sequence[ShardedParameter], memory: Mapping[Key, Tensor], dtype: torch.dtype) -> dict[Key, Tensor]:
+def views_at(
+    addresses: Addresses,
+    parameters: Sequence[ShardedParameter],
+    memory: Mapping[Key, Tensor],
+    dtype: torch.dtype,
+) -> dict[Key, Tensor]:
     """Tensors for those of `parameters` that have an address, in the allocations that hold `memory`."""
     allocations, views = allocations_of(memory), {}
     for parameter in parameters:
         key = (parameter.chunk, parameter.name)
         if key in addresses:
             space, first = addresses[key]
-            views[key] = torch.empty(0, dtype=dtype, device=allocations[space].device).set_(allocations[space], first // dtype.itemsize, parameter.shape)
+            views[key] = torch.empty(0, dtype=dtype, device=allocations[space].device).set_(
+                allocations[space], first // dtype.itemsize, parameter.shape
+            )
     return views

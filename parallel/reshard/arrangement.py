@@ -18,15 +18,37 @@ VECTOR = 16  # bytes; vLLM's kernels read so many at a time, so that no paramete
 WORTH_ANOTHER = 64  # excess memory is, from this part of the larger copy on
 
 
-def arrangements(*, source: Shards, destination: Shards, memory: Mapping[int, Addresses], element_bytes: int, in_place: bool) -> Iterator[dict[int, "Arrangement"]]:
+def arrangements(
+    *,
+    source: Shards,
+    destination: Shards,
+    memory: Mapping[int, Addresses],
+    element_bytes: int,
+    in_place: bool,
+) -> Iterator[dict[int, "Arrangement"]]:
     """Every rank's arrangement, in the way that moves least; if that leaves too much unused when the next one is asked for, in the other way."""
-    homes = {block.tensor: (p.chunk, p.name) for shards in source.values() for p in shards if p.owner for block in p.blocks}
-    for arrange in (Arrangement.fill_by_name, Arrangement.fill_in_order) if in_place else (Arrangement.share,):
-        laid = {rank: Arrangement(source.get(rank, ()), shards, memory.get(rank, {}), element_bytes=element_bytes, homes=homes) for rank, shards in destination.items()}
+    homes = {
+        block.tensor: (p.chunk, p.name)
+        for shards in source.values()
+        for p in shards
+        if p.owner
+        for block in p.blocks
+    }
+    for arrange in (
+        (Arrangement.fill_by_name, Arrangement.fill_in_order) if in_place else (Arrangement.share,)
+    ):
+        laid = {
+            rank: Arrangement(
+                source.get(rank, ()), shards, memory.get(rank, {}), element_bytes=element_bytes, homes=homes
+            )
+            for rank, shards in destination.items()
+        }
         for arrangement in laid.values():
             arrange(arrangement)
         yield laid
-        if excess_bytes(laid) * WORTH_ANOTHER <= max((arrangement.larger_bytes for arrangement in laid.values()), default=0):
+        if excess_bytes(laid) * WORTH_ANOTHER <= max(
+            (arrangement.larger_bytes for arrangement in laid.values()), default=0
+        ):
             return
 
 
@@ -52,7 +74,13 @@ class Arrangement:
             memory: where the source parameters lie.
             homes: which source parameter holds a tensor, on whatever rank.
         """
-        self.source, self.destination, self.memory, self.element_bytes, self.homes = source, destination, memory, element_bytes, homes
+        self.source, self.destination, self.memory, self.element_bytes, self.homes = (
+            source,
+            destination,
+            memory,
+            element_bytes,
+            homes,
+        )
         self.addresses: Addresses = {}  # a destination parameter that is not named has memory of its own
         self.sizes = {(p.chunk, p.name): prod(p.shape) * element_bytes for p in destination}
         self.source_sizes = {(p.chunk, p.name): prod(p.shape) * element_bytes for p in source}
@@ -79,7 +107,12 @@ class Arrangement:
 
     def share(self) -> None:
         """Parameters that are one contiguous block of a source parameter."""
-        holders = {block.tensor: parameter for parameter in self.source if parameter.owner for block in parameter.blocks}
+        holders = {
+            block.tensor: parameter
+            for parameter in self.source
+            if parameter.owner
+            for block in parameter.blocks
+        }
         for parameter in self.destination:
             holder = holders.get(_first_tensor(parameter))
             start = holder and _same_block(holder, parameter)
@@ -97,12 +130,18 @@ class Arrangement:
         places, in circles that fit a window. Gaps may be left beside each of them.
         """
         self.share()
-        own_first = sorted(self.destination, key=lambda p: (-self.sizes[p.chunk, p.name], _first_tensor(p) not in self.held))
+        own_first = sorted(
+            self.destination, key=lambda p: (-self.sizes[p.chunk, p.name], _first_tensor(p) not in self.held)
+        )
         rest = [p for p in own_first if (p.chunk, p.name) not in self.addresses]
         for find in (self._slot, self._spill, self._gap):
             for parameter in rest:
                 key = (parameter.chunk, parameter.name)
-                if key not in self.addresses and (address := find(self.homes.get(_first_tensor(parameter)), self.sizes[key])) is not None:
+                if (
+                    key not in self.addresses
+                    and (address := find(self.homes.get(_first_tensor(parameter)), self.sizes[key]))
+                    is not None
+                ):
                     self.addresses[key] = address
 
     def fill_in_order(self) -> None:
@@ -114,7 +153,9 @@ class Arrangement:
 
         def turn(parameter: ShardedParameter) -> tuple[bool, Address]:
             tensor = _first_tensor(parameter)
-            return tensor not in self.held, self.memory.get(self.homes.get(tensor, (0, "")), (len(self.memory), 0))
+            return tensor not in self.held, self.memory.get(
+                self.homes.get(tensor, (0, "")), (len(self.memory), 0)
+            )
 
         for parameter in sorted(self.destination, key=turn):
             key = (parameter.chunk, parameter.name)
@@ -124,9 +165,17 @@ class Arrangement:
 
     def move(self, keys: Sequence[Key]) -> None:
         """Each to where another was that has moved, but once only, or to memory of its own; then others may lie where these were."""
-        places = [(space, start, start + self.sizes[key]) for key in keys for space, start in [self.addresses.pop(key)]]
+        places = [
+            (space, start, start + self.sizes[key])
+            for key in keys
+            for space, start in [self.addresses.pop(key)]
+        ]
         for key in keys:
-            fitting = [(end - start, space, start, end) for space, start, end in self.left if end - start >= self.sizes[key] and key not in self.moved]
+            fitting = [
+                (end - start, space, start, end)
+                for space, start, end in self.left
+                if end - start >= self.sizes[key] and key not in self.moved
+            ]
             if fitting:
                 _, space, start, end = min(fitting)
                 self.left.remove((space, start, end))
@@ -137,7 +186,11 @@ class Arrangement:
 
     def overwritten(self) -> list[Span]:
         """Intervals (allocation, first byte, end) in which the source's values are lost, sorted."""
-        return sorted((space, start, start + self.sizes[key]) for key, (space, start) in self.addresses.items() if key not in self.shared)
+        return sorted(
+            (space, start, start + self.sizes[key])
+            for key, (space, start) in self.addresses.items()
+            if key not in self.shared
+        )
 
     def _slot(self, home: Key | None, size: int) -> Address | None:
         """What is free of the source parameter `home`, from its beginning on."""
@@ -145,7 +198,11 @@ class Arrangement:
             return None
         (space, start), end = self.memory[home], self.memory[home][1] + self.source_sizes[home]
         for held, first, stop in self.free:
-            if held == space and max(first, start) + size <= min(stop, end) and self._take((space, max(first, start)), size):
+            if (
+                held == space
+                and max(first, start) + size <= min(stop, end)
+                and self._take((space, max(first, start)), size)
+            ):
                 return space, max(first, start)
         return None
 
@@ -198,10 +255,19 @@ def _merged(regions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int
 def _same_block(holder: ShardedParameter, wanted: ShardedParameter) -> int | None:
     """The element of `holder` at which `wanted` begins, if it holds all of it, in the same order and with the same padding."""
     (rows, width), (held_rows, held_width) = matrix_shape(wanted.shape), matrix_shape(holder.shape)
-    if width != held_width or any(block.cols[1] - block.cols[0] != width for block in (*wanted.blocks, *holder.blocks)):
+    if width != held_width or any(
+        block.cols[1] - block.cols[0] != width for block in (*wanted.blocks, *holder.blocks)
+    ):
         return None
     first = wanted.blocks[0]
-    below = next((b for b in holder.blocks if (b.tensor, b.cols) == (first.tensor, first.cols) and b.rows[0] <= first.rows[0] < b.rows[1]), None)
+    below = next(
+        (
+            b
+            for b in holder.blocks
+            if (b.tensor, b.cols) == (first.tensor, first.cols) and b.rows[0] <= first.rows[0] < b.rows[1]
+        ),
+        None,
+    )
     if below is None:
         return None
     shift = below.row + first.rows[0] - below.rows[0] - first.row
@@ -217,7 +283,12 @@ def _row_names(parameter: ShardedParameter, start: int, stop: int) -> list[tuple
         first, end = max(block.row, start), min(block.row + block.rows[1] - block.rows[0], stop)
         if first < end:
             row, what = block.rows[0] + first - block.row, (block.tensor, block.cols)
-            if names and names[-1][1] == first - start and names[-1][2] == what and names[-1][3] + first - start - names[-1][0] == row:
+            if (
+                names
+                and names[-1][1] == first - start
+                and names[-1][2] == what
+                and names[-1][3] + first - start - names[-1][0] == row
+            ):
                 names[-1] = (names[-1][0], end - start, *names[-1][2:])
             else:
                 names.append((first - start, end - start, what, row))

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 PIECE = 2**22  # elements widened to int64 at a time, so that a large slice needs 32 MiB
-ROW_FACTOR, COLUMN_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D  # odd; Knuth's MMIX and Vigna's xorshift* multipliers
+ROW_FACTOR, COLUMN_FACTOR = (
+    0x5851F42D4C957F2D,
+    0x2545F4914F6CDD1D,
+)  # odd; Knuth's MMIX and Vigna's xorshift* multipliers
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -19,7 +22,9 @@ def checksum(slice_RC: Tensor) -> Tensor:
     rows = max(1, PIECE // num_cols)
     total = torch.zeros((), dtype=torch.int64, device=slice_RC.device)
     for first in range(0, num_rows, rows):
-        bits_RC = slice_RC[first : first + rows].contiguous().view(BITS[slice_RC.element_size()]).to(torch.int64)
+        bits_RC = (
+            slice_RC[first : first + rows].contiguous().view(BITS[slice_RC.element_size()]).to(torch.int64)
+        )
         weight_R = _weights(first, len(bits_RC), ROW_FACTOR, slice_RC.device)
         total += ((bits_RC * weight_C).sum(1) * weight_R).sum()
     return total

@@ -58,7 +58,9 @@ class _Staging:
     used: dict[int, int] = field(default_factory=dict)
 
     def begin(self, number: int, elements: Mapping[int, int]) -> None:
-        self.used = {rank: 0 if number % 2 == 0 else self.sizes[rank] - size for rank, size in elements.items()}
+        self.used = {
+            rank: 0 if number % 2 == 0 else self.sizes[rank] - size for rank, size in elements.items()
+        }
 
     def take(self, rank: int, elements: int) -> int:
         self.used[rank] += elements
@@ -99,17 +101,38 @@ class Resharder:
         Raises:
             ValueError: a parameter that the plan names is missing or of another type, or the ranks hold different plans.
         """
-        self.plan, self.rank, self.dtype, self.group, self.device, self.peers = plan, rank, dtype, group, device, peers
+        self.plan, self.rank, self.dtype, self.group, self.device, self.peers = (
+            plan,
+            rank,
+            dtype,
+            group,
+            device,
+            peers,
+        )
         if plan.element_bytes != dtype.itemsize:
-            raise ValueError(f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize}; compile it with element_bytes={dtype.itemsize}")
+            raise ValueError(
+                f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize}; compile it with element_bytes={dtype.itemsize}"
+            )
         transfers = list(plan.transfers())
         # By a transfer's number: the slice of this rank's parameter that it reads, or writes.
-        self.reads = {number: _view(source, t.source, t.shape) for number, t in enumerate(transfers) if t.source_rank == rank}
-        self.writes = {number: _view(destination, t.destination, t.shape) for number, t in enumerate(transfers) if t.destination_rank == rank}
+        self.reads = {
+            number: _view(source, t.source, t.shape)
+            for number, t in enumerate(transfers)
+            if t.source_rank == rank
+        }
+        self.writes = {
+            number: _view(destination, t.destination, t.shape)
+            for number, t in enumerate(transfers)
+            if t.destination_rank == rank
+        }
         for number, write in self.writes.items():
             if write.dtype != dtype:
-                raise ValueError(f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same")
-        self.bytes = {name: getattr(plan, f"{name}_bytes").get(rank, 0) for name in ("received", "sent", "local")}
+                raise ValueError(
+                    f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same"
+                )
+        self.bytes = {
+            name: getattr(plan, f"{name}_bytes").get(rank, 0) for name in ("received", "sent", "local")
+        }
         self._flag = torch.zeros(1, device=device)
         self._agree()
         self.direct = self._resolve_direct()
@@ -119,9 +142,17 @@ class Resharder:
             self.steps = self._resolve_steps()
         else:
             self.packs = [Copies(window.pack, device=device) for window in self.windows]
-            self.unpacks = [Copies(window.unpack, groups=window.givers, device=device) for window in self.windows]
-        self.holes = [_view(destination, (hole.chunk, hole.name, hole.rows[0], hole.cols[0]), hole.shape) for hole in plan.padding if hole.rank == rank]
-        self.proof = Proof(transfers, self.reads, self.writes, dtype=dtype, device=device, group=group, verify=verify)
+            self.unpacks = [
+                Copies(window.unpack, groups=window.givers, device=device) for window in self.windows
+            ]
+        self.holes = [
+            _view(destination, (hole.chunk, hole.name, hole.rows[0], hole.cols[0]), hole.shape)
+            for hole in plan.padding
+            if hole.rank == rank
+        ]
+        self.proof = Proof(
+            transfers, self.reads, self.writes, dtype=dtype, device=device, group=group, verify=verify
+        )
         self.proof.prepare()
 
     def run(self) -> ReshardReport:
@@ -146,7 +177,13 @@ class Resharder:
         with torch.no_grad(), self._named_errors():
             checked = self.proof.compare()
             self._settle()
-        return ReshardReport(time.perf_counter() - self._started, self.bytes["received"], self.bytes["sent"], self.bytes["local"], checked)
+        return ReshardReport(
+            time.perf_counter() - self._started,
+            self.bytes["received"],
+            self.bytes["sent"],
+            self.bytes["local"],
+            checked,
+        )
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -201,7 +238,9 @@ class Resharder:
 
     def _lost(self, number: int, error: RuntimeError) -> RuntimeError:
         window = self.windows[number]
-        return RuntimeError(f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one is gone or broken: {error}")
+        return RuntimeError(
+            f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one is gone or broken: {error}"
+        )
 
     def _pull(self) -> None:
         """Window after window out of the peers' staging memory; one launch packs a window and unpacks the one before."""
@@ -218,17 +257,32 @@ class Resharder:
         for number, transfer in enumerate(self.plan.direct):
             if transfer.destination_rank == self.rank:
                 own = transfer.source_rank == self.rank
-                pairs.append((self.writes[number], self.reads[number] if own else _view(self.peers[transfer.source_rank], transfer.source, transfer.shape)))
+                pairs.append(
+                    (
+                        self.writes[number],
+                        self.reads[number]
+                        if own
+                        else _view(self.peers[transfer.source_rank], transfer.source, transfer.shape),
+                    )
+                )
                 givers.append(transfer.source_rank)
         return Copies(pairs, groups=givers, device=self.device)
 
     def _resolve_windows(self, memory: Tensor | None) -> list[_Window]:
         """Each window on this rank. All ranks count all of them: a window without a part of this one keeps its place, even or odd."""
-        staging = _Staging({rank: size // self.dtype.itemsize for rank, size in self.plan.staged_bytes.items()})
+        staging = _Staging(
+            {rank: size // self.dtype.itemsize for rank, size in self.plan.staged_bytes.items()}
+        )
         elements = staging.sizes.get(self.rank, 0)
-        mine = torch.empty(elements, dtype=self.dtype, device=self.device) if memory is None else memory[:elements]
+        mine = (
+            torch.empty(elements, dtype=self.dtype, device=self.device)
+            if memory is None
+            else memory[:elements]
+        )
         theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.pulled else {}
-        buffers = {self.rank: mine} | {rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped}
+        buffers = {self.rank: mine} | {
+            rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped
+        }
         windows, first = [], len(self.plan.direct)
         for number, planned in enumerate(self.plan.windows):
             staging.begin(number, self.plan.staged_elements(planned))
@@ -245,11 +299,15 @@ class Resharder:
             before = window
         return steps
 
-    def _resolve_window(self, planned: Window, number: int, staging: _Staging, buffers: dict[int, Tensor]) -> _Window:
+    def _resolve_window(
+        self, planned: Window, number: int, staging: _Staging, buffers: dict[int, Tensor]
+    ) -> _Window:
         window = _Window()
         for (giver, taker), message in planned.items():
             size = sum(transfer.elements for transfer in message)
-            starts = {rank: staging.take(rank, size) for rank in ({giver} if self.plan.pulled else {giver, taker})}
+            starts = {
+                rank: staging.take(rank, size) for rank in ({giver} if self.plan.pulled else {giver, taker})
+            }
             if self.rank in (giver, taker):
                 held_by = giver if self.plan.pulled else self.rank
                 held, end = buffers[held_by][starts[held_by] :][:size], 0
@@ -264,23 +322,38 @@ class Resharder:
                 if giver != taker:
                     window.peers.append(taker if self.rank == giver else giver)
                     if not self.plan.pulled:
-                        window.messages.append(dist.P2POp(dist.isend if self.rank == giver else dist.irecv, held, window.peers[-1], self.group))
+                        window.messages.append(
+                            dist.P2POp(
+                                dist.isend if self.rank == giver else dist.irecv,
+                                held,
+                                window.peers[-1],
+                                self.group,
+                            )
+                        )
             number += len(message)
         return window
 
     def _agree(self) -> None:
         """Different plans would wait for each other for ever. The collective also makes NCCL's communicator before the first message."""
-        messages = [(pair, sum(transfer.elements for transfer in message)) for window in self.plan.windows for pair, message in window.items()]
+        messages = [
+            (pair, sum(transfer.elements for transfer in message))
+            for window in self.plan.windows
+            for pair, message in window.items()
+        ]
         mark = zlib.crc32(repr([len(self.plan.direct), messages]).encode())
         marks = torch.tensor([mark, -mark], dtype=torch.int64, device=self.device)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         if marks[0] != -marks[1]:
-            raise ValueError("the ranks compiled different reshard plans; give every rank the same layouts, window_bytes and parameters")
+            raise ValueError(
+                "the ranks compiled different reshard plans; give every rank the same layouts, window_bytes and parameters"
+            )
 
 
 def _view(parameters: Mapping[tuple[int, str], Tensor], place: Place, shape: tuple[int, int]) -> Tensor:
     chunk, name, row, col = place
     if (chunk, name) not in parameters:
-        raise ValueError(f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does not have; compile the plan for this model")
+        raise ValueError(
+            f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does not have; compile the plan for this model"
+        )
     tensor_RC = parameters[chunk, name].detach()
     return tensor_RC.view(len(tensor_RC), -1)[row : row + shape[0], col : col + shape[1]]

@@ -40,8 +40,15 @@ COPY = Tuning()
 CHECKSUM = Tuning(steps=4)
 SPLITS = (1, 4, 16)  # a tile may have so many times the rows and be so many times narrower
 VECTOR = 16  # bytes of the widest load
-COPIED = np.dtype([(name, np.int64) for name in ("source", "source_stride", "rows", "width", "destination", "destination_stride", "label")])  # bytes
-SUMMED = np.dtype([(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")])  # bytes
+COPIED = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("source", "source_stride", "rows", "width", "destination", "destination_stride", "label")
+    ]
+)  # bytes
+SUMMED = np.dtype(
+    [(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")]
+)  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,14 @@ class Tiles:
 class Copies:
     """Many strided copies, prepared once and replayed in one launch."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, device: torch.device, groups: Sequence[int] | None = None, tuning: Tuning = COPY):
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        *,
+        device: torch.device,
+        groups: Sequence[int] | None = None,
+        tuning: Tuning = COPY,
+    ):
         """Cut the rectangles into tiles. The tensors are kept, and have to stay where they are.
 
         Args:
@@ -78,13 +92,19 @@ class Copies:
         self.device, self.tuning, self.pairs = device, tuning, list(pairs)
         for destination, source in self.pairs:
             if destination.shape != source.shape:
-                raise ValueError(f"a copy from {tuple(source.shape)} to {tuple(destination.shape)}; both must have the same shape")
+                raise ValueError(
+                    f"a copy from {tuple(source.shape)} to {tuple(destination.shape)}; both must have the same shape"
+                )
             _require_dense_columns(destination, source)
-        by_kernel = [device.type != "cpu" and destination.dtype == source.dtype for destination, source in self.pairs]
+        by_kernel = [
+            device.type != "cpu" and destination.dtype == source.dtype for destination, source in self.pairs
+        ]
         self.others = [pair for pair, taken in zip(self.pairs, by_kernel) if not taken]
         labels = groups if groups is not None else [0] * len(self.pairs)
         rectangles_N = [
-            (*_rectangle(source), *_rectangle(destination)[:2], label) for (destination, source), label, taken in zip(self.pairs, labels, by_kernel, strict=True) if taken
+            (*_rectangle(source), *_rectangle(destination)[:2], label)
+            for (destination, source), label, taken in zip(self.pairs, labels, by_kernel, strict=True)
+            if taken
         ]
         self.launches = [tiles.on(device) for tiles in copy_tiles(np.array(rectangles_N, COPIED), tuning)]
 
@@ -92,7 +112,9 @@ class Copies:
     def run(self) -> None:
         """Copy, on the current stream of `device`."""
         if self.others:
-            torch._foreach_copy_([destination for destination, _ in self.others], [source for _, source in self.others])
+            torch._foreach_copy_(
+                [destination for destination, _ in self.others], [source for _, source in self.others]
+            )
         if self.launches:
             with torch.cuda.device(self.device):
                 for tiles in self.launches:
@@ -116,8 +138,13 @@ class Checksums:
         self.device, self.tuning, self.slices, self.launches = device, tuning, list(slices), []
         _require_dense_columns(*self.slices)
         if device.type != "cpu":
-            rectangles_N = [(*_rectangle(slice_RC), slice_RC.element_size(), slot) for slot, slice_RC in enumerate(self.slices)]
-            self.launches = [tiles.on(device) for tiles in checksum_tiles(np.array(rectangles_N, SUMMED), tuning)]
+            rectangles_N = [
+                (*_rectangle(slice_RC), slice_RC.element_size(), slot)
+                for slot, slice_RC in enumerate(self.slices)
+            ]
+            self.launches = [
+                tiles.on(device) for tiles in checksum_tiles(np.array(rectangles_N, SUMMED), tuning)
+            ]
 
     @torch.no_grad()
     def run(self) -> Tensor:
@@ -142,12 +169,18 @@ def copy_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
     for unit, split, chosen_N in _classes(unit_N, _split(flat_N, _row_bytes(unit_N, tuning), tuning)):
         part_N, rows, element = flat_N[chosen_N], tuning.rows * split, min(unit, 8)
         columns = tuning.row_bytes // 8 // split
-        of_T, row_T, col_T, tile_rows_T, tile_cols_T = _cut(part_N["rows"], part_N["width"] // unit, rows, columns * element // unit)
+        of_T, row_T, col_T, tile_rows_T, tile_cols_T = _cut(
+            part_N["rows"], part_N["width"] // unit, rows, columns * element // unit
+        )
         part_T = part_N[of_T]
-        addresses = [part_T[end] + row_T * part_T[f"{end}_stride"] + col_T * unit for end in ("source", "destination")]
+        addresses = [
+            part_T[end] + row_T * part_T[f"{end}_stride"] + col_T * unit for end in ("source", "destination")
+        ]
         strides = [part_T[f"{end}_stride"] // unit for end in ("source", "destination")]
         table_TF = np.stack([*addresses, *strides, tile_rows_T, tile_cols_T], axis=1)
-        launches.append(Tiles(torch.from_numpy(table_TF[_spread(part_T["label"])]), unit, element, rows, columns))
+        launches.append(
+            Tiles(torch.from_numpy(table_TF[_spread(part_T["label"])]), unit, element, rows, columns)
+        )
     return launches
 
 
@@ -156,29 +189,55 @@ def checksum_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
     rectangles_N = _settled(rectangles_N, "stride")
     element_N = rectangles_N["element"]
     wide_N = _unit(rectangles_N, ("address", "stride", "width")) == VECTOR
-    unit_N, row_bytes_N = np.where(wide_N, VECTOR, element_N), np.where(wide_N, tuning.row_bytes, _row_bytes(element_N, tuning))
+    unit_N, row_bytes_N = (
+        np.where(wide_N, VECTOR, element_N),
+        np.where(wide_N, tuning.row_bytes, _row_bytes(element_N, tuning)),
+    )
     launches = []
     # Both sizes name the class; an element has less than VECTOR bytes.
-    for sizes, split, chosen_N in _classes(unit_N * VECTOR + element_N, _split(rectangles_N, row_bytes_N, tuning)):
+    for sizes, split, chosen_N in _classes(
+        unit_N * VECTOR + element_N, _split(rectangles_N, row_bytes_N, tuning)
+    ):
         unit, element = divmod(sizes, VECTOR)
-        part_N, rows, columns = rectangles_N[chosen_N], tuning.rows * split, int(row_bytes_N[chosen_N[0]]) // element // split
-        of_T, row_T, col_T, tile_rows_T, tile_cols_T = _cut(part_N["rows"], part_N["width"] // unit, rows * tuning.steps, columns * element // unit)
+        part_N, rows, columns = (
+            rectangles_N[chosen_N],
+            tuning.rows * split,
+            int(row_bytes_N[chosen_N[0]]) // element // split,
+        )
+        of_T, row_T, col_T, tile_rows_T, tile_cols_T = _cut(
+            part_N["rows"], part_N["width"] // unit, rows * tuning.steps, columns * element // unit
+        )
         part_T = part_N[of_T]
         address_T = part_T["address"] + row_T * part_T["stride"] + col_T * unit
-        table_TF = np.stack([address_T, part_T["stride"] // unit, tile_rows_T, tile_cols_T, row_T, col_T * unit // element, part_T["slot"]], axis=1)
+        table_TF = np.stack(
+            [
+                address_T,
+                part_T["stride"] // unit,
+                tile_rows_T,
+                tile_cols_T,
+                row_T,
+                col_T * unit // element,
+                part_T["slot"],
+            ],
+            axis=1,
+        )
         launches.append(Tiles(torch.from_numpy(table_TF), unit, element, rows, columns))
     return launches
 
 
 def _require_triton(device: torch.device) -> None:
     if device.type != "cpu" and triton is None:
-        raise ImportError("the reshard's kernels are Triton's, which is not installed here; install the `triton` that your torch names (CUDA builds of torch bring it)")
+        raise ImportError(
+            "the reshard's kernels are Triton's, which is not installed here; install the `triton` that your torch names (CUDA builds of torch bring it)"
+        )
 
 
 def _require_dense_columns(*tensors: Tensor) -> None:
     for tensor_RC in tensors:
         if tensor_RC.shape[1] > 1 and tensor_RC.stride(1) != 1:
-            raise ValueError(f"a slice of shape {tuple(tensor_RC.shape)} has strides {tensor_RC.stride()}; its columns must be dense")
+            raise ValueError(
+                f"a slice of shape {tuple(tensor_RC.shape)} has strides {tensor_RC.stride()}; its columns must be dense"
+            )
 
 
 def _rectangle(tensor_RC: Tensor) -> tuple[int, int, int, int]:
@@ -198,7 +257,9 @@ def _settled(rectangles_N: np.ndarray, *strides: str) -> np.ndarray:
 def _flatten(rectangles_N: np.ndarray, tuning: Tuning) -> np.ndarray:
     """Rectangles that are dense at both ends become rows as wide as a tile and a remainder, so that full tiles are the rule."""
     rows_N, width_N = rectangles_N["rows"], rectangles_N["width"]
-    dense_N = (rows_N == 1) | ((rectangles_N["source_stride"] == width_N) & (rectangles_N["destination_stride"] == width_N))
+    dense_N = (rows_N == 1) | (
+        (rectangles_N["source_stride"] == width_N) & (rectangles_N["destination_stride"] == width_N)
+    )
     body_N = rectangles_N[dense_N]
     body_N["width"] *= body_N["rows"]
     row_bytes_N = _row_bytes(_unit(body_N, ("source", "destination", "width")), tuning)
@@ -208,7 +269,9 @@ def _flatten(rectangles_N: np.ndarray, tuning: Tuning) -> np.ndarray:
     rest_N["rows"], rest_N["width"] = 1, rest_N["width"] % row_bytes_N
     for end in ("source", "destination"):
         rest_N[end] += body_N["rows"] * row_bytes_N
-    return _settled(np.concatenate([rectangles_N[~dense_N], body_N, rest_N]), "source_stride", "destination_stride")
+    return _settled(
+        np.concatenate([rectangles_N[~dense_N], body_N, rest_N]), "source_stride", "destination_stride"
+    )
 
 
 def _unit(rectangles_N: np.ndarray, fields: Sequence[str]) -> np.ndarray:
@@ -243,7 +306,13 @@ def _cut(rows_N: np.ndarray, cols_N: np.ndarray, block_rows: int, block_cols: in
     of_T = np.repeat(np.arange(len(rows_N)), tiles_N)
     place_T = np.arange(len(of_T)) - np.repeat(np.cumsum(tiles_N) - tiles_N, tiles_N)
     row_T, col_T = place_T // across_N[of_T] * block_rows, place_T % across_N[of_T] * block_cols
-    return of_T, row_T, col_T, np.minimum(rows_N[of_T] - row_T, block_rows), np.minimum(cols_N[of_T] - col_T, block_cols)
+    return (
+        of_T,
+        row_T,
+        col_T,
+        np.minimum(rows_N[of_T] - row_T, block_rows),
+        np.minimum(cols_N[of_T] - col_T, block_cols),
+    )
 
 
 def _spread(label_T: np.ndarray) -> np.ndarray:
@@ -251,7 +320,9 @@ def _spread(label_T: np.ndarray) -> np.ndarray:
     by_label_T = np.argsort(label_T, kind="stable")
     _, first_L, count_L = np.unique(label_T[by_label_T], return_index=True, return_counts=True)
     share_T = np.empty(len(label_T))
-    share_T[by_label_T] = (np.arange(len(label_T)) - np.repeat(first_L, count_L) + 0.5) / np.repeat(count_L, count_L)
+    share_T[by_label_T] = (np.arange(len(label_T)) - np.repeat(first_L, count_L) + 0.5) / np.repeat(
+        count_L, count_L
+    )
     return np.argsort(share_T, kind="stable")
 
 
@@ -261,11 +332,23 @@ def _spread(label_T: np.ndarray) -> np.ndarray:
 if triton:
 
     @triton.jit
-    def copy_kernel(table, LANES: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr):
+    def copy_kernel(
+        table,
+        LANES: tl.constexpr,
+        ELEMENT: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        CACHE: tl.constexpr,
+        EVICT: tl.constexpr,
+    ):
         """Copy one tile. LANES elements make a unit."""
         line = table + tl.program_id(0).to(tl.int64) * 6
         # Multiples of LANES, as the compiler sees, so that LANES elements are loaded at once in spite of the mask.
-        source_stride, destination_stride, cols = tl.load(line + 2) * LANES, tl.load(line + 3) * LANES, tl.load(line + 5) * LANES
+        source_stride, destination_stride, cols = (
+            tl.load(line + 2) * LANES,
+            tl.load(line + 3) * LANES,
+            tl.load(line + 5) * LANES,
+        )
         row_R1, col_1C = tl.arange(0, ROWS).to(tl.int64)[:, None], tl.arange(0, COLUMNS)[None, :]
         inside_RC = (row_R1 < tl.load(line + 4)) & (col_1C < cols)
         source_RC = _pointer(line, ELEMENT, LANES) + row_R1 * source_stride + col_1C
@@ -296,7 +379,13 @@ if triton:
         total_C = tl.zeros([COLUMNS], dtype=tl.int64)
         for above in tl.range(0, rows, ROWS, num_stages=STAGES):
             inside_RC = (above + row_R < rows)[:, None] & (col_C < cols)[None, :]
-            value_RC = tl.load(start + ((above + row_R) * stride)[:, None] + col_C[None, :], mask=inside_RC, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+            value_RC = tl.load(
+                start + ((above + row_R) * stride)[:, None] + col_C[None, :],
+                mask=inside_RC,
+                other=0,
+                cache_modifier=CACHE,
+                eviction_policy=EVICT,
+            )
             weight_R = ((first_row + above + row_R + 1) * ROW_FACTOR) | 1
             total_C += tl.sum(value_RC.to(tl.int64) * weight_R[:, None], axis=0)
         weight_C = ((first_col + col_C + 1) * COLUMN_FACTOR) | 1
@@ -315,7 +404,9 @@ def _launch_copy(tiles: Tiles, tuning: Tuning) -> None:
 
 def _launch_checksum(tiles: Tiles, tuning: Tuning, sums_N: Tensor) -> None:
     factors = dict(ROW_FACTOR=ROW_FACTOR, COLUMN_FACTOR=COLUMN_FACTOR)
-    checksum_kernel[(len(tiles.table),)](tiles.table, sums_N, STAGES=tuning.stages, **factors, **_constants(tiles, tuning))
+    checksum_kernel[(len(tiles.table),)](
+        tiles.table, sums_N, STAGES=tuning.stages, **factors, **_constants(tiles, tuning)
+    )
 
 
 def _constants(tiles: Tiles, tuning: Tuning) -> dict[str, object]:

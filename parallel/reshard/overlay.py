@@ -16,11 +16,22 @@ from math import prod
 
 import networkx
 
-from parallel.reshard.arrangement import Address, Addresses, Arrangement, Key, Shards, Span, arrangements, excess_bytes
+from parallel.reshard.arrangement import (
+    Address,
+    Addresses,
+    Arrangement,
+    Key,
+    Shards,
+    Span,
+    arrangements,
+    excess_bytes,
+)
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.reshard.transfer import Place, Transfer, Window
 
-Circle = list[tuple[int, Key]]  # (rank, laid-over parameter) of moves that wait for each other, those with most first
+Circle = list[
+    tuple[int, Key]
+]  # (rank, laid-over parameter) of moves that wait for each other, those with most first
 _NO_LIMIT = 2**62
 _SMALL = 16  # a circle of at most this part of the larger copy moves as a whole
 _PIECES = 16  # a window holds at least so many pieces of a long permutation
@@ -38,7 +49,10 @@ class Overlay:
     def own_bytes(self, destination: Shards) -> dict[int, int]:
         """Bytes of each rank's parameters that have memory of their own."""
         size = self.forth.element_bytes
-        return {rank: sum(prod(p.shape) * size for p in shards if (p.chunk, p.name) not in self.addresses[rank]) for rank, shards in destination.items()}
+        return {
+            rank: sum(prod(p.shape) * size for p in shards if (p.chunk, p.name) not in self.addresses[rank])
+            for rank, shards in destination.items()
+        }
 
 
 def overlay(
@@ -62,13 +76,23 @@ def overlay(
     Raises:
         ValueError: as `compile_plan`.
     """
-    common = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)  # whole transfers: the pieces of a circle have to meet
+    common = dict(
+        element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of
+    )  # whole transfers: the pieces of a circle have to meet
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
     best, least = None, _NO_LIMIT
-    for laid in arrangements(source=source, destination=destination, memory=memory, element_bytes=element_bytes, in_place=in_place):
+    for laid in arrangements(
+        source=source, destination=destination, memory=memory, element_bytes=element_bytes, in_place=in_place
+    ):
         while excess_bytes(laid) < least:  # what moves out of a circle never makes it smaller
-            ends = _Ends(source, destination, memory, {rank: arrangement.addresses for rank, arrangement in laid.items()}, element_bytes)
+            ends = _Ends(
+                source,
+                destination,
+                memory,
+                {rank: arrangement.addresses for rank, arrangement in laid.items()},
+                element_bytes,
+            )
             found, circles = _planned(forth, back, ends, laid, window_bytes, pulled=peer_memory)
             if not circles:
                 best, least = found, excess_bytes(laid)
@@ -80,14 +104,27 @@ def overlay(
     return best
 
 
-def _planned(forth: Plan, back: Plan | None, ends: "_Ends", laid: Mapping[int, Arrangement], window_bytes: int, *, pulled: bool) -> tuple[Overlay, list[Circle]]:
+def _planned(
+    forth: Plan,
+    back: Plan | None,
+    ends: "_Ends",
+    laid: Mapping[int, Arrangement],
+    window_bytes: int,
+    *,
+    pulled: bool,
+) -> tuple[Overlay, list[Circle]]:
     """Both ways over one arrangement, and the circles that no window holds: with any the plans are not complete."""
     outward = _Schedule(ends, window_bytes, pulled=pulled, backwards=False)
     planned = outward.plan(forth)
     if back is None:
         return Overlay(ends.addresses, planned, None), outward.too_large
     homeward = _Schedule(ends, window_bytes, pulled=pulled, backwards=True)
-    restored = homeward.plan(back, only=partial(_is_overwritten, {rank: arrangement.overwritten() for rank, arrangement in laid.items()}))
+    restored = homeward.plan(
+        back,
+        only=partial(
+            _is_overwritten, {rank: arrangement.overwritten() for rank, arrangement in laid.items()}
+        ),
+    )
     return Overlay(ends.addresses, planned, restored), outward.too_large + homeward.too_large
 
 
@@ -98,13 +135,19 @@ def _break(circles: list[Circle], laid: Mapping[int, Arrangement]) -> None:
     model only the parameter with most moves goes.
     """
     moving: Circle = []
-    for circle in sorted(circles, key=lambda circle: min((rank, laid[rank].addresses[key]) for rank, key in circle)):
+    for circle in sorted(
+        circles, key=lambda circle: min((rank, laid[rank].addresses[key]) for rank, key in circle)
+    ):
         if not set(circle).isdisjoint(moving):
             continue  # one circle, out and back
         held: Counter[int] = Counter()
         for rank, key in circle:
             held[rank] += laid[rank].sizes[key]
-        circle = circle if all(size * _SMALL <= laid[rank].larger_bytes for rank, size in held.items()) else circle[:1]
+        circle = (
+            circle
+            if all(size * _SMALL <= laid[rank].larger_bytes for rank, size in held.items())
+            else circle[:1]
+        )
         for rank in held:
             laid[rank].move([key for other, key in circle if other == rank])
         moving += circle
@@ -120,10 +163,26 @@ def _is_overwritten(overwritten: Mapping[int, list[Span]], rank: int, span: Span
 class _Ends:
     """Where the rectangles of both sides lie in the shared memory."""
 
-    def __init__(self, source: Shards, destination: Shards, memory: Mapping[int, Addresses], addresses: Mapping[int, Addresses], element_bytes: int):
+    def __init__(
+        self,
+        source: Shards,
+        destination: Shards,
+        memory: Mapping[int, Addresses],
+        addresses: Mapping[int, Addresses],
+        element_bytes: int,
+    ):
         self.element_bytes, self.memory, self.addresses = element_bytes, memory, addresses
-        shapes = [{id(shards): {(p.chunk, p.name): matrix_shape(p.shape)[1] for p in shards} for shards in side.values()} for side in (source, destination)]
-        self.widths = [{rank: known[id(shards)] for rank, shards in side.items()} for side, known in zip((source, destination), shapes)]
+        shapes = [
+            {
+                id(shards): {(p.chunk, p.name): matrix_shape(p.shape)[1] for p in shards}
+                for shards in side.values()
+            }
+            for side in (source, destination)
+        ]
+        self.widths = [
+            {rank: known[id(shards)] for rank, shards in side.items()}
+            for side, known in zip((source, destination), shapes)
+        ]
 
     def at_source(self, rank: int, place: Place, shape: tuple[int, int]) -> Span | None:
         return self._span(self.memory[rank].get(place[:2]), self.widths[0][rank][place[:2]], place, shape)
@@ -133,7 +192,9 @@ class _Ends:
         return self._span(self.addresses[rank].get(place[:2]), self.widths[1][rank][place[:2]], place, shape)
 
     def same_stride(self, transfer: Transfer, backwards: bool) -> bool:
-        ours, theirs = (transfer.destination, transfer.source) if backwards else (transfer.source, transfer.destination)
+        ours, theirs = (
+            (transfer.destination, transfer.source) if backwards else (transfer.source, transfer.destination)
+        )
         rank = transfer.source_rank
         return transfer.shape[0] == 1 or self.widths[0][rank][ours[:2]] == self.widths[1][rank][theirs[:2]]
 
@@ -160,7 +221,9 @@ class _Schedule:
         for number, transfer in enumerate(plan.transfers()):
             order.setdefault(transfer.tensor, len(order))
             read, written = self._spans(transfer)
-            if self._stays(transfer, read, written) or (only is not None and written is not None and not only(transfer.destination_rank, written)):
+            if self._stays(transfer, read, written) or (
+                only is not None and written is not None and not only(transfer.destination_rank, written)
+            ):
                 continue
             if written is None and number < len(plan.direct):
                 direct.append(transfer)
@@ -168,15 +231,32 @@ class _Schedule:
                 moves += self._pieces(transfer, plan.element_bytes, _PIECES if written else _SHARES)
         moves.sort(key=lambda move: order[move.tensor])
         windows = self._windows(moves, plan.element_bytes)
-        return replace(plan, window_bytes=self.window_bytes, direct=tuple(direct), windows=tuple(windows), pulled=self.pulled and bool(windows))
+        return replace(
+            plan,
+            window_bytes=self.window_bytes,
+            direct=tuple(direct),
+            windows=tuple(windows),
+            pulled=self.pulled and bool(windows),
+        )
 
     def _spans(self, transfer: Transfer) -> tuple[Span | None, Span | None]:
         """Where a transfer reads and where it writes."""
-        at_read, at_written = (self.ends.at_destination, self.ends.at_source) if self.backwards else (self.ends.at_source, self.ends.at_destination)
-        return at_read(transfer.source_rank, transfer.source, transfer.shape), at_written(transfer.destination_rank, transfer.destination, transfer.shape)
+        at_read, at_written = (
+            (self.ends.at_destination, self.ends.at_source)
+            if self.backwards
+            else (self.ends.at_source, self.ends.at_destination)
+        )
+        return at_read(transfer.source_rank, transfer.source, transfer.shape), at_written(
+            transfer.destination_rank, transfer.destination, transfer.shape
+        )
 
     def _stays(self, transfer: Transfer, read: Span | None, written: Span | None) -> bool:
-        return transfer.source_rank == transfer.destination_rank and read is not None and read == written and self.ends.same_stride(transfer, self.backwards)
+        return (
+            transfer.source_rank == transfer.destination_rank
+            and read is not None
+            and read == written
+            and self.ends.same_stride(transfer, self.backwards)
+        )
 
     def _pieces(self, transfer: Transfer, element_bytes: int, pieces: int) -> Iterator[Transfer]:
         num_rows, width = transfer.shape
@@ -191,7 +271,9 @@ class _Schedule:
         graph.add_nodes_from(range(len(moves)))
         graph.add_edges_from(self._dependencies(moves))
         dealt: dict[int, int] = {}  # the window of each move
-        for component in networkx.strongly_connected_components(graph):  # a component comes after those that it depends on
+        for component in networkx.strongly_connected_components(
+            graph
+        ):  # a component comes after those that it depends on
             circle = [moves[index] for index in sorted(component)]
             staged = self._staged(circle)
             if max(staged.values()) > 2 * room.half:
@@ -201,12 +283,16 @@ class _Schedule:
             dealt |= dict.fromkeys(component, room.take(first, staged))
         windows: list[Window] = [{} for _ in range(max(dealt.values(), default=-1) + 1)]
         for index, window in sorted(dealt.items()):
-            windows[window].setdefault((moves[index].source_rank, moves[index].destination_rank), []).append(moves[index])
+            windows[window].setdefault((moves[index].source_rank, moves[index].destination_rank), []).append(
+                moves[index]
+            )
         return windows
 
     def _dependencies(self, moves: list[Transfer]) -> Iterator[tuple[int, int]]:
         """(a, b): what `a` overwrites `b` reads, so that `b` has to be packed in the same window or an earlier one."""
-        readers: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by rank: allocation, first byte, end, move
+        readers: dict[int, list[tuple[int, int, int, int]]] = defaultdict(
+            list
+        )  # by rank: allocation, first byte, end, move
         for index, move in enumerate(moves):
             read, _ = self._spans(move)
             if read is not None:
@@ -236,11 +322,18 @@ class _Schedule:
 
     def _laid_over(self, moves: list[Transfer], element_bytes: int) -> Circle:
         """The laid-over parameters of these moves; without any it is a single row that is too long."""
-        ends = [(move.source_rank, move.source) if self.backwards else (move.destination_rank, move.destination) for move in moves]
-        laid_over = Counter({(rank, place[:2]): 0 for rank, place in ends if place[:2] in self.ends.addresses[rank]})
+        ends = [
+            (move.source_rank, move.source) if self.backwards else (move.destination_rank, move.destination)
+            for move in moves
+        ]
+        laid_over = Counter(
+            {(rank, place[:2]): 0 for rank, place in ends if place[:2] in self.ends.addresses[rank]}
+        )
         if not laid_over:
             need = 2 * max(move.shape[1] for move in moves) * element_bytes
-            raise ValueError(f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes; set it to {need} or more")
+            raise ValueError(
+                f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes; set it to {need} or more"
+            )
         for (rank, place), move in zip(ends, moves):
             if (rank, place[:2]) in laid_over:
                 laid_over[rank, place[:2]] += move.elements
@@ -253,13 +346,17 @@ class _Room:
     def __init__(self, half: int):
         self.half, self.windows = half, 0  # elements
         self.used: dict[tuple[int, int], int] = defaultdict(int)  # by window and rank
-        self.full: dict[int, int] = defaultdict(int)  # by rank: a bit for each window with almost nothing left
+        self.full: dict[int, int] = defaultdict(
+            int
+        )  # by rank: a bit for each window with almost nothing left
         self.closed = 0  # the same for all ranks
 
     def take(self, first: int, staged: Mapping[int, int]) -> int:
         """The earliest window from `first` on that has room on every rank; what needs more than half is alone between two empty ones."""
         if max(staged.values()) > self.half:
-            window = self.windows + (self.closed.bit_length() < self.windows)  # the one before may be empty already
+            window = self.windows + (
+                self.closed.bit_length() < self.windows
+            )  # the one before may be empty already
             self.closed |= 7 << window >> 1
             self.windows = window + 2
             return window

@@ -65,17 +65,27 @@ def _opened(handles: dict[int, bytes], places: dict) -> Mapped | None:
     addresses = {}
     for base, handle in handles.items():
         address = ctypes.c_uint64()
-        if _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS):
+        if _driver().cuIpcOpenMemHandle_v2(
+            ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        ):
             return None
         addresses[base] = address.value
-    return {key: _tensor_at(addresses[base] + offset, shape, dtype) for key, (base, offset, shape, dtype) in places.items()}
+    return {
+        key: _tensor_at(addresses[base] + offset, shape, dtype)
+        for key, (base, offset, shape, dtype) in places.items()
+    }
 
 
 class _Memory:
     """Raw device memory as torch understands it."""
 
     def __init__(self, address: int, size: int):
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def _tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -32,8 +32,12 @@ class Plan:
     windows: tuple[Window, ...]
     pulled: bool  # a window's messages are not sent: the taker copies them out of the giver's staging memory
     padding: tuple[Padding, ...]
-    lower_bound_bytes: int  # what the busiest rank must receive under any plan: elements it needs and does not hold
-    gather_all_bytes: int  # what the busiest rank would receive if whole tensors were rebuilt on every destination rank
+    lower_bound_bytes: (
+        int  # what the busiest rank must receive under any plan: elements it needs and does not hold
+    )
+    gather_all_bytes: (
+        int  # what the busiest rank would receive if whole tensors were rebuilt on every destination rank
+    )
 
     def transfers(self) -> Iterator[Transfer]:
         """Every transfer, always in the same order: a transfer's number is its place in it."""
@@ -66,7 +70,9 @@ class Plan:
         """Each rank's staging memory: what it stages in the two fullest windows that follow each other."""
         peak, before = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
         for window in self.windows:
-            staged = {rank: elements * self.element_bytes for rank, elements in self.staged_elements(window).items()}
+            staged = {
+                rank: elements * self.element_bytes for rank, elements in self.staged_elements(window).items()
+            }
             for rank, size in staged.items():
                 peak[rank] = max(peak[rank], before.get(rank, 0) + size)
             before = staged
@@ -103,7 +109,10 @@ class Plan:
         return total
 
     def __str__(self) -> str:
-        received, local = max(self.received_bytes.values(), default=0), max(self.local_bytes.values(), default=0)
+        received, local = (
+            max(self.received_bytes.values(), default=0),
+            max(self.local_bytes.values(), default=0),
+        )
         return (
             f"{len(self.ranks)} ranks, {self.messages} messages in {len(self.windows)} windows; busiest rank receives {received / 2**20:.1f} MiB"
             f" (lower bound {self.lower_bound_bytes / 2**20:.1f}, gathering all {self.gather_all_bytes / 2**20:.1f})"
@@ -148,9 +157,13 @@ def compile_plan(
             if wanted is None:
                 wanted = equal.get(parameter) or equal.setdefault(parameter, sources.wanted(parameter))
                 same[id(parameter)] = wanted
-            padding += [Padding(rank, parameter.chunk, parameter.name, rect[:2], rect[2:]) for rect in wanted.padding]
+            padding += [
+                Padding(rank, parameter.chunk, parameter.name, rect[:2], rect[2:]) for rect in wanted.padding
+            ]
             for transfer in sources.serve(wanted, rank):
-                if transfer.source_rank == rank or (peer_memory and host_of(transfer.source_rank) == host_of(rank)):
+                if transfer.source_rank == rank or (
+                    peer_memory and host_of(transfer.source_rank) == host_of(rank)
+                ):
                     direct.append(transfer)
                 else:
                     windows.place(transfer)
@@ -163,7 +176,8 @@ def compile_plan(
         pulled=False,
         padding=tuple(padding),
         lower_bound_bytes=max(sources.minimum.values(), default=0) * element_bytes,
-        gather_all_bytes=(sources.total - min((sources.held[rank] for rank in ranks), default=0)) * element_bytes,
+        gather_all_bytes=(sources.total - min((sources.held[rank] for rank in ranks), default=0))
+        * element_bytes,
     )
 
 
@@ -195,7 +209,9 @@ class _Piece:
     destination: Place
     rows: tuple[int, int]
     cols: tuple[int, int]
-    taken: dict[Place, Place] = field(default_factory=dict)  # by a replica's place of `whole`: its place of `rect`
+    taken: dict[Place, Place] = field(
+        default_factory=dict
+    )  # by a replica's place of `whole`: its place of `rect`
 
 
 @dataclass(slots=True)
@@ -204,7 +220,9 @@ class _WantedBlock:
     rect: Rect
     place: Place
     holders: list[tuple[Rect, _Replicas]]  # the source rectangles that meet it
-    cuts: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)  # by distances of the holders: what comes from whom
+    cuts: dict[tuple[int, ...], list[_Piece]] = field(
+        default_factory=dict
+    )  # by distances of the holders: what comes from whom
 
 
 @dataclass(slots=True)
@@ -218,19 +236,29 @@ class _Wanted:
 class _Sources:
     """Source rectangles by tensor, and the choice among them."""
 
-    def __init__(self, source: Mapping[int, Sequence[ShardedParameter]], repeated: set[str], host_of: Callable[[int], int]):
+    def __init__(
+        self,
+        source: Mapping[int, Sequence[ShardedParameter]],
+        repeated: set[str],
+        host_of: Callable[[int], int],
+    ):
         self.host_of, self.repeated = host_of, repeated
         self.replicas: dict[str, dict[Rect, _Replicas]] = defaultdict(dict)
         self.sent: dict[int, int] = dict.fromkeys(source, 0)  # elements, for the balance
         self.held: dict[int, int] = defaultdict(int)  # elements a rank holds as a source
         self.minimum: dict[int, int] = defaultdict(int)  # elements a rank needs and does not hold
-        self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(list)  # by rank and repeated tensor: what came from others
+        self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(
+            list
+        )  # by rank and repeated tensor: what came from others
         for rank in sorted(source):
             for parameter in source[rank]:
                 if parameter.owner:
                     self._add(rank, parameter)
         # The sources cover a tensor, so its size is where the last of them ends.
-        self.total = sum(max(rect[1] for rect in rects) * max(rect[3] for rect in rects) for rects in self.replicas.values())
+        self.total = sum(
+            max(rect[1] for rect in rects) * max(rect[3] for rect in rects)
+            for rects in self.replicas.values()
+        )
 
     def _add(self, rank: int, parameter: ShardedParameter) -> None:
         for block in parameter.blocks:
@@ -244,8 +272,19 @@ class _Sources:
         blocks = []
         for block in parameter.blocks:
             rect = (*block.rows, *block.cols)
-            holders = sorted(((held, replicas) for held, replicas in self.replicas.get(block.tensor, {}).items() if intersect(rect, held)), key=itemgetter(0))
-            blocks.append(_WantedBlock(block.tensor, rect, (parameter.chunk, parameter.name, block.row, block.col), holders))
+            holders = sorted(
+                (
+                    (held, replicas)
+                    for held, replicas in self.replicas.get(block.tensor, {}).items()
+                    if intersect(rect, held)
+                ),
+                key=itemgetter(0),
+            )
+            blocks.append(
+                _WantedBlock(
+                    block.tensor, rect, (parameter.chunk, parameter.name, block.row, block.col), holders
+                )
+            )
         return _Wanted(_padding_of(parameter), blocks)
 
     def serve(self, wanted: _Wanted, rank: int) -> Iterator[Transfer]:
@@ -253,14 +292,21 @@ class _Sources:
         host = self.host_of(rank)
         for block in wanted.blocks:
             # 0 own rank, 1 own host, 2 elsewhere; nearest first.
-            distances = tuple([0 if rank in replicas.place else 1 if host in replicas.on_host else 2 for _, replicas in block.holders])
+            distances = tuple(
+                [
+                    0 if rank in replicas.place else 1 if host in replicas.on_host else 2
+                    for _, replicas in block.holders
+                ]
+            )
             pieces = block.cuts.get(distances)
             if pieces is None:
                 pieces = block.cuts[distances] = _cut(block, distances, rank)
             for piece in pieces:
                 giver = rank if piece.own else self._choose(piece, block.tensor, rank, host)
                 place = piece.replicas.place[giver]
-                taken = piece.taken.get(place) or piece.taken.setdefault(place, _at(place, piece.whole, piece.rect))
+                taken = piece.taken.get(place) or piece.taken.setdefault(
+                    place, _at(place, piece.whole, piece.rect)
+                )
                 yield Transfer(block.tensor, piece.rows, piece.cols, giver, rank, taken, piece.destination)
 
     def _choose(self, piece: _Piece, tensor: str, rank: int, host: int) -> int:
@@ -281,13 +327,25 @@ class _Sources:
 def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Piece]:
     """Pieces that cover `block` once, from the nearest holders first."""
     missing, pieces = [block.rect], []
-    for distance, (whole, replicas) in sorted(zip(distances, block.holders), key=lambda entry: (entry[0], entry[1][0])):
+    for distance, (whole, replicas) in sorted(
+        zip(distances, block.holders), key=lambda entry: (entry[0], entry[1][0])
+    ):
         rest: list[Rect] = []
         for rect in missing:
             rest += subtract(rect, whole)
             piece = intersect(rect, whole)
             if piece:
-                pieces.append(_Piece(piece, whole, replicas, distance == 0, _at(block.place, block.rect, piece), piece[:2], piece[2:]))
+                pieces.append(
+                    _Piece(
+                        piece,
+                        whole,
+                        replicas,
+                        distance == 0,
+                        _at(block.place, block.rect, piece),
+                        piece[:2],
+                        piece[2:],
+                    )
+                )
         missing = rest
     if missing:
         first, end, left, right = missing[0]
@@ -299,11 +357,15 @@ def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Pi
 
 
 def _padding_of(parameter: ShardedParameter) -> list[Rect]:
-    written = tuple((b.row, b.row + b.rows[1] - b.rows[0], b.col, b.col + b.cols[1] - b.cols[0]) for b in parameter.blocks)
+    written = tuple(
+        (b.row, b.row + b.rows[1] - b.rows[0], b.col, b.col + b.cols[1] - b.cols[0]) for b in parameter.blocks
+    )
     height, width = matrix_shape(parameter.shape)
     padding = holes((0, height, 0, width), written)
     if padding is None:
-        raise ValueError(f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it: {parameter.blocks}")
+        raise ValueError(
+            f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it: {parameter.blocks}"
+        )
     return padding
 
 

@@ -51,7 +51,9 @@ class Proof:
         self.transfers, self.reads, self.writes = transfers, reads, writes
         self.dtype, self.device, self.group, self.verify = dtype, device, group, verify
         self.syncs = 0
-        self._sides: dict[tuple[int, str], _Side] = {}  # by phase and side; a kernel reads what the parameters hold then
+        self._sides: dict[
+            tuple[int, str], _Side
+        ] = {}  # by phase and side; a kernel reads what the parameters hold then
         self._difference: Tensor | None = None
 
     def prepare(self) -> None:
@@ -98,7 +100,9 @@ class Proof:
         self.syncs += 1
         if wrong:
             named = "; ".join(str(checked[index]) for index in wrong[:4])
-            raise ReshardError(f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent: {named}{'; …' if len(wrong) > 4 else ''}")
+            raise ReshardError(
+                f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent: {named}{'; …' if len(wrong) > 4 else ''}"
+            )
         return len(checked)
 
     def _add(self, side: str, slices: Mapping[int, Tensor], sign: int) -> None:
@@ -113,6 +117,10 @@ class Proof:
         key = (self.phase if self.verify != "all" else -1, side)
         if key not in self._sides:
             numbers = [number for number in slices if number % self.stride == self.phase]
-            places = torch.tensor([number // self.stride for number in numbers], dtype=torch.int64, device=self.device)
-            self._sides[key] = _Side(Checksums([slices[number] for number in numbers], device=self.device), places)
+            places = torch.tensor(
+                [number // self.stride for number in numbers], dtype=torch.int64, device=self.device
+            )
+            self._sides[key] = _Side(
+                Checksums([slices[number] for number in numbers], device=self.device), places
+            )
         return self._sides[key]

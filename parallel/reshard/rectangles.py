@@ -22,7 +22,12 @@ def subtract(rect: Rect, hole: Rect) -> list[Rect]:
     if cut == rect:
         return []
     first, end, left, right = cut
-    parts = [(rect[0], first, rect[2], rect[3]), (end, rect[1], rect[2], rect[3]), (first, end, rect[2], left), (first, end, right, rect[3])]
+    parts = [
+        (rect[0], first, rect[2], rect[3]),
+        (end, rect[1], rect[2], rect[3]),
+        (first, end, rect[2], left),
+        (first, end, right, rect[3]),
+    ]
     return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
 
 

@@ -27,7 +27,11 @@ class Transfer:
 
     def part(self, start: int, stop: int) -> "Transfer":
         """Only rows `start` to `stop`, counted from this transfer's first row."""
-        first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = self.rows[0], self.source, self.destination
+        first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = (
+            self.rows[0],
+            self.source,
+            self.destination,
+        )
         rows = (first + start, first + stop)
         taken, written = (chunk, name, row + start, col), (to_chunk, to_name, to_row + start, to_col)
         return Transfer(self.tensor, rows, self.cols, self.source_rank, self.destination_rank, taken, written)
@@ -51,4 +55,6 @@ class Padding:
         return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
 
 
-Window = dict[tuple[int, int], list[Transfer]]  # (source rank, destination rank): the transfers of one message
+Window = dict[
+    tuple[int, int], list[Transfer]
+]  # (source rank, destination rank): the transfers of one message

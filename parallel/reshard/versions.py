@@ -74,19 +74,38 @@ class VersionedReshard:
             ValueError: the group is the world's or cannot carry CPU tensors, or what `Resharder` refuses.
         """
         if group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group):
-            raise ValueError("weights in the background need a process group of their own that also carries CPU tensors; make one with background_group")
+            raise ValueError(
+                "weights in the background need a process group of their own that also carries CPU tensors; make one with background_group"
+            )
         if any(transfer.source_rank != transfer.destination_rank for transfer in plan.direct):
-            raise ValueError("snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with peer_memory=False")
+            raise ValueError(
+                "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with peer_memory=False"
+            )
         read = {transfer.source[:2] for transfer in plan.transfers() if transfer.source_rank == rank}
-        written = {transfer.destination[:2] for transfer in plan.transfers() if transfer.destination_rank == rank}
+        written = {
+            transfer.destination[:2] for transfer in plan.transfers() if transfer.destination_rank == rank
+        }
         written |= {(hole.chunk, hole.name) for hole in plan.padding if hole.rank == rank}
         self.rank, self.group = rank, group
         self._source = {key: tensor.detach() for key, tensor in source.items() if key in read}
         self._destination = {key: tensor.detach() for key, tensor in destination.items() if key in written}
         self._snapshot = {key: _buffer_like(tensor, dtype, device) for key, tensor in self._source.items()}
-        self._back = {key: _buffer_like(tensor, tensor.dtype, device) for key, tensor in self._destination.items()}
-        self.snapshot_bytes, self.back_bytes = (sum(tensor.nbytes for tensor in buffer.values()) for buffer in (self._snapshot, self._back))
-        self.resharder = Resharder(plan, rank=rank, source=self._snapshot, destination=self._back, dtype=dtype, group=group, device=device, verify=verify)
+        self._back = {
+            key: _buffer_like(tensor, tensor.dtype, device) for key, tensor in self._destination.items()
+        }
+        self.snapshot_bytes, self.back_bytes = (
+            sum(tensor.nbytes for tensor in buffer.values()) for buffer in (self._snapshot, self._back)
+        )
+        self.resharder = Resharder(
+            plan,
+            rank=rank,
+            source=self._snapshot,
+            destination=self._back,
+            dtype=dtype,
+            group=group,
+            device=device,
+            verify=verify,
+        )
 
         self.version = 0  # that the destination holds
         self.transferred = 0  # the last version that left the snapshot, or reached the back buffer
@@ -119,9 +138,13 @@ class VersionedReshard:
         with self._changed:
             self._raise_error()
             if not self._published < version < _ANY_VERSION:
-                raise ValueError(f"version {version} cannot follow version {self._published}; versions are numbered upwards from 1")
+                raise ValueError(
+                    f"version {version} cannot follow version {self._published}; versions are numbered upwards from 1"
+                )
             if self._pending is not None and self._arrived is not None:
-                raise RuntimeError(f"version {self._pending} cannot leave rank {self.rank} before it adopts version {self._arrived}; call adopt() first")
+                raise RuntimeError(
+                    f"version {self._pending} cannot leave rank {self.rank} before it adopts version {self._arrived}; call adopt() first"
+                )
             self._wait(lambda: self._pending is None)
             if self._ended:
                 raise RuntimeError(self._reason(f"version {version} is not published"))
@@ -206,13 +229,17 @@ class VersionedReshard:
         dist.all_gather(said, word, group=self.group)
         words = [int(word) for word in said]
         if _CLOSED in words:
-            self._closed_by = [rank for rank, word in zip(dist.get_process_group_ranks(self.group), words) if word == _CLOSED]
+            self._closed_by = [
+                rank for rank, word in zip(dist.get_process_group_ranks(self.group), words) if word == _CLOSED
+            ]
             return _CLOSED
         if _NOT_READY in words:
             return _NOT_READY
         versions = sorted(set(words) - {_ANY_VERSION})
         if len(versions) != 1:
-            raise RuntimeError(f"the source ranks published versions {versions} at the same time; every one has to publish each version")
+            raise RuntimeError(
+                f"the source ranks published versions {versions} at the same time; every one has to publish each version"
+            )
         return versions[0]
 
     def _word(self) -> int:
@@ -257,7 +284,9 @@ class VersionedReshard:
 
 
 def _buffer_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda and device.type == "cpu")
+    return torch.zeros(
+        tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda and device.type == "cpu"
+    )
 
 
 def _copy(to: Parameters, source: Parameters) -> None:

@@ -9,7 +9,9 @@ class Windows:
     """Deals transfers into windows: the first one with room on both ranks, cut by rows where a window ends."""
 
     def __init__(self, window_bytes: int, element_bytes: int):
-        self.capacity = window_bytes // 2 // element_bytes  # elements of one window: the next is packed while it is on its way
+        self.capacity = (
+            window_bytes // 2 // element_bytes
+        )  # elements of one window: the next is packed while it is on its way
         self.crumb = max(1, self.capacity >> 8)  # room below this is not looked at again
         self.element_bytes = element_bytes
         self.windows: list[Window] = []
@@ -20,7 +22,9 @@ class Windows:
         num_rows, width = transfer.shape
         if width > self.capacity:
             need = 2 * width * self.element_bytes
-            raise ValueError(f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more")
+            raise ValueError(
+                f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more"
+            )
         pair = giver, taker = transfer.source_rank, transfer.destination_rank
         given, taken = self._used(giver), self._used(taker)
         full, row = self.full[giver] | self.full[taker], 0
@@ -32,7 +36,9 @@ class Windows:
                     used.append(0)
             rows = min(num_rows - row, (self.capacity - max(given[window], taken[window])) // width)
             if rows:
-                self.windows[window].setdefault(pair, []).append(transfer if rows == num_rows else transfer.part(row, row + rows))
+                self.windows[window].setdefault(pair, []).append(
+                    transfer if rows == num_rows else transfer.part(row, row + rows)
+                )
                 row += rows
                 for rank, used in ((giver, given), (taker, taken)):
                     used[window] += rows * width

@@ -20,7 +20,10 @@ GPU = r"(-?[0-9]{1,4}|GPU-[-0-9a-fA-F]+|MIG-[-/0-9a-zA-Z]+)"
 # Variable: pattern, and what it describes.
 TEXTS = {
     "OMP_NUM_THREADS": (r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", "a number of threads such as 4"),
-    "GRACE_S": (r"(?=.*[1-9])[0-9]{1,7}(\.[0-9]{1,9})?", "greater than 0: seconds from SIGTERM to the end by force"),
+    "GRACE_S": (
+        r"(?=.*[1-9])[0-9]{1,7}(\.[0-9]{1,9})?",
+        "greater than 0: seconds from SIGTERM to the end by force",
+    ),
     "CUDA_VISIBLE_DEVICES": (rf"NoDevFiles|{GPU}(, *{GPU})*,?", "a list of GPUs such as 0,1"),
     "MASTER_ADDR": (r"[0-9A-Za-z_.:%\[\]-]{1,253}", "the name or address of a host"),
 }
@@ -30,8 +33,12 @@ def check_environment() -> None:
     """ValueError that names the variables which cannot be meant; those that are empty count as not set."""
     problems = []
     for name, (low, high) in NUMBERS.items():
-        if (text := os.environ.get(name)) and not (re.fullmatch("[0-9]{1,7}", text) and low <= int(text) <= high):
-            problems.append(f"{name}={shown(text)} must be a whole number from {low} to {high}; set it so, or unset it")
+        if (text := os.environ.get(name)) and not (
+            re.fullmatch("[0-9]{1,7}", text) and low <= int(text) <= high
+        ):
+            problems.append(
+                f"{name}={shown(text)} must be a whole number from {low} to {high}; set it so, or unset it"
+            )
     for name, (pattern, meaning) in TEXTS.items():
         if (text := os.environ.get(name)) and not re.fullmatch(pattern, text):
             problems.append(f"{name}={shown(text)} must be {meaning}; set it so, or unset it")
@@ -44,7 +51,9 @@ def _contradictions() -> list[str]:
     found = []
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if os.environ.get(rank) and os.environ.get(size) and int(os.environ[rank]) >= int(os.environ[size]):
-            found.append(f"{rank}={os.environ[rank]} must be below {size}={os.environ[size]}; start the ranks by torchrun, which sets both")
+            found.append(
+                f"{rank}={os.environ[rank]} must be below {size}={os.environ[size]}; start the ranks by torchrun, which sets both"
+            )
     return found
 
 
@@ -54,4 +63,6 @@ def check_world() -> None:
     size = os.environ.get("WORLD_SIZE") or "1"
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size != "1" and missing:
-        raise ValueError(f"WORLD_SIZE={size} without {', '.join(missing)}: this process cannot find the others; start the ranks by torchrun, or unset WORLD_SIZE to run alone")
+        raise ValueError(
+            f"WORLD_SIZE={size} without {', '.join(missing)}: this process cannot find the others; start the ranks by torchrun, or unset WORLD_SIZE to run alone"
+        )

@@ -18,7 +18,10 @@ from parallel.runtime import leftovers, process
 OTHERS_S = 10.0  # between the ends of two nodes' ranks that are asked to end
 BACKEND = "listening_where_told"  # torchrun's name for our rendezvous
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TELLING = (2, 75)  # what is wrong with the settings, and a rank that is stuck: other ranks fail by it, with other statuses
+TELLING = (
+    2,
+    75,
+)  # what is wrong with the settings, and a rank that is stuck: other ranks fail by it, with other statuses
 PARENT = "LAUNCH_PARENT"  # environment: process id of a shell without which this process has to end, too
 
 
@@ -29,7 +32,9 @@ def main(arguments: list[str]) -> int:
     _Asked.listen()
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's shared store listens on every interface, and `Rendezvous` has one
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # torch's shared store listens on every interface, and `Rendezvous` has one
+    )
     try:
         return _run(arguments)
     finally:
@@ -109,7 +114,9 @@ def _run(arguments: list[str]) -> int:
         register()
         config, command, its_arguments = config_from_args(parse_args(arguments))
         config.rdzv_backend = BACKEND
-        config.signals_to_handle = "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"  # nohup's wish counts
+        config.signals_to_handle = (
+            "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"
+        )  # nohup's wish counts
         try:
             elastic_launch(config, command)(*its_arguments)
         except ChildFailedError as error:
@@ -126,7 +133,9 @@ def _run(arguments: list[str]) -> int:
 
 def _status(error) -> int:
     """What the first rank to fail ended with, or one of those that ended by a reason of their own; said in a line."""
-    rank, failure = min(error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp))
+    rank, failure = min(
+        error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp)
+    )
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     why = f"on {_Asked.by.name}: " if _Asked.by else ""
     print(f"{why}rank {rank} (process {failure.pid}) ended with {status}", file=sys.stderr, flush=True)
@@ -145,7 +154,10 @@ def register() -> None:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
         store = _meeting_point(params)
-        return _rendezvous(create_handler(store, C10dRendezvousBackend(store, params.run_id), params), one_host=params.max_nodes == 1)
+        return _rendezvous(
+            create_handler(store, C10dRendezvousBackend(store, params.run_id), params),
+            one_host=params.max_nodes == 1,
+        )
 
     rendezvous_handler_registry.register(BACKEND, create)
 
@@ -191,7 +203,13 @@ def _rendezvous(inner, *, one_host: bool):
         def get_backend(self) -> str:
             return BACKEND
 
-        get_run_id, is_closed, set_closed, num_nodes_waiting, shutdown = inner.get_run_id, inner.is_closed, inner.set_closed, inner.num_nodes_waiting, inner.shutdown
+        get_run_id, is_closed, set_closed, num_nodes_waiting, shutdown = (
+            inner.get_run_id,
+            inner.is_closed,
+            inner.set_closed,
+            inner.num_nodes_waiting,
+            inner.shutdown,
+        )
 
     return Rendezvous()
 

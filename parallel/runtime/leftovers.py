@@ -18,7 +18,9 @@ from pathlib import Path
 PREFIX = "vmeg"
 OWNED = re.compile(rf"(?:sem\.)?{PREFIX}-(\d+)-(\d+)-([0-9a-f]{{8}})(?:-.*)?")
 SHARED_MEMORY = Path("/dev/shm")
-LONGEST = 107 - 37  # of a folder for vLLM's sockets: their names have 36 letters, and Linux takes 107 for the path of one
+LONGEST = (
+    107 - 37
+)  # of a folder for vLLM's sockets: their names have 36 letters, and Linux takes 107 for the path of one
 SHORT = Path("/tmp")  # for them where the folder of temporary files is longer
 
 _own_folders: list[Path] = []
@@ -33,12 +35,16 @@ def begin(*, keep_folder: bool = False) -> None:
     shared = Path(tempfile.gettempdir())
     sweep(shared, SHORT)
     mark = mark_of(os.getpid())
-    multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # of semaphores that spawned processes open by their names
+    multiprocessing.current_process()._config["semprefix"] = (
+        f"/{mark}"  # of semaphores that spawned processes open by their names
+    )
     shared_memory._SHM_NAME_PREFIX, shared_memory._SHM_SAFE_NAME_LENGTH = f"/{mark}-", len(mark) + 10
     _mark_torchruns_folder(shared)
     if keep_folder:
         return
-    with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written is for those to say who need it
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk or a folder that cannot be written is for those to say who need it
         folder = _make(shared / mark)
         _keep_compiled(shared)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -66,7 +72,9 @@ def sweep(*folders: Path) -> None:
             for path in folder.iterdir():
                 if has_ended(path.name):
                     _remove(path)
-                elif path.name.startswith("torchelastic_") and any(has_ended(inner.name) for inner in path.iterdir()):
+                elif path.name.startswith("torchelastic_") and any(
+                    has_ended(inner.name) for inner in path.iterdir()
+                ):
                     _remove(path)
 
 

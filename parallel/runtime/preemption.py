@@ -45,7 +45,9 @@ class Preemption:
 
     def __init__(self, *, grace_s: float = 25.0):
         if not grace_s > 0:
-            raise ValueError(f"grace_s={grace_s} must be greater than 0: seconds from SIGTERM to the end by force")
+            raise ValueError(
+                f"grace_s={grace_s} must be greater than 0: seconds from SIGTERM to the end by force"
+            )
         self.grace_s = grace_s
         self._asked, self._held = threading.Event(), threading.Event()
 
@@ -64,14 +66,18 @@ class Preemption:
         self._ends = os.pipe()
         os.set_blocking(self._ends[1], False)
         self._former_fd = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
-        self._former = signal.signal(signal.SIGTERM, _nothing) or signal.SIG_DFL  # None: a handler that is not Python's
+        self._former = (
+            signal.signal(signal.SIGTERM, _nothing) or signal.SIG_DFL
+        )  # None: a handler that is not Python's
         self._is_entered = True
         os.register_at_fork(after_in_child=self._leave_child)
         self._thread = threading.Thread(target=self._listen, name="preemption", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
         os.write(self._ends[1], b"\0")  # no signal: the thread ends
         self._thread.join()
@@ -130,7 +136,9 @@ def usual_grace_s() -> float:
     """
     if given := os.environ.get("GRACE_S"):
         if not re.fullmatch(r"\d+(\.\d+)?", given) or not float(given):
-            raise ValueError(f"GRACE_S={given!r} must be greater than 0: seconds from SIGTERM to the end by force")
+            raise ValueError(
+                f"GRACE_S={given!r} must be greater than 0: seconds from SIGTERM to the end by force"
+            )
         return float(given)
     waits_s = 30
     if torch.__version__ >= (2, 12):  # earlier ones do not read it

@@ -14,7 +14,9 @@ from pathlib import Path
 from parallel.runtime import leftovers
 
 INTERRUPTED = 128 + signal.SIGINT  # what a shell shows for a process that Ctrl-C ended
-LAUNCHER = "VERL_MEGATRON_LAUNCHER"  # environment: process id of parallel.runtime.launch, which speaks for its ranks
+LAUNCHER = (
+    "VERL_MEGATRON_LAUNCHER"  # environment: process id of parallel.runtime.launch, which speaks for its ranks
+)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

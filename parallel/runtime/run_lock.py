@@ -81,7 +81,10 @@ class RunLock:
                 renewed = _renewed(self.path)
                 lives = (first or renewed) != renewed or waited > 2 * SILENT_S
                 if first is None:
-                    print(f"{self.path} is of {_named(holder)}: waiting until it is renewed or {SILENT_S:.0f} s old", flush=True)
+                    print(
+                        f"{self.path} is of {_named(holder)}: waiting until it is renewed or {SILENT_S:.0f} s old",
+                        flush=True,
+                    )
                 first = first or renewed
             if lives:
                 return self._refusal(holder, me)
@@ -100,8 +103,14 @@ class RunLock:
         if holder is None:
             remedy = f"if no run is at work there, remove {self.path}"
             return f"{folder} is locked by {self.path}, which no run has written; {remedy}"
-        end = f"end it (kill {holder['pid']})" if _is_here(holder, me) else f"end it there, or remove {self.path} if it is gone"
-        return f"{folder} is in use by another run: {_named(holder)}; wait for it, {end}, or name another folder"
+        end = (
+            f"end it (kill {holder['pid']})"
+            if _is_here(holder, me)
+            else f"end it there, or remove {self.path} if it is gone"
+        )
+        return (
+            f"{folder} is in use by another run: {_named(holder)}; wait for it, {end}, or name another folder"
+        )
 
     def _renew(self) -> None:
         while not self._done.wait(BEAT_S):

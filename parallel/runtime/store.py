@@ -24,12 +24,18 @@ def serve_apart(address: str, port: int, *, one_host: bool) -> None:
     """Serve a store from a process of its own, which ends with this one: it answers although this one is stopped."""
     listener, parent = listen(address, port, one_host=one_host), os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: the child uses nothing that another thread may hold
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of Python 3.12: the child uses nothing that another thread may hold
         child = os.fork()
     if child:
         return listener.close()
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for the rank, which still wants the store
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+        ):  # for the rank, which still wants the store
             signal.signal(number, signal.SIG_IGN)
         process.end_with(signal.SIGKILL, is_orphan=lambda: os.getppid() != parent)
         ctypes.CDLL(None).prctl(15, b"store", 0, 0, 0)  # PR_SET_NAME, for those who list processes
@@ -59,7 +65,9 @@ def listen(address: str, port: int, *, one_host: bool) -> socket.socket:
         except OSError as error:
             listener.close()
             if one_host or error.errno == 98:  # EADDRINUSE
-                raise OSError(error.errno, f"port {port} of {address} is taken; choose another MASTER_PORT") from None
+                raise OSError(
+                    error.errno, f"port {port} of {address} is taken; choose another MASTER_PORT"
+                ) from None
     raise OSError(f"no interface of this host can listen for {address}")
 
 
@@ -72,9 +80,15 @@ def _places(address: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(family, place) for family, *_, place in found if is_literal or not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback]
+    return [
+        (family, place)
+        for family, *_, place in found
+        if is_literal or not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
+    ]
 
 
 def _store_on(listener: socket.socket, address: str) -> dist.TCPStore:
     port = listener.getsockname()[1]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

@@ -27,13 +27,17 @@ from parallel.runtime import leftovers
 EXIT_STATUS = 75  # sysexits.h's EX_TEMPFAIL: the same command may succeed when it is started again
 INTERVAL_S = 1.0  # between two messages of a rank
 START_S = 60.0  # a rank may enter this much later than the first, beside its timeout: some need seconds more to join the world
-SILENCE_S = 2.0  # a rank is silent after its timeout and this: its messages and our readings are a second apart
+SILENCE_S = (
+    2.0  # a rank is silent after its timeout and this: its messages and our readings are a second apart
+)
 GUARD_S = 15.0  # after the timeout and this a rank whose thread cannot run is ended by faulthandler; later than others name it
 FAREWELL_S = 15.0  # the ranks wait this long for each other's stacks, those by faulthandler too: torchrun ends all when the first has ended
 ENDED = 2**62  # sequence of a rank that has left the watchdog
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_WAITING = tuple(os.path.join(_TORCH, part, "") for part in ("distributed", "cuda"))  # torch.cuda.synchronize waits for collectives
+_WAITING = tuple(
+    os.path.join(_TORCH, part, "") for part in ("distributed", "cuda")
+)  # torch.cuda.synchronize waits for collectives
 _LAUNCHER = os.path.join(_TORCH, "distributed", "elastic", "")
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 _number = itertools.count()  # of the watchdogs of this process: each has keys of its own in the store
@@ -85,7 +89,11 @@ def verdict(reports: Sequence[Report], silent: dict[int, float]) -> str | None:
     """
     if silent:
         for_s = max(silent.values())
-        return _sentence(reports, sorted(silent), f"made no progress for {for_s:.0f} s and gave no sign of life (stopped, dead, or in a call that keeps Python's lock)")
+        return _sentence(
+            reports,
+            sorted(silent),
+            f"made no progress for {for_s:.0f} s and gave no sign of life (stopped, dead, or in a call that keeps Python's lock)",
+        )
     behind = min(report.sequence for report in reports)
     last = [rank for rank, report in enumerate(reports) if report.sequence == behind]
     if behind == ENDED or not all(reports[rank].is_stuck for rank in last):
@@ -95,7 +103,9 @@ def verdict(reports: Sequence[Report], silent: dict[int, float]) -> str | None:
     if culprits:
         return _sentence(reports, culprits, stuck)
     ahead = [rank for rank in range(len(reports)) if rank not in last]
-    if 0 < len(ahead) < len(last):  # the many wait for each other and for the few, which came through without them
+    if (
+        0 < len(ahead) < len(last)
+    ):  # the many wait for each other and for the few, which came through without them
         return _sentence(reports, ahead, f"went on without the others, which {stuck}")
     return _sentence(reports, last, stuck)
 
@@ -109,11 +119,21 @@ def _strays(reports: Sequence[Report], ranks: list[int]) -> list[int]:
 
 def _sentence(reports: Sequence[Report], culprits: list[int], did: str) -> str:
     one = len(culprits) == 1
-    where = [f"{_ranks(group)} {'is' if len(group) == 1 else 'are'} in {place}" for place, group in _places(reports, culprits, lines=True).items()]
+    where = [
+        f"{_ranks(group)} {'is' if len(group) == 1 else 'are'} in {place}"
+        for place, group in _places(reports, culprits, lines=True).items()
+    ]
     if len(where) == 1:
-        where = [f"{'it is' if one else 'they are'} in {place}" for place in _places(reports, culprits, lines=True)]
-    others = [rank for rank, report in enumerate(reports) if rank not in culprits and report.sequence != ENDED]
-    waiting = [f"{_ranks(group)} {'waits' if len(group) == 1 else 'wait'} for {'it' if one else 'them'} in {place}" for place, group in _places(reports, others).items()]
+        where = [
+            f"{'it is' if one else 'they are'} in {place}" for place in _places(reports, culprits, lines=True)
+        ]
+    others = [
+        rank for rank, report in enumerate(reports) if rank not in culprits and report.sequence != ENDED
+    ]
+    waiting = [
+        f"{_ranks(group)} {'waits' if len(group) == 1 else 'wait'} for {'it' if one else 'them'} in {place}"
+        for place, group in _places(reports, others).items()
+    ]
     return f"{_ranks(culprits)} {did}: {', '.join(where + waiting)}"
 
 
@@ -121,7 +141,9 @@ def _places(reports: Sequence[Report], ranks: list[int], *, lines: bool = False)
     """The ranks at each place."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
-        groups.setdefault(reports[rank].place + (f", at {reports[rank].at}" if lines else ""), []).append(rank)
+        groups.setdefault(reports[rank].place + (f", at {reports[rank].at}" if lines else ""), []).append(
+            rank
+        )
     return groups
 
 
@@ -181,7 +203,9 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.timeout_s:
             self.stacks.mkdir(parents=True, exist_ok=True)
-            self._file = (self.stacks / f"rank_{self.rank}.txt").open("a")  # stacks of an attempt that torchrun repeated stay
+            self._file = (self.stacks / f"rank_{self.rank}.txt").open(
+                "a"
+            )  # stacks of an attempt that torchrun repeated stay
             now = time.monotonic()
             self._progress_at, self._heard_at = now, dict.fromkeys(self._heard_at, now)
             self._thread.start()
@@ -210,12 +234,20 @@ class Watchdog:
         """
         outer = self._position
         if timeout_s is not None and (not timeout_s or _check_timeout(timeout_s)):
-            raise ValueError(f"operation {name!r}: timeout_s=0 turns nothing off; give the seconds that it may take")
-        self._move(Position(operation=name, timeout_s=timeout_s or outer.timeout_s, sequence=outer.sequence + 1))
+            raise ValueError(
+                f"operation {name!r}: timeout_s=0 turns nothing off; give the seconds that it may take"
+            )
+        self._move(
+            Position(operation=name, timeout_s=timeout_s or outer.timeout_s, sequence=outer.sequence + 1)
+        )
         try:
             yield
         finally:
-            self._move(Position(operation=outer.operation, timeout_s=outer.timeout_s, sequence=self._position.sequence + 1))
+            self._move(
+                Position(
+                    operation=outer.operation, timeout_s=outer.timeout_s, sequence=self._position.sequence + 1
+                )
+            )
 
     def beat(self) -> None:
         """Tell of progress inside an operation, as often as you like and a different number of times on each rank."""
@@ -230,14 +262,20 @@ class Watchdog:
     def _arm(self, *, unless_newer_than_s: float = 0) -> None:
         """Put off the end by faulthandler, which comes when neither the main thread nor the watching one gets to run."""
         now = time.monotonic()
-        if self._file is not None and not self._leaving.is_set() and now - self._armed_at >= unless_newer_than_s:
+        if (
+            self._file is not None
+            and not self._leaving.is_set()
+            and now - self._armed_at >= unless_newer_than_s
+        ):
             self._armed_at = now
             faulthandler.dump_traceback_later(self._position.timeout_s + GUARD_S, exit=True, file=self._file)
 
     # ---- the watching thread
 
     def _watch(self) -> None:
-        period_s = min(INTERVAL_S * max(self.rank, 1), max(INTERVAL_S, self.timeout_s / 4))  # the lowest ranks that live see it first; few readings in a large world
+        period_s = min(
+            INTERVAL_S * max(self.rank, 1), max(INTERVAL_S, self.timeout_s / 4)
+        )  # the lowest ranks that live see it first; few readings in a large world
         read_at = time.monotonic()
         try:
             for pulse in itertools.count(1):
@@ -257,23 +295,49 @@ class Watchdog:
     def _report(self, pulse: int) -> Report:
         position, waits, at = self._position, *_where(sys._current_frames().get(self._main))
         if self._leaving.is_set():
-            position = Position(operation="what follows the watched part", timeout_s=self.timeout_s, sequence=ENDED)
-        return Report(**asdict(position), iteration=self.iteration, idle_s=time.monotonic() - self._progress_at, waits=waits, at=at, pulse=pulse)
+            position = Position(
+                operation="what follows the watched part", timeout_s=self.timeout_s, sequence=ENDED
+            )
+        return Report(
+            **asdict(position),
+            iteration=self.iteration,
+            idle_s=time.monotonic() - self._progress_at,
+            waits=waits,
+            at=at,
+            pulse=pulse,
+        )
 
     def _judge(self) -> None:
         """Read all reports; where they show a rank that the others wait for, write the verdict that every rank will find."""
-        started = [rank for rank in range(self.world_size) if rank in self._reports or self._store.check([f"rank/{rank}"])]
+        started = [
+            rank
+            for rank in range(self.world_size)
+            if rank in self._reports or self._store.check([f"rank/{rank}"])
+        ]
         now = time.monotonic()
         for rank, text in zip(started, self._store.multi_get([f"rank/{rank}" for rank in started])):
             report = Report(**json.loads(text))
             if rank not in self._reports or report.pulse != self._reports[rank].pulse:
                 self._heard_at[rank] = now
             self._reports[rank] = report
-        absent = Report(**asdict(Position(timeout_s=self.timeout_s + START_S)), iteration=0, idle_s=0, waits=False, at="no line yet")
+        absent = Report(
+            **asdict(Position(timeout_s=self.timeout_s + START_S)),
+            iteration=0,
+            idle_s=0,
+            waits=False,
+            at="no line yet",
+        )
         reports = [self._reports.get(rank, absent) for rank in range(self.world_size)]
         unheard = {rank: now - at for rank, at in self._heard_at.items()}
-        patience_s = {rank: SILENCE_S + (self.timeout_s if rank in self._reports else absent.timeout_s) for rank in unheard}  # a long operation is no reason for silence
-        silent = {rank: age_s for rank, age_s in unheard.items() if reports[rank].sequence != ENDED and age_s > patience_s[rank]}
+        patience_s = {
+            rank: SILENCE_S + (self.timeout_s if rank in self._reports else absent.timeout_s)
+            for rank in unheard
+        }  # a long operation is no reason for silence
+        silent = {
+            rank: age_s
+            for rank, age_s in unheard.items()
+            if reports[rank].sequence != ENDED and age_s > patience_s[rank]
+        }
         if said := verdict(reports, silent):
             ended = [rank for rank, report in enumerate(reports) if report.sequence == ENDED]
             record = asdict(_Verdict(text=f"{said}; stacks in {self.stacks}", ended=ended, by=self.rank))
@@ -349,7 +413,9 @@ def _say(text: str) -> None:
 
 def _leave() -> None:
     """End without teardown, which would wait for the ranks that are stuck."""
-    faulthandler.dump_traceback_later(GUARD_S, exit=True)  # flushing waits for a main thread that is stuck in a write
+    faulthandler.dump_traceback_later(
+        GUARD_S, exit=True
+    )  # flushing waits for a main thread that is stuck in a write
     sys.stdout.flush()
     sys.stderr.flush()
     leftovers.end()

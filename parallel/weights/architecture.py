@@ -23,15 +23,26 @@ class Family:
     stem: str  # of the class names in transformers
     qkv_bias: bool = False
     qk_norm: bool = False
-    absent: Mapping[str, Any]  # what transformers assumes for a key that config.json lacks, where families differ
+    absent: Mapping[
+        str, Any
+    ]  # what transformers assumes for a key that config.json lacks, where families differ
     never_null: frozenset[str] = frozenset()  # optional keys whose null transformers cannot read
     whole_heads: bool = False  # heads divide the hidden size even where head_dim is given
 
 
 FAMILIES = {
     "llama": Family(stem="Llama", absent={}, whole_heads=True),
-    "mistral": Family(stem="Mistral", absent={"num_key_value_heads": 8, "sliding_window": 4096}, never_null=frozenset({"num_key_value_heads"})),
-    "qwen2": Family(stem="Qwen2", qkv_bias=True, absent={"num_key_value_heads": 32, "sliding_window": 4096}, never_null=frozenset({"head_dim"})),
+    "mistral": Family(
+        stem="Mistral",
+        absent={"num_key_value_heads": 8, "sliding_window": 4096},
+        never_null=frozenset({"num_key_value_heads"}),
+    ),
+    "qwen2": Family(
+        stem="Qwen2",
+        qkv_bias=True,
+        absent={"num_key_value_heads": 32, "sliding_window": 4096},
+        never_null=frozenset({"head_dim"}),
+    ),
     "qwen3": Family(
         stem="Qwen3",
         qk_norm=True,
@@ -156,7 +167,9 @@ class Architecture:
         model_type = config.get("model_type")
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
-            raise ValueError(f"{source}: model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"{source}: model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
+            )
         problems: list[str] = []
         values: dict[str, Any] = {}
         for key, (field, kind, absent) in TABLE.items():
@@ -169,7 +182,10 @@ class Architecture:
             values |= _read_rope(config, values["max_positions"], problems)
             problems += _sliding_window(config, family, values) + lengths(config, values["max_positions"])
         if problems:
-            raise ValueError(f"{source} describes a model that cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+            raise ValueError(
+                f"{source} describes a model that cannot be built:\n"
+                + "\n".join(f"  - {problem}" for problem in problems)
+            )
         return cls(model_type=config["model_type"], **values)
 
     def to_hf(self, *, head: str = "lm", carry: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -184,7 +200,12 @@ class Architecture:
         family = FAMILIES[self.model_type]
         config: dict[str, Any] = {"architectures": [family.stem + HEADS[head]], "model_type": self.model_type}
         config |= {key: getattr(self, field) for key, (field, _, _) in TABLE.items()}
-        config |= {"rope_theta": self.rope_theta, "rope_scaling": _write_rope(self.rope_scaling), "hidden_act": "silu", "attention_dropout": 0.0}
+        config |= {
+            "rope_theta": self.rope_theta,
+            "rope_scaling": _write_rope(self.rope_scaling),
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+        }
         if self.model_type == "mistral":
             config["sliding_window"] = None  # transformers takes an absent one for 4096
         if head != "lm":
@@ -208,15 +229,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         if path.parent.is_file():
             raise ValueError(f"model folder {path.parent} is a file; give the path of a Hugging Face folder")
         if not path.parent.is_dir():
-            raise ValueError(f"model folder {path.parent} does not exist; give the path of a Hugging Face folder")
+            raise ValueError(
+                f"model folder {path.parent} does not exist; give the path of a Hugging Face folder"
+            )
         if not path.is_file():
-            raise ValueError(f"{path} does not exist; a model folder needs the config.json of its Hugging Face model")
+            raise ValueError(
+                f"{path} does not exist; a model folder needs the config.json of its Hugging Face model"
+            )
     except OSError as error:  # a path that is too long, or behind a folder that may not be read
-        raise ValueError(f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging Face folder") from None
+        raise ValueError(
+            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging Face folder"
+        ) from None
     return read_object(path)
 
 
-def _typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False, whole: bool = False) -> Any:
+def _typed(
+    key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False, whole: bool = False
+) -> Any:
     """`value` as `kind`; sizes and rates must be positive and within `LARGEST`. None stands for what is derived later.
 
     Args:
@@ -234,7 +263,9 @@ def _typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null
             return kind(value)
         problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")
     else:
-        wanted = "true or false" if kind is bool else "a positive whole number" if whole else "a positive number"
+        wanted = (
+            "true or false" if kind is bool else "a positive whole number" if whole else "a positive number"
+        )
         problems.append(f"{key}={shown(value)} must be {wanted}")
     return None
 
@@ -243,9 +274,14 @@ def _derive_heads(values: dict[str, Any], family: Family, problems: list[str]) -
     heads, hidden = values["num_heads"], values["hidden_size"]
     values["num_kv_heads"] = values["num_kv_heads"] or heads
     if heads % values["num_kv_heads"]:
-        problems.append(f"num_key_value_heads={values['num_kv_heads']} must divide num_attention_heads={heads}")
+        problems.append(
+            f"num_key_value_heads={values['num_kv_heads']} must divide num_attention_heads={heads}"
+        )
     if hidden % heads and (values["head_dim"] is None or family.whole_heads):
-        problems.append(f"num_attention_heads={heads} must divide hidden_size={hidden}" + ", or head_dim be given" * (not family.whole_heads))
+        problems.append(
+            f"num_attention_heads={heads} must divide hidden_size={hidden}"
+            + ", or head_dim be given" * (not family.whole_heads)
+        )
     values["head_dim"] = values["head_dim"] or max(hidden // heads, 1)
     if values["head_dim"] % 2:
         problems.append(f"head_dim={values['head_dim']} must be even for rotary positions")
@@ -260,24 +296,38 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
             return {}
     where = "rope_scaling" if old else "rope_parameters"
     given = dict(old or new or {})
-    if nulls := [key for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor") if key in given and given[key] is None]:
+    if nulls := [
+        key
+        for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+        if key in given and given[key] is None
+    ]:
         problems.append(f"{where}.{nulls[0]} is null, which transformers cannot read; remove it")
         return {}
     if old and new and old != new:
-        problems.append(f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of them")
+        problems.append(
+            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of them"
+        )
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
     if types[1:] and types[0] != types[1]:
-        problems.append(f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other; keep one of them")
+        problems.append(
+            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other; keep one of them"
+        )
     inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
-        problems.append(f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one of them")
+        problems.append(
+            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one of them"
+        )
     theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
-    theta = _typed(theta_key, next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems)
+    theta = _typed(
+        theta_key, next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems
+    )
     if theta is not None and theta <= 1:
         problems.append(f"{theta_key}={shown(theta)} must be above 1: positions turn by its powers")
     partial = given.pop("partial_rotary_factor", 1.0)
     if partial != 1.0 or isinstance(partial, bool):
-        problems.append(f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}")
+        problems.append(
+            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}"
+        )
     rope_type = types[0] if types else "default"
     if rope_type == "default":
         problems += [
@@ -287,12 +337,19 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         ]
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-        problems.append(f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default, {', '.join(ROPE_TYPES)}")
+        problems.append(
+            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default, {', '.join(ROPE_TYPES)}"
+        )
         return {}
-    return {"rope_theta": theta, "rope_scaling": _read_scaling(ROPE_TYPES[rope_type], given, where, max_positions, problems)}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": _read_scaling(ROPE_TYPES[rope_type], given, where, max_positions, problems),
+    }
 
 
-def _read_scaling(rope: type, given: dict[str, Any], where: str, max_positions: int, problems: list[str]) -> RopeScaling | None:
+def _read_scaling(
+    rope: type, given: dict[str, Any], where: str, max_positions: int, problems: list[str]
+) -> RopeScaling | None:
     known = {field.name: field for field in fields(rope)}
     problems += [
         f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type {rope.rope_type!r}"
@@ -306,7 +363,9 @@ def _read_scaling(rope: type, given: dict[str, Any], where: str, max_positions: 
     for name, field in known.items():
         kind = {"original_max_position_embeddings": int, "truncate": bool}.get(name, float)
         value = given.get(name, field.default)
-        values[name] = _typed(f"{where}.{name}", value, kind, problems, may_be_null=field.default is None, whole=kind is int)
+        values[name] = _typed(
+            f"{where}.{name}", value, kind, problems, may_be_null=field.default is None, whole=kind is int
+        )
     if len(problems) == found:
         problems += _odd_scaling(values, where)
     return rope(**values) if len(problems) == found else None
@@ -320,7 +379,9 @@ def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
         if isinstance(value, float) and not 1e-3 <= value <= 1e6
     ]
     if values["factor"] < 1:
-        problems.append(f"{where}.factor={values['factor']} must be at least 1: scaling makes sequences longer")
+        problems.append(
+            f"{where}.factor={values['factor']} must be at least 1: scaling makes sequences longer"
+        )
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if low in values and values[low] >= values[high]:
             problems.append(f"{where}.{low}={values[low]} must be below {where}.{high}={values[high]}")
@@ -335,7 +396,9 @@ def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     defaults = {field.name: field.default for field in fields(scaling)}
-    return {"rope_type": scaling.rope_type} | {name: value for name, value in asdict(scaling).items() if value != defaults[name]}
+    return {"rope_type": scaling.rope_type} | {
+        name: value for name, value in asdict(scaling).items() if value != defaults[name]
+    }
 
 
 def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> list[str]:
@@ -351,14 +414,20 @@ def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[s
     if window is None or window >= longest:
         return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
-    return [f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which is not supported; {remedy}"]
+    return [
+        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which is not supported; {remedy}"
+    ]
 
 
 def _window_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     """Keys about windows whose values are not of their type, and layers of another kind."""
     problems = []
     for key, is_right, wanted in (
-        ("sliding_window", lambda value: value is None or (is_count(value) and value > 0), "a positive whole number or null"),
+        (
+            "sliding_window",
+            lambda value: value is None or (is_count(value) and value > 0),
+            "a positive whole number or null",
+        ),
         ("use_sliding_window", lambda value: isinstance(value, bool), "true or false"),
         ("max_window_layers", is_count, "a whole number"),
     ):
@@ -372,5 +441,7 @@ def _window_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     elif other := [kind for kind in types if kind != "full_attention"]:
         problems.append(f"layer_types names {shown(other[0])}; only full_attention is supported")
     elif len(types) != num_layers:
-        problems.append(f"layer_types has {len(types)} entries, one for each of num_hidden_layers={num_layers} is needed")
+        problems.append(
+            f"layer_types has {len(types)} entries, one for each of num_hidden_layers={num_layers} is needed"
+        )
     return problems

@@ -16,13 +16,19 @@ FULL = "attention over a part of the sequence is not supported"
 # Values are compared with their types: JSON's 0 is not false.
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "other activations are not supported"),
-    "attention_bias": ((False,), "a bias on o_proj cannot be expressed in Megatron-Core without one on every linear"),
+    "attention_bias": (
+        (False,),
+        "a bias on o_proj cannot be expressed in Megatron-Core without one on every linear",
+    ),
     "mlp_bias": ((False,), "biases in the feed-forward layers are not supported"),
     "pretraining_tp": ((1, None), "set it to 1: only the rounding of the original training depends on it"),
     "partial_rotary_factor": ((1.0, 1, None), "rotary embeddings over a part of the head are not supported"),
     "attention_dropout": ((0.0, 0, None), "training here uses no dropout: set it to 0"),
     "hidden_dropout": ((0.0, 0, None), "training here uses no dropout: set it to 0"),
-    "token_classification_bias": ((True,), "value heads without a bias are read from sequence-classification folders"),
+    "token_classification_bias": (
+        (True,),
+        "value heads without a bias are read from sequence-classification folders",
+    ),
     "is_causal": ((True,), "attention here is causal"),
     "is_decoder": ((False, True), DECODER),
     "is_encoder_decoder": ((False,), DECODER),
@@ -34,14 +40,26 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_map": (({}, None), NO_CODE),
     "quantization_config": ((None,), "quantised weights are not supported; convert them to bfloat16"),
     "use_mrope": ((False, None), "positions in several dimensions are not supported"),
-    "rope_interleaved": ((False, None), "only rotary embeddings that pair the halves of a head are supported"),
+    "rope_interleaved": (
+        (False, None),
+        "only rotary embeddings that pair the halves of a head are supported",
+    ),
     "dual_chunk_attention_config": ((None,), FULL),
     "attention_chunk_size": ((None,), FULL),
     "torchscript": ((False, None), "leave it out"),
     "use_bfloat16": ((False, None), "leave it out; engine.dtype says what is computed in"),
 }
 # Old and other names of max_position_embeddings, by which vLLM limits the rows it serves.
-LENGTHS = ("max_sequence_length", "max_seq_length", "max_seq_len", "model_max_length", "seq_length", "seq_len", "n_positions", "max_target_positions")
+LENGTHS = (
+    "max_sequence_length",
+    "max_seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "seq_length",
+    "seq_len",
+    "n_positions",
+    "max_target_positions",
+)
 READ_SEPARATELY = {
     *("model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *LENGTHS),
@@ -93,12 +111,19 @@ def lengths(config: Mapping[str, Any], max_positions: int) -> list[str]:
 def class_names(config: Mapping[str, Any], stem: str) -> list[str]:
     """Classes in `architectures` that compute something else than the family's own."""
     names = config.get("architectures")
-    known = {stem + suffix for suffix in ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "Model")}
+    known = {
+        stem + suffix
+        for suffix in ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "Model")
+    }
     if stem == "Llama":
         known.add("LLaMAForCausalLM")  # as the first folders spell it
-    if names is None or (isinstance(names, list) and all(isinstance(name, str) and name in known for name in names)):
+    if names is None or (
+        isinstance(names, list) and all(isinstance(name, str) and name in known for name in names)
+    ):
         return []
-    return [f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute something else"]
+    return [
+        f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute something else"
+    ]
 
 
 def _same(value: Any, allowed: Any) -> bool:

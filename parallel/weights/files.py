@@ -27,7 +27,13 @@ MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 VALUE_HEAD = "score."  # a model without one gets it as initialised
 # What belongs to a model beside its weights and config.json.
 COMPANIONS = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *(
+        "generation_config.json",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template*",
+    ),
     *("vocab.*", "merges.txt", "spiece.model", "tekken.json"),
 )
 
@@ -46,7 +52,11 @@ class CheckpointFolder:
         self.path = Path(path)
         read_config(self.path)
         weight_map = _weight_map(self.path)
-        self._files = {name: _open(self.path / name) for name in sorted(set(weight_map.values()))} if weight_map else {SINGLE: _open(self.path / SINGLE)}
+        self._files = (
+            {name: _open(self.path / name) for name in sorted(set(weight_map.values()))}
+            if weight_map
+            else {SINGLE: _open(self.path / SINGLE)}
+        )
         held = {name: set(file.keys()) for name, file in self._files.items()}
         if weight_map:
             _check_index(self.path / INDEX, weight_map, held)
@@ -89,19 +99,27 @@ class CheckpointFolder:
             ValueError: the tensor is not in the folder, not of a floating dtype, or smaller than the rectangle.
         """
         if block.tensor not in self._file_of:
-            raise ValueError(f"{self.path} has no tensor {block.tensor}; its weights do not belong to its config.json")
+            raise ValueError(
+                f"{self.path} has no tensor {block.tensor}; its weights do not belong to its config.json"
+            )
         (top, bottom), (left, right) = block.rows, block.cols
         source = self._slice(block.tensor)
         shape = source.get_shape()
         rows, cols = (*shape, 1)[:2]
         if len(shape) > 2 or bottom > rows or right > cols:
-            raise ValueError(f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and columns {left}-{right} of config.json's model")
+            raise ValueError(
+                f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and columns {left}-{right} of config.json's model"
+            )
         if source.get_dtype() not in FLOATS:
-            raise ValueError(f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not supported, convert them to bfloat16")
+            raise ValueError(
+                f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not supported, convert them to bfloat16"
+            )
         matrix = source[top:bottom, left:right] if len(shape) == 2 else source[top:bottom][:, None]
         return matrix.to(dtype)
 
-    def check_shapes(self, expected: Mapping[str, tuple[int, ...]], *, optional: set[str] = frozenset()) -> None:
+    def check_shapes(
+        self, expected: Mapping[str, tuple[int, ...]], *, optional: set[str] = frozenset()
+    ) -> None:
         """Compare the folder with what its configuration describes (`rules.hf_shapes`).
 
         Args:
@@ -111,14 +129,32 @@ class CheckpointFolder:
             ValueError: lists the tensors that are missing, of another shape, of a dtype that is no float, or that nothing reads.
         """
         missing = [name for name in expected if name not in self._file_of and name not in optional]
-        shapes = {name: (self.shape(name), tuple(shape)) for name, shape in expected.items() if name in self._file_of}
-        wrong = [_mismatch(name, found, wanted) for name, (found, wanted) in shapes.items() if found != wanted]
-        extra = sorted(name for name in self._file_of if name not in expected and name != HEAD and not name.endswith(OLD_BUFFER))
+        shapes = {
+            name: (self.shape(name), tuple(shape))
+            for name, shape in expected.items()
+            if name in self._file_of
+        }
+        wrong = [
+            _mismatch(name, found, wanted) for name, (found, wanted) in shapes.items() if found != wanted
+        ]
+        extra = sorted(
+            name
+            for name in self._file_of
+            if name not in expected and name != HEAD and not name.endswith(OLD_BUFFER)
+        )
         stored = {name: self.dtype(name) for name in expected if name in self._file_of}
         quantised = [f"{name} is {dtype}" for name, dtype in stored.items() if dtype not in FLOATS]
-        found = {"missing": missing, "shapes": wrong, "unknown": list(map(shown_key, extra)), "quantised (convert them to bfloat16)": quantised}
+        found = {
+            "missing": missing,
+            "shapes": wrong,
+            "unknown": list(map(shown_key, extra)),
+            "quantised (convert them to bfloat16)": quantised,
+        }
         if problems := [f"{kind}: {_listed(names)}" for kind, names in found.items() if names]:
-            raise ValueError(f"the weights in {self.path} do not belong to its config.json:\n" + "\n".join(f"  - {problem}" for problem in problems))
+            raise ValueError(
+                f"the weights in {self.path} do not belong to its config.json:\n"
+                + "\n".join(f"  - {problem}" for problem in problems)
+            )
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
@@ -129,7 +165,11 @@ def has_weights(folder: str | Path) -> bool:
     return any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
 
 
-def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParameter], tensors: Mapping[tuple[int, str], Tensor]) -> list[str]:
+def load_parameters(
+    folder: CheckpointFolder,
+    parameters: Sequence[ShardedParameter],
+    tensors: Mapping[tuple[int, str], Tensor],
+) -> list[str]:
     """Fill `tensors`, by (chunk, name), in place with a rank's parts of the folder; what no block covers becomes zero.
 
     Args:
@@ -144,7 +184,9 @@ def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParame
     needed = {block.tensor for parameter in parameters for block in parameter.blocks}
     absent = needed - folder.names
     if missing := sorted(name for name in absent if not name.startswith(VALUE_HEAD)):
-        raise ValueError(f"{folder.path} lacks tensors of the model that its config.json describes: {_listed(missing)}")
+        raise ValueError(
+            f"{folder.path} lacks tensors of the model that its config.json describes: {_listed(missing)}"
+        )
     left = []
     with torch.no_grad():
         for parameter in parameters:
@@ -152,7 +194,9 @@ def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParame
                 left.append(parameter.name)
                 continue
             tensor = tensors[parameter.chunk, parameter.name]
-            assert tensor.shape == parameter.shape, f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
+            assert tensor.shape == parameter.shape, (
+                f"{parameter.name} is {tuple(tensor.shape)} and described as {parameter.shape}"
+            )
             _fill(tensor, parameter, folder)
     return left
 
@@ -160,7 +204,11 @@ def load_parameters(folder: CheckpointFolder, parameters: Sequence[ShardedParame
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one weight file, which appears under its name only when complete."""
     with _complete(Path(path)) as partial:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            partial,
+            metadata={"format": "pt"},
+        )
 
 
 def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> None:
@@ -170,10 +218,15 @@ def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> No
         file_of: file name by tensor name.
         total_size: bytes of all tensors together.
     """
-    write_json(Path(folder) / INDEX, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_of.items()))})
+    write_json(
+        Path(folder) / INDEX,
+        {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_of.items()))},
+    )
 
 
-def carry_files(source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None) -> None:
+def carry_files(
+    source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None
+) -> None:
     """Copy what belongs to a model beside its weights: config.json (or `config` in its place), generation settings, tokenizer."""
     source, target = Path(source_folder), Path(target_folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -217,8 +270,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return {}
     path = folder / INDEX
     if not path.is_file():
-        others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
-        found = f" (found {_listed(others)}: save the model with transformers as safetensors)" if others else ""
+        others = sorted(
+            file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
+        )
+        found = (
+            f" (found {_listed(others)}: save the model with transformers as safetensors)" if others else ""
+        )
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}")
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -227,9 +284,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ValueError(f"{path} names no tensors; copy it again from its source")
     files = sorted(set(weight_map.values()))
     if wrong := [shown(name) for name in files if not _is_plain(name)]:
-        raise ValueError(f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one, without a folder")
+        raise ValueError(
+            f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one, without a folder"
+        )
     if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from their source")
+        raise ValueError(
+            f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from their source"
+        )
     return weight_map
 
 
@@ -240,11 +301,24 @@ def _is_plain(name: str) -> bool:
 
 def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, set[str]]) -> None:
     """Each tensor of the index is in its file, and the files hold no others: readers differ in what they make of those."""
-    if wrong := [f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]]:
-        raise ValueError(f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source")
-    found = [(tensor, name) for name, tensors in held.items() for tensor in sorted(tensors) if not tensor.endswith(OLD_BUFFER)]
-    if stray := [f"{shown_key(tensor)} in {name}" for tensor, name in found if weight_map.get(tensor) != name]:
-        raise ValueError(f"{path} leaves out tensors that its files hold, or names another file for them: {_listed(stray)}; copy the folder again from its source")
+    if wrong := [
+        f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]
+    ]:
+        raise ValueError(
+            f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source"
+        )
+    found = [
+        (tensor, name)
+        for name, tensors in held.items()
+        for tensor in sorted(tensors)
+        if not tensor.endswith(OLD_BUFFER)
+    ]
+    if stray := [
+        f"{shown_key(tensor)} in {name}" for tensor, name in found if weight_map.get(tensor) != name
+    ]:
+        raise ValueError(
+            f"{path} leaves out tensors that its files hold, or names another file for them: {_listed(stray)}; copy the folder again from its source"
+        )
 
 
 def _open(path: Path) -> Any:
@@ -258,14 +332,24 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     if not header:
-        raise ValueError(f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; {again}")
+        raise ValueError(
+            f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; {again}"
+        )
     try:
         table = parse_object(header)
-        expected = 8 + header_bytes + max((_end(entry) for name, entry in table.items() if name != "__metadata__"), default=0)
+        expected = (
+            8
+            + header_bytes
+            + max((_end(entry) for name, entry in table.items() if name != "__metadata__"), default=0)
+        )
     except ValueError as error:
-        raise ValueError(f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors ({reason_of(error)}); {again}") from None
+        raise ValueError(
+            f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors ({reason_of(error)}); {again}"
+        ) from None
     if actual != expected:
-        raise ValueError(f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has {actual}; {again}")
+        raise ValueError(
+            f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has {actual}; {again}"
+        )
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

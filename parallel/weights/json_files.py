@@ -19,7 +19,9 @@ def read_object(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
         return parse_object(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a JSON object ({reason_of(error)}); copy it again from its source") from None
+        raise ValueError(
+            f"{path} is not a JSON object ({reason_of(error)}); copy it again from its source"
+        ) from None
 
 
 def parse_object(text: bytes) -> dict[str, Any]:

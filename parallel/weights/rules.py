@@ -40,9 +40,16 @@ class Rule:
     te: str = field(default="", kw_only=True)  # Megatron's name in the transformer-engine spec, if another
 
 
-EMBEDDING = Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", Split.ROWS, {"model.embed_tokens.weight": "VH"})
+EMBEDDING = Rule(
+    "embedding.word_embeddings.weight",
+    "model.embed_tokens.weight",
+    Split.ROWS,
+    {"model.embed_tokens.weight": "VH"},
+)
 TIED_OUTPUT = Rule("output_layer.weight", "", Split.ROWS, {"model.embed_tokens.weight": "VH"})
-FINAL_NORM = Rule("decoder.final_layernorm.weight", "model.norm.weight", Split.WHOLE, {"model.norm.weight": "H"})
+FINAL_NORM = Rule(
+    "decoder.final_layernorm.weight", "model.norm.weight", Split.WHOLE, {"model.norm.weight": "H"}
+)
 SCORE = Rule("output_layer.weight", "", Split.WHOLE, {"score.weight": "LH"})
 OUTPUTS: dict[Head, tuple[Rule, ...]] = {
     "lm": (Rule("output_layer.weight", "lm_head.weight", Split.ROWS, {"lm_head.weight": "VH"}),),
@@ -54,11 +61,23 @@ QKV, QKV_BIAS = (
         f"self_attention.linear_qkv.{kind}",
         f"self_attn.qkv_proj.{kind}",
         Split.HEADS,
-        {f"self_attn.q_proj.{kind}": "Q" + dims, f"self_attn.k_proj.{kind}": "K" + dims, f"self_attn.v_proj.{kind}": "K" + dims},
+        {
+            f"self_attn.q_proj.{kind}": "Q" + dims,
+            f"self_attn.k_proj.{kind}": "K" + dims,
+            f"self_attn.v_proj.{kind}": "K" + dims,
+        },
     )
     for kind, dims in (("weight", "H"), ("bias", ""))
 )
-QK_NORMS = tuple(Rule(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", Split.WHOLE, {f"self_attn.{x}_norm.weight": "D"}) for x in "qk")
+QK_NORMS = tuple(
+    Rule(
+        f"self_attention.{x}_layernorm.weight",
+        f"self_attn.{x}_norm.weight",
+        Split.WHOLE,
+        {f"self_attn.{x}_norm.weight": "D"},
+    )
+    for x in "qk"
+)
 INPUT_NORM = Rule(
     "input_layernorm.weight",
     "input_layernorm.weight",
@@ -73,8 +92,18 @@ MLP_NORM = Rule(
     {"post_attention_layernorm.weight": "H"},
     te="mlp.linear_fc1.layer_norm_weight",
 )
-O_PROJ = Rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Split.COLS, {"self_attn.o_proj.weight": "HQ"})
-GATE_UP = Rule("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", Split.GATE_UP, {"mlp.gate_proj.weight": "FH", "mlp.up_proj.weight": "FH"})
+O_PROJ = Rule(
+    "self_attention.linear_proj.weight",
+    "self_attn.o_proj.weight",
+    Split.COLS,
+    {"self_attn.o_proj.weight": "HQ"},
+)
+GATE_UP = Rule(
+    "mlp.linear_fc1.weight",
+    "mlp.gate_up_proj.weight",
+    Split.GATE_UP,
+    {"mlp.gate_proj.weight": "FH", "mlp.up_proj.weight": "FH"},
+)
 DOWN = Rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", Split.COLS, {"mlp.down_proj.weight": "HF"})
 
 
@@ -88,12 +117,18 @@ def hf_shapes(arch: Architecture, head: Head = "lm") -> dict[str, tuple[int, ...
     """Every tensor of the Hugging Face folder with its shape, in the model's order; a tied model has no lm_head."""
     shapes = {}
     output = () if head == "lm" and arch.tied else OUTPUTS[head]
-    for prefix, rules in (("", (EMBEDDING,)), *((_layer_prefix(i), layer_rules(arch)) for i in range(arch.num_layers)), ("", (FINAL_NORM, *output))):
+    for prefix, rules in (
+        ("", (EMBEDDING,)),
+        *((_layer_prefix(i), layer_rules(arch)) for i in range(arch.num_layers)),
+        ("", (FINAL_NORM, *output)),
+    ):
         shapes |= {prefix + name: _shape(dims, arch) for rule in rules for name, dims in rule.tensors.items()}
     return shapes
 
 
-def megatron_parameters(arch: Architecture, layout: Layout, rank: int, *, spec: Literal["te", "local"], head: Head = "lm") -> list[ShardedParameter]:
+def megatron_parameters(
+    arch: Architecture, layout: Layout, rank: int, *, spec: Literal["te", "local"], head: Head = "lm"
+) -> list[ShardedParameter]:
     """Every parameter of every model chunk of world rank `rank`, named as in the chunk's `named_parameters()`.
 
     Data and context parallel ranks hold the same. With tied embeddings and several stages, the last stage's output layer is a
@@ -109,7 +144,11 @@ def megatron_parameters(arch: Architecture, layout: Layout, rank: int, *, spec: 
         if stage != place.pp:
             continue
         rules = [(EMBEDDING, "", "")] if stage == chunk == 0 else []
-        rules += [(rule, f"decoder.layers.{local}.", _layer_prefix(i)) for local, i in enumerate(layers) for rule in layer_rules(arch)]
+        rules += [
+            (rule, f"decoder.layers.{local}.", _layer_prefix(i))
+            for local, i in enumerate(layers)
+            for rule in layer_rules(arch)
+        ]
         if stage == layout.pp - 1 and chunk == layout.vpp - 1:
             tied = head == "lm" and arch.tied
             output = OUTPUTS[head] if not tied else (TIED_OUTPUT,) * (layout.pp > 1)
@@ -118,7 +157,11 @@ def megatron_parameters(arch: Architecture, layout: Layout, rank: int, *, spec: 
             name = where + (rule.te if spec == "te" and rule.te else rule.megatron)
             pieces = _megatron_pieces(rule, arch, layout.tp)
             shape, blocks = _shard(rule, arch, pieces, prefix, tp=layout.tp, tp_rank=place.tp, vocab=vocab)
-            parameters.append(ShardedParameter(name=name, shape=shape, blocks=blocks, owner=rule is not TIED_OUTPUT, chunk=chunk))
+            parameters.append(
+                ShardedParameter(
+                    name=name, shape=shape, blocks=blocks, owner=rule is not TIED_OUTPUT, chunk=chunk
+                )
+            )
     return parameters
 
 
@@ -133,12 +176,18 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
     check_divisible(arch, tp)
     vocab = padded_vocab(arch.vocab_size, 1)
     if vocab % tp:
-        raise ValueError(f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose a divisor")
-    rules = [(EMBEDDING, "")] + [(rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)]
+        raise ValueError(
+            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose a divisor"
+        )
+    rules = [(EMBEDDING, "")] + [
+        (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
+    ]
     rules += [(rule, "") for rule in (FINAL_NORM, *(() if arch.tied else OUTPUTS["lm"]))]
     parameters = []
     for rule, prefix in rules:
-        shape, blocks = _shard(rule, arch, _vllm_pieces(rule, arch, tp), prefix, tp=tp, tp_rank=tp_rank, vocab=vocab)
+        shape, blocks = _shard(
+            rule, arch, _vllm_pieces(rule, arch, tp), prefix, tp=tp, tp_rank=tp_rank, vocab=vocab
+        )
         parameters.append(ShardedParameter(name=prefix + rule.vllm, shape=shape, blocks=blocks))
     return parameters
 
@@ -155,11 +204,16 @@ def check_divisible(arch: Architecture, tp: int) -> None:
     Raises:
         ValueError: names the size that `tp` does not divide.
     """
-    for size, what in ((arch.num_heads, "attention heads"), (arch.intermediate_size, "feed-forward channels")):
+    for size, what in (
+        (arch.num_heads, "attention heads"),
+        (arch.intermediate_size, "feed-forward channels"),
+    ):
         if size % tp:
             raise ValueError(f"tp={tp} must divide the model's {size} {what}; choose a divisor")
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
-        raise ValueError(f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them")
+        raise ValueError(
+            f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them"
+        )
 
 
 def _layer_prefix(layer: int) -> str:
@@ -167,12 +221,20 @@ def _layer_prefix(layer: int) -> str:
 
 
 def _shape(dims: str, arch: Architecture) -> tuple[int, ...]:
-    sizes = {"V": arch.vocab_size, "H": arch.hidden_size, "D": arch.head_dim, "F": arch.intermediate_size, "L": 1}
+    sizes = {
+        "V": arch.vocab_size,
+        "H": arch.hidden_size,
+        "D": arch.head_dim,
+        "F": arch.intermediate_size,
+        "L": 1,
+    }
     sizes |= {"Q": arch.num_heads * arch.head_dim, "K": arch.num_kv_heads * arch.head_dim}
     return tuple(sizes[letter] for letter in dims)
 
 
-def _shard(rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, *, tp: int, tp_rank: int, vocab: int):
+def _shard(
+    rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, *, tp: int, tp_rank: int, vocab: int
+):
     """Shape and blocks of a rank's shard, given the pieces of all ranks' rows, one rank after the other."""
     pieces = list(pieces)
     first_dims = next(iter(rule.tensors.values()))
@@ -189,7 +251,9 @@ def _shard(rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str,
     for tensor, first, count in pieces:
         start, stop = max(rows[0], at), min(rows[1], at + count)
         if start < stop:
-            blocks.append(Block(prefix + tensor, (first + start - at, first + stop - at), cols, row=start - rows[0]))
+            blocks.append(
+                Block(prefix + tensor, (first + start - at, first + stop - at), cols, row=start - rows[0])
+            )
         at += count
     return (rows[1] - rows[0], cols[1] - cols[0])[: len(first_dims)], tuple(blocks)
 
@@ -219,7 +283,9 @@ def _vllm_pieces(rule: Rule, arch: Architecture, tp: int) -> Iterator[Piece]:
     q, k, v = rule.tensors
     num_q, num_kv = arch.num_heads // tp * arch.head_dim, max(1, arch.num_kv_heads // tp) * arch.head_dim
     for rank in range(tp):
-        first_kv = rank * arch.num_kv_heads // tp * arch.head_dim  # with tp above their number, neighbours share a head
+        first_kv = (
+            rank * arch.num_kv_heads // tp * arch.head_dim
+        )  # with tp above their number, neighbours share a head
         yield q, rank * num_q, num_q
         yield k, first_kv, num_kv
         yield v, first_kv, num_kv

@@ -26,15 +26,18 @@ def check_tied(folder: CheckpointFolder) -> None:
         )
 
 
-def not_finite(folder: CheckpointFolder, names: Iterable[str], dtypes: Iterable[torch.dtype]) -> Iterator[str]:
+def not_finite(
+    folder: CheckpointFolder, names: Iterable[str], dtypes: Iterable[torch.dtype]
+) -> Iterator[str]:
     """A problem for each of the tensors that holds NaN or an infinity, or would in one of `dtypes`, in which it will be held."""
     for name in names:
         for part in folder.rows(name):
             extremes = torch.stack(part.aminmax()) if part.numel() else part
-            if lost := next((dtype for dtype in (part.dtype, *dtypes) if not extremes.to(dtype).isfinite().all()), None):
+            if lost := next(
+                (dtype for dtype in (part.dtype, *dtypes) if not extremes.to(dtype).isfinite().all()), None
+            ):
                 yield (
                     f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {str(lost).removeprefix('torch.')};"
                     " copy the file again from its source, or use an earlier checkpoint of the model"
                 )
                 break
-

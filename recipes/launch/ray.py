@@ -15,13 +15,21 @@ import sys
 from pathlib import Path
 
 LAUNCH = Path(__file__).resolve().parent
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != LAUNCH]  # this file's own name is that of the package
+sys.path[:] = [
+    path for path in sys.path if Path(path).resolve() != LAUNCH
+]  # this file's own name is that of the package
 
 
 def forwarded() -> dict[str, str]:
     """The variables that ranks get from here."""
-    patterns = [line for line in (LAUNCH / "forwarded.txt").read_text().splitlines() if not line.startswith("#")]
-    return {name: value for name, value in os.environ.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    patterns = [
+        line for line in (LAUNCH / "forwarded.txt").read_text().splitlines() if not line.startswith("#")
+    ]
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def run_rank(job: dict) -> None:
@@ -38,15 +46,25 @@ def run_rank(job: dict) -> None:
 
     placed, wanted = os.environ["LOCAL_WORLD_SIZE"], job["environment"]["GPUS"]
     if placed != wanted:
-        raise RuntimeError(f"Ray placed {placed} ranks on {socket.gethostname()} and GPUS={wanted}; every node has to run as many: choose NNODES and GPUS that fill whole nodes")
-    address = os.environ["MASTER_ADDR"] if os.environ["RANK"] == "0" else "127.0.0.1"  # only the port of rank 0 is used
+        raise RuntimeError(
+            f"Ray placed {placed} ranks on {socket.gethostname()} and GPUS={wanted}; every node has to run as many: choose NNODES and GPUS that fill whole nodes"
+        )
+    address = (
+        os.environ["MASTER_ADDR"] if os.environ["RANK"] == "0" else "127.0.0.1"
+    )  # only the port of rank 0 is used
     family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as listener:
         listener.bind(place)
         port = [listener.getsockname()[1]]
         dist.broadcast_object_list(port)
     environment = {**os.environ, **job["environment"], "MASTER_PORT": str(port[0])}
-    command = ["setpriv", "--pdeathsig", "TERM", "bash", *job["recipe"]]  # when Ray ends the worker, its rank gets SIGTERM
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "TERM",
+        "bash",
+        *job["recipe"],
+    ]  # when Ray ends the worker, its rank gets SIGTERM
     if status := subprocess.run(command, cwd=job["folder"], env=environment).returncode:
         raise RuntimeError(f"rank {os.environ['RANK']} on {socket.gethostname()} ended with {status}")
 
@@ -55,10 +73,19 @@ def cluster_size() -> tuple[int, int]:
     """Nodes, and ranks of each: as the environment says, else the cluster's nodes with GPUs."""
     import ray
 
-    gpus = [int(node["Resources"]["GPU"]) for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
-    nodes, size = os.environ.get("NNODES") or str(len(gpus)), os.environ.get("GPUS") or str(min(gpus, default=0))
+    gpus = [
+        int(node["Resources"]["GPU"])
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1
+    ]
+    nodes, size = (
+        os.environ.get("NNODES") or str(len(gpus)),
+        os.environ.get("GPUS") or str(min(gpus, default=0)),
+    )
     if not (nodes.isdecimal() and size.isdecimal() and int(nodes) and int(size)):
-        raise SystemExit(f"error: NNODES={nodes!r} and GPUS={size!r} (ranks of a node) make no world; the Ray cluster has {len(gpus)} nodes with GPUS: set both")
+        raise SystemExit(
+            f"error: NNODES={nodes!r} and GPUS={size!r} (ranks of a node) make no world; the Ray cluster has {len(gpus)} nodes with GPUS: set both"
+        )
     return int(nodes), int(size)
 
 
@@ -68,7 +95,10 @@ def main(recipe: list[str]) -> None:
         known = " ".join(sorted(f"recipes/{path.name}" for path in LAUNCH.parent.glob("*.sh")))
         raise SystemExit(f"error: recipe {recipe[0]!r} does not exist; choose one of {known}")
     if "--dry-run" in recipe:
-        print(f"on every rank: RANK=... LOCAL_RANK=... WORLD_SIZE=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... bash {shlex.join(recipe)}", flush=True)
+        print(
+            f"on every rank: RANK=... LOCAL_RANK=... WORLD_SIZE=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... bash {shlex.join(recipe)}",
+            flush=True,
+        )
         os.execvp("bash", ["bash", *recipe])
     try:
         import ray
@@ -87,7 +117,11 @@ def main(recipe: list[str]) -> None:
     ray.init()
     nodes, size = cluster_size()
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    job = {"recipe": recipe, "folder": os.getcwd(), "environment": forwarded() | {"NNODES": str(nodes), "GPUS": str(size)}}
+    job = {
+        "recipe": recipe,
+        "folder": os.getcwd(),
+        "environment": forwarded() | {"NNODES": str(nodes), "GPUS": str(size)},
+    }
     trainer = TorchTrainer(
         run_rank,
         train_loop_config=job,

@@ -15,12 +15,28 @@ FILES = sorted(path for package in ("parallel", "verl_megatron") for path in (RO
 OWNERS = {
     "vllm": ("verl_megatron/rollout/vllm",),  # vllm.py and what its name begins with
     "hydra": ("verl_megatron/launch/command_line.py",),
-    "omegaconf": ("verl_megatron/launch/command_line.py", "verl_megatron/checks/settings.py", "verl_megatron/train.py", "verl_megatron/sft.py"),
-    "megatron": ("parallel/megatron.py", "parallel/device.py", "parallel/groups.py", "parallel/checkpoint/training_state.py", "verl_megatron/models/", "verl_megatron/roles/"),
+    "omegaconf": (
+        "verl_megatron/launch/command_line.py",
+        "verl_megatron/checks/settings.py",
+        "verl_megatron/train.py",
+        "verl_megatron/sft.py",
+    ),
+    "megatron": (
+        "parallel/megatron.py",
+        "parallel/device.py",
+        "parallel/groups.py",
+        "parallel/checkpoint/training_state.py",
+        "verl_megatron/models/",
+        "verl_megatron/roles/",
+    ),
     "transformer_engine": ("verl_megatron/models/",),
     "matplotlib": ("verl_megatron/observe/report.py",),
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/models/log_prob_kernels.py"),
-    "transformers": ("verl_megatron/data/tokenizer.py", "verl_megatron/checks/folders.py", "verl_megatron/models/rope.py"),
+    "transformers": (
+        "verl_megatron/data/tokenizer.py",
+        "verl_megatron/checks/folders.py",
+        "verl_megatron/models/rope.py",
+    ),
 }
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
@@ -72,13 +88,23 @@ def layer_of(name: str) -> int:
 
 
 def test_parallel_knows_nothing_of_reinforcement_learning():
-    strangers = {(path, name) for path in FILES if path.is_relative_to(ROOT / "parallel") for name in IMPORTS[path] if name.split(".")[0] in ("verl_megatron", "vllm", "hydra")}
+    strangers = {
+        (path, name)
+        for path in FILES
+        if path.is_relative_to(ROOT / "parallel")
+        for name in IMPORTS[path]
+        if name.split(".")[0] in ("verl_megatron", "vllm", "hydra")
+    }
     assert not strangers
 
 
 @pytest.mark.parametrize("package", OWNERS)
 def test_heavy_packages_stay_with_their_owners(package):
-    users = {str(path.relative_to(ROOT)) for path in FILES if any(name.split(".")[0] == package for name in IMPORTS[path])}
+    users = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if any(name.split(".")[0] == package for name in IMPORTS[path])
+    }
     assert {user for user in users if not user.startswith(OWNERS[package])} == set()
 
 
@@ -116,7 +142,12 @@ def test_packages_do_not_import_each_other():
     def package(name: str) -> str:
         return ".".join(name.split(".")[:2])
 
-    edges = {(package(module_of(path)), package(name)) for path in FILES for name in IMPORTS[path] if name.split(".")[0] in ("parallel", "verl_megatron")}
+    edges = {
+        (package(module_of(path)), package(name))
+        for path in FILES
+        for name in IMPORTS[path]
+        if name.split(".")[0] in ("parallel", "verl_megatron")
+    }
     folders = {module_of(path) for path in FILES if path.name == "__init__.py"}
     both = {(a, b) for a, b in edges if a < b and a in folders and b in folders and (b, a) in edges}
     assert not both
@@ -128,4 +159,6 @@ def test_no_folder_has_more_than_16_files():
 
 
 def test_every_folder_is_a_package():
-    assert {str(path.parent) for path in FILES} == {str(path.parent) for path in FILES if path.name == "__init__.py"}
+    assert {str(path.parent) for path in FILES} == {
+        str(path.parent) for path in FILES if path.name == "__init__.py"
+    }

@@ -20,7 +20,11 @@ def attributes_read() -> set[tuple[str, str]]:
             if path.name in NOT_READERS or "planner" in path.parts:
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name | ast.Attribute):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Load)
+                    and isinstance(node.value, ast.Name | ast.Attribute)
+                ):
                     holder = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
                     found.add((holder.lstrip("_"), node.attr))
     return found
@@ -30,7 +34,10 @@ def settings() -> list[tuple[str, str, str]]:
     found = []
     for schema in (TrainerConfig, SFTConfig):
         for section in dataclasses.fields(schema):
-            found += [(schema.__name__, section.name, setting.name) for setting in dataclasses.fields(getattr(schema(), section.name))]
+            found += [
+                (schema.__name__, section.name, setting.name)
+                for setting in dataclasses.fields(getattr(schema(), section.name))
+            ]
     return found
 
 
@@ -46,6 +53,8 @@ def test_every_setting_is_read(schema, section, setting):
 @pytest.mark.parametrize("schema", [TrainerConfig, SFTConfig])
 def test_there_are_at_most_ninety_settings_on_two_levels(schema):
     sections = [getattr(schema(), section.name) for section in dataclasses.fields(schema)]
-    values = [getattr(section, setting.name) for section in sections for setting in dataclasses.fields(section)]
+    values = [
+        getattr(section, setting.name) for section in sections for setting in dataclasses.fields(section)
+    ]
     assert len(values) <= 90
     assert not any(dataclasses.is_dataclass(value) or isinstance(value, dict) for value in values)

@@ -53,17 +53,42 @@ def te_objects_of(engine: Engine) -> dict:
     """
     replica, total = (0, engine.groups.tp.rank(), engine.groups.dp_cp.rank()), engine.arch.num_layers
     modules = ("core_attention", *(("q_layernorm", "k_layernorm") if engine.arch.qk_norm else ()))
-    places = [(f"decoder.layers.self_attention.{module}", [(0, layer.layer_number - 1, total)]) for chunk in engine.chunks for layer in chunk.decoder.layers for module in modules]
-    places += [("decoder.final_layernorm", []) for chunk in engine.chunks if chunk.decoder.final_layernorm is not None]
-    return {f"te{i}": make_sharded_object_for_checkpoint(torch.empty(0, dtype=torch.uint8), f"{key}._extra_state", offsets, replica) for i, (key, offsets) in enumerate(places)}
+    places = [
+        (f"decoder.layers.self_attention.{module}", [(0, layer.layer_number - 1, total)])
+        for chunk in engine.chunks
+        for layer in chunk.decoder.layers
+        for module in modules
+    ]
+    places += [
+        ("decoder.final_layernorm", [])
+        for chunk in engine.chunks
+        if chunk.decoder.final_layernorm is not None
+    ]
+    return {
+        f"te{i}": make_sharded_object_for_checkpoint(
+            torch.empty(0, dtype=torch.uint8), f"{key}._extra_state", offsets, replica
+        )
+        for i, (key, offsets) in enumerate(places)
+    }
 
 
-def build(folder: Path, head: str, layout: str, *, weights: bool, config: EngineConfig | None = None) -> Engine:
+def build(
+    folder: Path, head: str, layout: str, *, weights: bool, config: EngineConfig | None = None
+) -> Engine:
     groups = ProcessGroups(Layout.parse(layout, tuple(range(dist.get_world_size()))))
-    return Engine(arch=read_architecture(folder), folder=str(folder) if weights else None, groups=groups, config=config or EngineConfig(), head=head, seed=1)
+    return Engine(
+        arch=read_architecture(folder),
+        folder=str(folder) if weights else None,
+        groups=groups,
+        config=config or EngineConfig(),
+        head=head,
+        seed=1,
+    )
 
 
-def check_load(folder: Path, converted: Path, head: str, layout: str, config: EngineConfig | None = None) -> None:
+def check_load(
+    folder: Path, converted: Path, head: str, layout: str, config: EngineConfig | None = None
+) -> None:
     """Strictly: Megatron-Core misses no key of the model's in what was converted."""
     truth, loaded = (build(folder, head, layout, weights=weights, config=config) for weights in (True, False))
     with megatron.lent_to_globals(loaded.groups):
@@ -85,14 +110,18 @@ def check_te_objects(folder: Path, te: Path, local: Path, out: Path, layout: str
             assert "_extra_state/shard_" in str(error), error
         else:
             raise AssertionError(f"{local} was loaded without the objects that were asked for")
-        dist_checkpointing.load(state_of(engine) | te_objects_of(engine), str(te / "release"))  # in place, and so the weights are right for what follows
+        dist_checkpointing.load(
+            state_of(engine) | te_objects_of(engine), str(te / "release")
+        )  # in place, and so the weights are right for what follows
     save(engine, out, te_objects_of(engine))
     if dist.get_rank() == 0:
         check_keys(out, te)
         check_back(folder, out)
 
 
-def check_save(folder: Path, out: Path, head: str, layout: str, config: EngineConfig | None = None, **metadata) -> None:
+def check_save(
+    folder: Path, out: Path, head: str, layout: str, config: EngineConfig | None = None, **metadata
+) -> None:
     engine = build(folder, head, layout, weights=True, config=config)
     save(engine, out, {}, **metadata)
     if dist.get_rank() == 0:
@@ -104,7 +133,9 @@ def save(engine: Engine, out: Path, objects: dict, **metadata) -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
     dist.barrier()
-    synchronized = nullcontext() if device.is_gpu() else patch("torch.cuda.synchronize")  # Megatron-Core's writer calls it; this project has its own
+    synchronized = (
+        nullcontext() if device.is_gpu() else patch("torch.cuda.synchronize")
+    )  # Megatron-Core's writer calls it; this project has its own
     with megatron.lent_to_globals(engine.groups), synchronized:
         dist_checkpointing.save(state_of(engine, **metadata) | objects, str(out))
     dist.barrier()
@@ -113,7 +144,9 @@ def save(engine: Engine, out: Path, objects: dict, **metadata) -> None:
 def check_back(folder: Path, out: Path) -> None:
     """What was saved converts to the folder that it came from, and no key is unknown."""
     back = out.with_name(out.name + "_hf")
-    to_hugging_face.convert(CheckpointArguments(out, folder), back, dtype=None, budget=BUDGET, file_bytes=2**30)
+    to_hugging_face.convert(
+        CheckpointArguments(out, folder), back, dtype=None, budget=BUDGET, file_bytes=2**30
+    )
     compare(folder, back)
 
 
@@ -129,7 +162,13 @@ def check_keys(saved: Path, converted: Path, *, older: str | None = None) -> Non
         older: part of keys that only older versions of Megatron-Core have; they are in the converted folder.
     """
     tables = [read_metadata(path).state_dict_metadata for path in (saved, converted / "release")]
-    described = [{key: (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else None for key, entry in table.items()} for table in tables]
+    described = [
+        {
+            key: (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else None
+            for key, entry in table.items()
+        }
+        for table in tables
+    ]
     described[0].pop(COMMON_STATE, None)
     if older:
         assert any(older in key for key in described[1]), described[1].keys()

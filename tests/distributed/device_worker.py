@@ -22,14 +22,31 @@ from parallel.weights.files import write_json, write_safetensors
 from parallel.weights.rules import hf_shapes
 
 ARCH = Architecture(
-    model_type="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=90, norm_eps=1e-6, max_positions=64, tied=True
+    model_type="llama",
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=90,
+    norm_eps=1e-6,
+    max_positions=64,
+    tied=True,
 )
 CUDA_ERRORS = ("cuda", "CUDA", "NVIDIA")
 
 
 def write_model(folder: Path) -> None:
     torch.manual_seed(1)
-    write_safetensors(folder / "model.safetensors", {name: 0.1 * torch.randn(shape) for name, shape in hf_shapes(ARCH).items() if name != "lm_head.weight"})
+    write_safetensors(
+        folder / "model.safetensors",
+        {
+            name: 0.1 * torch.randn(shape)
+            for name, shape in hf_shapes(ARCH).items()
+            if name != "lm_head.weight"
+        },
+    )
     write_json(folder / "config.json", ARCH.to_hf())
 
 
@@ -48,8 +65,17 @@ def train_a_step(folder: Path) -> None:
     engine.prepare_training(lr=1e-2, total_steps=1)
     before = {key: tensor.clone() for key, tensor in engine.tensors.items()}
     batch = RolloutBatch.from_rows([0, 1], [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
-    engine.train_step(batch, [[0], [1]], lambda outputs, micro: cross_entropy(outputs["logprobs"]), fields=(), scale=LossScale(5))
-    assert all(torch.isfinite(tensor).all() and not tensor.equal(before[key]) for key, tensor in engine.tensors.items()), "a parameter was not trained"
+    engine.train_step(
+        batch,
+        [[0], [1]],
+        lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+        fields=(),
+        scale=LossScale(5),
+    )
+    assert all(
+        torch.isfinite(tensor).all() and not tensor.equal(before[key])
+        for key, tensor in engine.tensors.items()
+    ), "a parameter was not trained"
 
 
 def without(leave_out: str, folder: Path) -> None:
@@ -86,8 +112,15 @@ def fork(case, *args, rank: int, log: Path) -> int:
 
 def run_case(case, *args, nproc: int, folder: Path) -> str:
     """What the first process to fail has written; empty if none fails. The others are ended with it."""
-    os.environ |= {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(device._free_port())}
-    logs = {fork(case, *args, rank=rank, log=folder / f"rank_{rank}.log"): folder / f"rank_{rank}.log" for rank in range(nproc)}
+    os.environ |= {
+        "WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(device._free_port()),
+    }
+    logs = {
+        fork(case, *args, rank=rank, log=folder / f"rank_{rank}.log"): folder / f"rank_{rank}.log"
+        for rank in range(nproc)
+    }
     running, error = set(logs), ""
     while running:
         child, status = os.waitpid(-1, 0)
@@ -107,7 +140,10 @@ def main() -> None:
         started = time.perf_counter()
         error = run_case(without, name, folder, nproc=2, folder=folder)
         last = error.strip().splitlines()[-1] if error else "trained"
-        print(f"without {name or 'leaving anything out'}: {last} ({time.perf_counter() - started:.1f} s)", flush=True)
+        print(
+            f"without {name or 'leaving anything out'}: {last} ({time.perf_counter() - started:.1f} s)",
+            flush=True,
+        )
         if bool(error) != bool(name) or (error and not any(word in last for word in CUDA_ERRORS)):
             wrong.append(f"{name or 'all patches'}: {error or 'not needed: training works without it'}")
     if error := run_case(nothing_on_gpus, nproc=1, folder=folder):

@@ -46,7 +46,13 @@ if __name__ == "__main__":
     victim, where = int(sys.argv[1]), sys.argv[2]
     dies = dist.get_rank() == victim
     layout = Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))
-    resharder, *_ = make(trained(LARGE, layout), served(LARGE, 4), LARGE, window_bytes=WINDOW_BYTES, kind=Dying if dies else Resharder)
+    resharder, *_ = make(
+        trained(LARGE, layout),
+        served(LARGE, 4),
+        LARGE,
+        window_bytes=WINDOW_BYTES,
+        kind=Dying if dies else Resharder,
+    )
     resharder.where = where
     print(f"rank {dist.get_rank()} starts with {len(resharder.plan.windows)} windows", flush=True)
     try:

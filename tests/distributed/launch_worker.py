@@ -14,15 +14,22 @@ import torch.distributed as dist
 
 def main(mode: str) -> None:
     if "hang" in mode:
-        signal.signal(signal.SIGTERM, lambda *_: (print(f"asked to end: {os.getpid()}", flush=True), os._exit(0)))
+        signal.signal(
+            signal.SIGTERM, lambda *_: (print(f"asked to end: {os.getpid()}", flush=True), os._exit(0))
+        )
     dist.init_process_group("gloo")
     rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if "fail_once" in mode and rank == attempt == 0:
         os._exit(7)
     total = torch.tensor([2.0**rank])
     dist.all_reduce(total)
-    known = " ".join(f"{name}={os.environ.get(name)}" for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_ADDR", "MODEL"))
-    sys.stdout.write(f"sum {total.item():.0f} of {dist.get_world_size()} attempt {attempt} {known} pid={os.getpid()}\n")  # in one write
+    known = " ".join(
+        f"{name}={os.environ.get(name)}"
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_ADDR", "MODEL")
+    )
+    sys.stdout.write(
+        f"sum {total.item():.0f} of {dist.get_world_size()} attempt {attempt} {known} pid={os.getpid()}\n"
+    )  # in one write
     sys.stdout.flush()
     while "hang" in mode:
         time.sleep(0.1)

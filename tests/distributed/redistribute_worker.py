@@ -16,7 +16,9 @@ def rows_of(rank: int) -> dict[str, torch.Tensor]:
     """Rank 1 holds no rows; trailing sizes differ over ranks."""
     generator = torch.Generator().manual_seed(rank)
     count = (5, 0, 3, 8)[rank]
-    tensors = {str(dtype): torch.randint(0, 2, (count, 2 + rank), generator=generator).to(dtype) for dtype in DTYPES}
+    tensors = {
+        str(dtype): torch.randint(0, 2, (count, 2 + rank), generator=generator).to(dtype) for dtype in DTYPES
+    }
     tensors["scalar"] = torch.randn(count, generator=generator)
     tensors["cube"] = torch.randn(count, 4 - rank, 1 + rank, generator=generator)
     tensors["nothing"] = torch.zeros(count, 0)
@@ -48,7 +50,12 @@ def check_exchange(rank: int, world: int) -> None:
 
 def make_rows(ids: list[int]) -> RolloutBatch:
     """Row r is its own number in every place, with 1 + r % 3 prompt tokens and r % 5 response tokens."""
-    batch = RolloutBatch.from_rows(ids, [[r] * (1 + r % 3) for r in ids], [[100 + r] * (r % 5) for r in ids], [[-float(r)] * (r % 5) for r in ids])
+    batch = RolloutBatch.from_rows(
+        ids,
+        [[r] * (1 + r % 3) for r in ids],
+        [[100 + r] * (r % 5) for r in ids],
+        [[-float(r)] * (r % 5) for r in ids],
+    )
     batch.rewards = batch.row_id.float() / 2
     return batch
 
@@ -62,7 +69,9 @@ def check_collector(rank: int, world: int, layout: Layout) -> None:
     collector = DataCollector(layout, rank=rank)
     fields = collector.to_role(home, dp_of_row)
     borrowed = RolloutBatch(**fields)
-    mine = [r for r in range(num_rows) if rank in layout.ranks and dp_of_row[r] == layout.coordinates(rank).dp]
+    mine = [
+        r for r in range(num_rows) if rank in layout.ranks and dp_of_row[r] == layout.coordinates(rank).dp
+    ]
     expected = make_rows(mine)
     assert fields.keys() == expected.tensors().keys()
     for name, value in expected.tensors().items():
@@ -73,18 +82,36 @@ def check_collector(rank: int, world: int, layout: Layout) -> None:
     assert some.keys() == {"row_id", "rewards"} and torch.equal(some["rewards"], expected.rewards)
 
     answers = rank in layout.ranks and layout.coordinates(rank).pp == layout.pp - 1
-    logprobs = torch.where(borrowed.response_mask, borrowed.row_id[:, None] * 100.0 + torch.arange(borrowed.generated_ids.size(1)), 0.0)
+    logprobs = torch.where(
+        borrowed.response_mask,
+        borrowed.row_id[:, None] * 100.0 + torch.arange(borrowed.generated_ids.size(1)),
+        0.0,
+    )
     values = {"logprobs": logprobs, "twice": 2 * logprobs} if answers else None
     returned = collector.to_home(("twice", "logprobs"), values, borrowed.row_id, home_of_row, home)
     assert_close(returned["twice"], 2 * returned["logprobs"], rtol=0, atol=0)
-    assert_close(returned["logprobs"], torch.where(home.response_mask, home.row_id[:, None] * 100.0 + torch.arange(home.generated_ids.size(1)), 0.0), rtol=0, atol=0)
+    assert_close(
+        returned["logprobs"],
+        torch.where(
+            home.response_mask, home.row_id[:, None] * 100.0 + torch.arange(home.generated_ids.size(1)), 0.0
+        ),
+        rtol=0,
+        atol=0,
+    )
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     check_exchange(rank, world)
-    for text, ranks in (("tp2pp2", (0, 1, 2, 3)), ("pp2", (0, 1, 2, 3)), ("tp1", (0, 1, 2, 3)), ("cp2tp2", (0, 1, 2, 3)), ("tp2", (2, 0)), ("tp1", (1,))):
+    for text, ranks in (
+        ("tp2pp2", (0, 1, 2, 3)),
+        ("pp2", (0, 1, 2, 3)),
+        ("tp1", (0, 1, 2, 3)),
+        ("cp2tp2", (0, 1, 2, 3)),
+        ("tp2", (2, 0)),
+        ("tp1", (1,)),
+    ):
         check_collector(rank, world, Layout.parse(text, ranks))
     print(f"rank {rank} agrees", flush=True)
     dist.destroy_process_group()

@@ -34,24 +34,52 @@ def whole_tensors(toy: Toy) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=random) for name, shape in toy.shapes().items()}
 
 
-def filled(parameters: list[ShardedParameter], tensors: dict[str, Tensor], padding: float, dtype: torch.dtype) -> dict[tuple[int, str], Tensor]:
+def filled(
+    parameters: list[ShardedParameter], tensors: dict[str, Tensor], padding: float, dtype: torch.dtype
+) -> dict[tuple[int, str], Tensor]:
     local = {}
     for p in parameters:
         local[p.chunk, p.name] = torch.full(p.shape, padding, dtype=dtype, device=device.device())
         for b in p.blocks:
-            part = tensors[b.tensor].view(matrix_shape(tensors[b.tensor].shape))[slice(*b.rows), slice(*b.cols)]
+            part = tensors[b.tensor].view(matrix_shape(tensors[b.tensor].shape))[
+                slice(*b.rows), slice(*b.cols)
+            ]
             matrix = local[p.chunk, p.name].view(matrix_shape(p.shape))
             matrix[b.row : b.row + part.shape[0], b.col : b.col + part.shape[1]] = part.to(dtype)
     return local
 
 
-def make(source: Shards, destination: Shards, toy: Toy, *, dtype=torch.float32, source_dtype=torch.float32, window_bytes=2**20, verify="all", kind=Resharder):
+def make(
+    source: Shards,
+    destination: Shards,
+    toy: Toy,
+    *,
+    dtype=torch.float32,
+    source_dtype=torch.float32,
+    window_bytes=2**20,
+    verify="all",
+    kind=Resharder,
+):
     """A resharder whose source holds the toy's tensors with NaN for padding, and whose destination holds NaN."""
     rank, tensors = dist.get_rank(), whole_tensors(toy)
-    plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=window_bytes)
+    plan = compile_plan(
+        source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=window_bytes
+    )
     given = filled(source.get(rank, []), tensors, torch.nan, source_dtype)
-    taken = {key: torch.full_like(value, torch.nan) for key, value in filled(destination.get(rank, []), tensors, 0, dtype).items()}
-    resharder = kind(plan, rank=rank, source=given, destination=taken, dtype=dtype, group=None, device=device.device(), verify=verify)
+    taken = {
+        key: torch.full_like(value, torch.nan)
+        for key, value in filled(destination.get(rank, []), tensors, 0, dtype).items()
+    }
+    resharder = kind(
+        plan,
+        rank=rank,
+        source=given,
+        destination=taken,
+        dtype=dtype,
+        group=None,
+        device=device.device(),
+        verify=verify,
+    )
     return resharder, given, taken, filled(destination.get(rank, []), tensors, 0, dtype)
 
 
@@ -64,7 +92,11 @@ def check(source: Shards, destination: Shards, toy: Toy, **options) -> None:
         for value in given.values():
             value *= 2
     received = resharder.plan.received_bytes.get(dist.get_rank(), 0)
-    assert report.bytes_received == received and report.checked_slices == len(resharder.proof.transfers) and report.seconds > 0
+    assert (
+        report.bytes_received == received
+        and report.checked_slices == len(resharder.proof.transfers)
+        and report.seconds > 0
+    )
 
 
 def trained(toy: Toy, layout: Layout) -> Shards:
@@ -88,14 +120,23 @@ def disjoint_ranks() -> None:
     for toy in (UNTIED, TIED):
         check(trained(toy, layout), served(toy, 2, ranks=(2, 3)), toy, window_bytes=400)
         check(served(toy, 2, ranks=(2, 3)), trained(toy, layout), toy)
-    check(trained(UNTIED, Layout(ranks=(3,))), served(UNTIED, 1, ranks=(1,)), UNTIED)  # ranks 0 and 2 only take part in the proof
+    check(
+        trained(UNTIED, Layout(ranks=(3,))), served(UNTIED, 1, ranks=(1,)), UNTIED
+    )  # ranks 0 and 2 only take part in the proof
 
 
 def small_windows_and_cast() -> None:
     layout = Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))
     check(trained(UNTIED, layout), served(UNTIED, 4), UNTIED, window_bytes=200)
     check(trained(UNTIED, layout), served(UNTIED, 4), UNTIED, window_bytes=200, dtype=torch.bfloat16)
-    check(served(TIED, 2), trained(TIED, layout), TIED, window_bytes=200, dtype=torch.bfloat16, source_dtype=torch.bfloat16)
+    check(
+        served(TIED, 2),
+        trained(TIED, layout),
+        TIED,
+        window_bytes=200,
+        dtype=torch.bfloat16,
+        source_dtype=torch.bfloat16,
+    )
 
 
 class Corrupting(Resharder):
@@ -110,12 +151,18 @@ class Corrupting(Resharder):
 def corruption_is_named() -> None:
     layout = Layout.parse("tp2", ranks=(0, 1))
     for verify, syncs in (("all", 1), ("sample", SAMPLE)):
-        resharder, _, taken, _ = make(trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify=verify, kind=Corrupting)
+        resharder, _, taken, _ = make(
+            trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify=verify, kind=Corrupting
+        )
         resharder.taken = taken
         error = first_error(resharder.run, syncs)
         assert "1 of" in error and "embed rows 0-20 columns 0-8 from rank 0 to rank 2" in error, error
-        assert taken.get((0, "embed"), torch.zeros(1)).isfinite().all()  # the flipped bit is in the mantissa: no NaN gives it away
-    resharder, _, taken, _ = make(trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify="none", kind=Corrupting)
+        assert (
+            taken.get((0, "embed"), torch.zeros(1)).isfinite().all()
+        )  # the flipped bit is in the mantissa: no NaN gives it away
+    resharder, _, taken, _ = make(
+        trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify="none", kind=Corrupting
+    )
     resharder.taken = taken
     assert resharder.run().checked_slices == 0
 
@@ -130,14 +177,21 @@ def first_error(run: Callable, syncs: int) -> str:
 
 
 def a_sample_covers_every_slice() -> None:
-    resharder, _, _, _ = make(trained(UNTIED, Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))), served(UNTIED, 2), UNTIED, verify="sample")
+    resharder, _, _, _ = make(
+        trained(UNTIED, Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))),
+        served(UNTIED, 2),
+        UNTIED,
+        verify="sample",
+    )
     assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.proof.transfers)
 
 
 def different_plans_are_refused() -> None:
     layout = Layout.parse("tp4", ranks=(0, 1, 2, 3))
     try:
-        make(trained(UNTIED, layout), served(UNTIED, 2), UNTIED, window_bytes=1000 if dist.get_rank() else 2000)
+        make(
+            trained(UNTIED, layout), served(UNTIED, 2), UNTIED, window_bytes=1000 if dist.get_rank() else 2000
+        )
     except ValueError as error:
         assert "different reshard plans" in str(error)
     else:
@@ -146,30 +200,64 @@ def different_plans_are_refused() -> None:
 
 def laid_over() -> None:
     """One copy: the destination's parameters in the source's memory, out and back, by messages."""
-    for toy, name, tp, in_place in product((UNTIED, TIED), ("tp2pp2", "pp2dp2", "tp4"), (2, 4), (True, False)):
+    for toy, name, tp, in_place in product(
+        (UNTIED, TIED), ("tp2pp2", "pp2dp2", "tp4"), (2, 4), (True, False)
+    ):
         layout = Layout.parse(name, ranks=(0, 2, 1, 3))
-        source, destination, rank, tensors = trained(toy, layout), served(toy, tp), dist.get_rank(), whole_tensors(toy)
+        source, destination, rank, tensors = (
+            trained(toy, layout),
+            served(toy, tp),
+            dist.get_rank(),
+            whole_tensors(toy),
+        )
         given = filled(source[rank], tensors, 0, torch.float32)
         everyone: list = [None] * 4
         dist.all_gather_object(everyone, addresses_of(given))
-        found = overlay(source=source, destination=destination, memory=dict(enumerate(everyone)), element_bytes=4, window_bytes=2**16, in_place=in_place)
-        taken = {(p.chunk, p.name): torch.full(p.shape, torch.nan, device=device.device()) for p in destination[rank]}
+        found = overlay(
+            source=source,
+            destination=destination,
+            memory=dict(enumerate(everyone)),
+            element_bytes=4,
+            window_bytes=2**16,
+            in_place=in_place,
+        )
+        taken = {
+            (p.chunk, p.name): torch.full(p.shape, torch.nan, device=device.device())
+            for p in destination[rank]
+        }
         taken |= views_at(found.addresses[rank], destination[rank], given, torch.float32)
         common = dict(rank=rank, dtype=torch.float32, group=None, device=device.device(), verify="all")
         out = Resharder(found.forth, source=given, destination=taken, **common)
         home = Resharder(found.back, source=taken, destination=given, **common) if found.back else None
         for _ in range(2):
             out.run()
-            assert all(torch.equal(taken[key], value) for key, value in filled(destination[rank], tensors, 0, torch.float32).items())
+            assert all(
+                torch.equal(taken[key], value)
+                for key, value in filled(destination[rank], tensors, 0, torch.float32).items()
+            )
             if home:
                 home.run()
-            wrong = [key for key, value in filled(source[rank], tensors, 0, torch.float32).items() if not torch.equal(given[key], value)]
+            wrong = [
+                key
+                for key, value in filled(source[rank], tensors, 0, torch.float32).items()
+                if not torch.equal(given[key], value)
+            ]
             assert not wrong, (toy, name, tp, in_place, rank, wrong)
 
 
-def exported(layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_file_bytes=2**30) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+def exported(
+    layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_file_bytes=2**30
+) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
     """Export random weights; on every rank the names of the files, what they hold and what they should hold."""
-    sizes = {"hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "intermediate_size": 24, "vocab_size": 101}
+    sizes = {
+        "hidden_size": 16,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "intermediate_size": 24,
+        "vocab_size": 101,
+    }
     arch = Architecture(model_type="qwen2", **sizes, tied=tied, norm_eps=1e-5, max_positions=64)
     random = torch.Generator().manual_seed(3)
     tensors = {name: torch.randn(shape, generator=random) for name, shape in hf_shapes(arch, head).items()}
@@ -181,36 +269,74 @@ def exported(layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_
         (template / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
         (template / "tokenizer.json").write_text("{}")
         target.mkdir(parents=True)
-        for leftover in ("model.safetensors", "model-00001-of-00099.safetensors", "model.safetensors.index.json"):
+        for leftover in (
+            "model.safetensors",
+            "model-00001-of-00099.safetensors",
+            "model.safetensors.index.json",
+        ):
             (target / leftover).write_text("of an earlier export")
     group = group_of(layout.ranks)
     dist.barrier()
     if rank in layout.ranks:
-        parameters_of = {other: megatron_parameters(arch, layout, other, spec="local", head=head) for other in layout.ranks}
+        parameters_of = {
+            other: megatron_parameters(arch, layout, other, spec="local", head=head) for other in layout.ranks
+        }
         source = filled(parameters_of[rank], tensors, torch.nan, torch.float32)
-        places = {"folder": target, "template_folder": template, "rank": rank, "group": group, "device": device.device()}
-        export_folder(arch=arch, source=source, parameters_of=parameters_of, head=head, dtype=dtype, max_file_bytes=max_file_bytes, **places)
+        places = {
+            "folder": target,
+            "template_folder": template,
+            "rank": rank,
+            "group": group,
+            "device": device.device(),
+        }
+        export_folder(
+            arch=arch,
+            source=source,
+            parameters_of=parameters_of,
+            head=head,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            **places,
+        )
     dist.barrier()
     held = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return sorted(path.name for path in target.iterdir()), held, {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    return (
+        sorted(path.name for path in target.iterdir()),
+        held,
+        {name: tensor.to(dtype) for name, tensor in tensors.items()},
+    )
 
 
 def export_equals_the_whole_tensors() -> None:
     everyone = (0, 1, 2, 3)
     cases = [
         {"layout": Layout.parse("tp2pp2", ranks=everyone), "tied": True},
-        {"layout": Layout.parse("tp2", ranks=everyone), "max_file_bytes": 4000, "dtype": torch.bfloat16},  # more files than ranks
-        {"layout": Layout.parse("pp2vpp2", ranks=(3, 1)), "max_file_bytes": 20000},  # the other ranks do not take part
+        {
+            "layout": Layout.parse("tp2", ranks=everyone),
+            "max_file_bytes": 4000,
+            "dtype": torch.bfloat16,
+        },  # more files than ranks
+        {
+            "layout": Layout.parse("pp2vpp2", ranks=(3, 1)),
+            "max_file_bytes": 20000,
+        },  # the other ranks do not take part
         {"layout": Layout.parse("pp4", ranks=everyone), "head": "token"},
     ]
     for case in cases:
         files, held, expected = exported(**case)
         assert held.keys() == expected.keys()
-        assert all(held[name].dtype == value.dtype and torch.equal(held[name], value) for name, value in expected.items())
+        assert all(
+            held[name].dtype == value.dtype and torch.equal(held[name], value)
+            for name, value in expected.items()
+        )
         assert ("lm_head.weight" in held) == (not case.get("tied") and case.get("head") is None)
         assert {"config.json", "tokenizer.json"} <= set(files)
         count = sum(name.endswith(".safetensors") for name in files)
-        assert ("model.safetensors" in files and "model.safetensors.index.json" not in files) if count == 1 else "model.safetensors.index.json" in files
+        assert (
+            ("model.safetensors" in files and "model.safetensors.index.json" not in files)
+            if count == 1
+            else "model.safetensors.index.json" in files
+        )
         assert ("max_file_bytes" in case) == (count > 1)
 
 

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-TORCHRUN = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+TORCHRUN = {
+    name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+}
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -24,7 +26,9 @@ from verl_megatron.rollout.vllm import VLLMActor  # noqa: E402
 CONFIG = RolloutConfig(max_num_seqs=8, kv_cache_mib=32)
 SAMPLING = Sampling(temperature=0.7, max_tokens=24, ignore_eos=True)
 # Prompts of 3 to 149 tokens, two rows each; the long ones fill a block of the prefix cache.
-PROMPTS = [[1] + [3 + (7 * i + j * j) % 140 for j in range(2 + (147 if i % 4 == 3 else i))] for i in range(16)]
+PROMPTS = [
+    [1] + [3 + (7 * i + j * j) % 140 for j in range(2 + (147 if i % 4 == 3 else i))] for i in range(16)
+]
 REQUESTS = [Request(row, PROMPTS[row // 2], row_seed(5, 1, row)) for row in range(32)]
 STARTED = time.monotonic()
 
@@ -42,7 +46,15 @@ def tokens_of(rows):
 
 def process_state():
     generators = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-    return generators, gc.isenabled(), dict(os.environ), torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled(), torch.get_default_dtype()
+    return (
+        generators,
+        gc.isenabled(),
+        dict(os.environ),
+        torch.get_num_threads(),
+        torch.set_num_threads,
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+    )
 
 
 def seven(tensor):
@@ -66,7 +78,9 @@ def hf_logprobs(model, row, *, temperature, top_k=0, top_p=1.0):
         logits_TV = logits_TV.masked_fill(logits_TV < logits_TV.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
         probs_TV, order_TV = logits_TV.softmax(-1).sort(descending=True)
-        keep_TV = torch.zeros_like(logits_TV, dtype=torch.bool).scatter(-1, order_TV, probs_TV.cumsum(-1) - probs_TV < top_p)
+        keep_TV = torch.zeros_like(logits_TV, dtype=torch.bool).scatter(
+            -1, order_TV, probs_TV.cumsum(-1) - probs_TV < top_p
+        )
         logits_TV = logits_TV.masked_fill(~keep_TV, -torch.inf)
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row.token_ids)[:, None])[:, 0]
 
@@ -77,35 +91,64 @@ def check_logprobs(actor, rows):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "a", dtype=torch.float32)
     for row in rows:
-        torch.testing.assert_close(torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=0.7), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=0.7), rtol=0, atol=1e-4
+        )
     for changes in (dict(temperature=1.3, top_k=5), dict(temperature=1.0, top_p=0.6)):
         for row in actor.generate(REQUESTS[:6], Sampling(**changes, max_tokens=8, ignore_eos=True)):
-            torch.testing.assert_close(torch.tensor(row.logprobs), hf_logprobs(model, row, **changes), rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(row.logprobs), hf_logprobs(model, row, **changes), rtol=0, atol=1e-4
+            )
     (row,) = actor.generate(REQUESTS[:1], Sampling(temperature=0, max_tokens=8, ignore_eos=True))
     ids = torch.tensor([PROMPTS[0]])
-    expected = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, eos_token_id=None)[0, ids.shape[1] :]
+    expected = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, eos_token_id=None)[
+        0, ids.shape[1] :
+    ]
     assert row.token_ids == expected.tolist()
-    torch.testing.assert_close(torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=1.0), rtol=0, atol=1e-4)  # greedy: nothing is scaled
+    torch.testing.assert_close(
+        torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=1.0), rtol=0, atol=1e-4
+    )  # greedy: nothing is scaled
 
 
 def check_ends(actor, rows):
     """Stop ids, end of sequence, minimum and maximum lengths."""
     stop = rows[0].token_ids[5]
     stopping = dict(temperature=0.7, max_tokens=24)
-    for free, row in zip(rows, actor.generate(REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True)), strict=True):
+    for free, row in zip(
+        rows,
+        actor.generate(REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True)),
+        strict=True,
+    ):
         cut = free.token_ids.index(stop) + 1 if stop in free.token_ids else 24
-        assert row.token_ids == free.token_ids[:cut] and row.finish_reason == ("stop" if stop in free.token_ids else "length")
-    longer = actor.generate(REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True, min_tokens=10))
-    assert all(len(row.token_ids) >= 10 and stop not in row.token_ids[:9] for row in longer) and len(longer[0].token_ids) > 6
-    ended = [row for row in actor.generate(REQUESTS, Sampling(temperature=2.0, max_tokens=90)) if row.finish_reason == "stop"]
-    assert ended and all(row.token_ids.index(2) == len(row.token_ids) - 1 for row in ended)  # 2 ends a sequence
+        assert row.token_ids == free.token_ids[:cut] and row.finish_reason == (
+            "stop" if stop in free.token_ids else "length"
+        )
+    longer = actor.generate(
+        REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True, min_tokens=10)
+    )
+    assert (
+        all(len(row.token_ids) >= 10 and stop not in row.token_ids[:9] for row in longer)
+        and len(longer[0].token_ids) > 6
+    )
+    ended = [
+        row
+        for row in actor.generate(REQUESTS, Sampling(temperature=2.0, max_tokens=90))
+        if row.finish_reason == "stop"
+    ]
+    assert ended and all(
+        row.token_ids.index(2) == len(row.token_ids) - 1 for row in ended
+    )  # 2 ends a sequence
     last = Request(7, [1] * 250, 3)
     (row,) = actor.generate([last], SAMPLING)
     assert len(row.token_ids) == 6 and row.finish_reason == "length"  # what fits into max_model_len=256
 
 
 def check_refusals(actor):
-    for prompt, message in (([1] * 256, "row 9: a prompt of 256 tokens"), ([], "row 9 has an empty prompt"), ([150], "row 9: token id 150")):
+    for prompt, message in (
+        ([1] * 256, "row 9: a prompt of 256 tokens"),
+        ([], "row 9 has an empty prompt"),
+        ([150], "row 9: token id 150"),
+    ):
         with pytest.raises(ValueError, match=message):
             actor.generate([*REQUESTS[:2], Request(9, prompt, 0)], SAMPLING)
     with pytest.raises(ValueError, match="needs a tokenizer"):
@@ -160,12 +203,19 @@ def check_shared_memory():
     """What happens to each kind of parameter between construction and use, on modules that stand for vLLM's."""
     emptying = vllm_weights.Emptying()
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(emptying)
-    embedding, linear, head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 8), torch.nn.Linear(4, 6, bias=False)  # they register first and fill then
+    embedding, linear, head = (
+        torch.nn.Embedding(6, 4),
+        torch.nn.Linear(4, 8),
+        torch.nn.Linear(4, 6, bias=False),
+    )  # they register first and fill then
     head.weight = embedding.weight
     model = torch.nn.Sequential(embedding, linear, head, torch.nn.LayerNorm(4))
     hook.remove()
     parameters = dict(model.named_parameters())
-    assert [name for name, parameter in parameters.items() if parameter.untyped_storage().nbytes()] == ["3.weight", "3.bias"]  # perhaps unfinished
+    assert [name for name, parameter in parameters.items() if parameter.untyped_storage().nbytes()] == [
+        "3.weight",
+        "3.bias",
+    ]  # perhaps unfinished
     wrong = {
         "0.weight": (torch.zeros(6, 3), r"0.weight is \(6, 3\) .* parameter is \(6, 4\)"),
         "1.weight": (torch.zeros(4, 8).T, r"strides \(1, 8\).*strides \(4, 1\)"),
@@ -180,7 +230,9 @@ def check_shared_memory():
     rest = vllm_weights.share(model, given, emptying.emptied)
     assert len(rest) == 2 and rest[0] is model[1].weight and rest[1] is model[3].weight
     model[1].weight.data.fill_(0.5)  # has memory again
-    assert model[2].weight is model[0].weight and all(parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())
+    assert model[2].weight is model[0].weight and all(
+        parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items()
+    )
     hidden = torch.nn.functional.layer_norm(given["0.weight"][[5]], (4,), torch.ones(4), given["3.bias"])
     assert torch.equal(model[3](model[0](torch.tensor([5]))), hidden)
     torch.testing.assert_close(model[1](hidden), 0.5 * hidden.sum() + given["1.bias"][None])
@@ -190,7 +242,9 @@ def check_sleeping_bytes():
     from vllm.device_allocator import AllocationData
 
     sizes = (("weights", True), ("weights", False), ("kv_cache", True), ("runtime", True))
-    allocations = [AllocationData((0, 10**i, 0, 0), tag, is_asleep=asleep) for i, (tag, asleep) in enumerate(sizes)]
+    allocations = [
+        AllocationData((0, 10**i, 0, 0), tag, is_asleep=asleep) for i, (tag, asleep) in enumerate(sizes)
+    ]
     assert [vllm_weights.sleeping_bytes(allocations, tag) for tag in ("weights", "kv_cache")] == [1001, 1100]
 
 
@@ -214,7 +268,12 @@ def check_text(fresh):
     whole = fresh.generate_text(prompts, SAMPLING)
     assert len(whole) == 2 and all(text.startswith("w") for text in whole)
     stop = whole[0].split()[4]
-    assert fresh.generate_text(prompts, Sampling(temperature=0.7, max_tokens=24, ignore_eos=True, stop=(stop,)))[0] == whole[0].split(stop)[0]
+    assert (
+        fresh.generate_text(prompts, Sampling(temperature=0.7, max_tokens=24, ignore_eos=True, stop=(stop,)))[
+            0
+        ]
+        == whole[0].split(stop)[0]
+    )
 
 
 def alone():
@@ -222,10 +281,14 @@ def alone():
     actor = actor_of("a")
     rows = actor.generate(REQUESTS, SAMPLING)
     assert process_state() == before
-    assert [row.row_id for row in rows] == list(range(32)) and all(len(row.token_ids) == len(row.logprobs) == 24 for row in rows)
+    assert [row.row_id for row in rows] == list(range(32)) and all(
+        len(row.token_ids) == len(row.logprobs) == 24 for row in rows
+    )
     assert len({tuple(row.token_ids) for row in rows}) == 32
     assert tokens_of(actor.generate(REQUESTS[::-1], SAMPLING)) == tokens_of(rows)
-    (folder / "alone.json").write_text(json.dumps([tokens_of(rows), {row.row_id: row.logprobs for row in rows}]))
+    (folder / "alone.json").write_text(
+        json.dumps([tokens_of(rows), {row.row_id: row.logprobs for row in rows}])
+    )
     check_logprobs(actor, rows)
     check_ends(actor, rows)
     check_refusals(actor)
@@ -243,7 +306,9 @@ def alone():
     check_sleeping_bytes()
     os.environ.update(TORCHRUN)
     joined = actor_of("a")  # joins torchrun's world by itself
-    assert dist.get_world_size() == 1 and tokens_of(joined.generate(REQUESTS[:4], SAMPLING)) == tokens_of(rows[:4])
+    assert dist.get_world_size() == 1 and tokens_of(joined.generate(REQUESTS[:4], SAMPLING)) == tokens_of(
+        rows[:4]
+    )
     joined.close()
     assert dist.is_initialized()
 
@@ -259,7 +324,9 @@ def check_rows(actor, mine, expected, expected_logprobs):
     assert sorted(row for rows in homes for row in rows) == list(range(32))
     for row in mine:
         assert row.token_ids == expected[str(row.row_id)]
-        torch.testing.assert_close(torch.tensor(row.logprobs), torch.tensor(expected_logprobs[str(row.row_id)]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(row.logprobs), torch.tensor(expected_logprobs[str(row.row_id)]), rtol=0, atol=1e-4
+        )
     return [len(rows) for rows in homes]
 
 
@@ -272,7 +339,12 @@ def shards_of(actor):
 
 def check_refused_options():
     """While an engine in the usual order is open."""
-    wrong = {(2, 0, 1, 3): r"must increase, and \[2, 0\]", (0, 1, 2, 2): "each of the world's 4 ranks once", (0, 1): "4 ranks once", (0, 2, 1, 3): "close it first"}
+    wrong = {
+        (2, 0, 1, 3): r"must increase, and \[2, 0\]",
+        (0, 1, 2, 2): "each of the world's 4 ranks once",
+        (0, 1): "4 ranks once",
+        (0, 2, 1, 3): "close it first",
+    }
     for ranks, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             actor_of("a", 2, ranks=ranks)
@@ -283,22 +355,33 @@ def check_refused_options():
 def check_shared(shards, expected, expected_logprobs):
     """An engine in another order of ranks and in our memory, but for two tensors, generates what the others do."""
     ranks = (0, 2, 1, 3)
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight is \(7, 7\) torch.float32, .* parameter is \("):
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight is \(7, 7\) torch.float32, .* parameter is \("
+    ):
         actor_of("a", 2, load_weights=False, shared_weights={"model.embed_tokens.weight": torch.zeros(7, 7)})
     weights = shards[ranks.index(dist.get_rank()) % 2]
     kept = {"model.norm.weight", "model.layers.1.self_attn.o_proj.weight"}
     assert kept < weights.keys()
     shared = {name: seven(tensor) for name, tensor in weights.items() if name not in kept}
     actor = actor_of("a", 2, load_weights=False, ranks=ranks, shared_weights=shared)
-    assert (actor.replica, actor.tp_rank, actor.is_home) == {0: (0, 0, True), 2: (0, 1, False), 1: (1, 0, True), 3: (1, 1, False)}[dist.get_rank()]
+    assert (actor.replica, actor.tp_rank, actor.is_home) == {
+        0: (0, 0, True),
+        2: (0, 1, False),
+        1: (1, 0, True),
+        3: (1, 1, False),
+    }[dist.get_rank()]
     held = actor.weight_target()
-    assert held.keys() == weights.keys() and all((tensor == 7).all() for tensor in shared.values()), "they were written to"
+    assert held.keys() == weights.keys() and all((tensor == 7).all() for tensor in shared.values()), (
+        "they were written to"
+    )
     addresses = {tensor.data_ptr() for tensor in shared.values()}
     assert all(held[name].data_ptr() not in addresses and held[name].abs().max() < 0.01 for name in kept)
     for name, tensor in weights.items():
         (held[name] if name in kept else shared[name]).copy_(tensor)
     finished = []
-    shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
+    shares = check_rows(
+        actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs
+    )
     assert len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
     held = actor.weight_target()
     assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in shared.items())
@@ -321,20 +404,36 @@ def world():
     source.close()
     shards = shards_of(actor)
     check_refused_options()
-    assert (actor.replica, actor.num_replicas, actor.tp_rank) == (dist.get_rank() // 2, dist.get_world_size() // 2, dist.get_rank() % 2)
+    assert (actor.replica, actor.num_replicas, actor.tp_rank) == (
+        dist.get_rank() // 2,
+        dist.get_world_size() // 2,
+        dist.get_rank() % 2,
+    )
     finished = []
-    shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs)
+    shares = check_rows(
+        actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs
+    )
     assert len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
 
     def slow(row):
         time.sleep(0.3)
 
-    shares = check_rows(actor, actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None), expected, expected_logprobs)
+    shares = check_rows(
+        actor,
+        actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None),
+        expected,
+        expected_logprobs,
+    )
     assert shares[0] < 14, shares  # 8 at first, then one each 0.3 s
-    assert tokens_of(actor.generate(REQUESTS[:6], SAMPLING, shared=False)) == {str(row): expected[str(row)] for row in range(6)}
+    assert tokens_of(actor.generate(REQUESTS[:6], SAMPLING, shared=False)) == {
+        str(row): expected[str(row)] for row in range(6)
+    }
     assert process_state() == before
     store = dist.distributed_c10d._get_default_store()
-    assert not any(store.check([f"verl_megatron/rows/{i}"]) or store.check([f"verl_megatron/rows/{i}/finished"]) for i in range(4))
+    assert not any(
+        store.check([f"verl_megatron/rows/{i}"]) or store.check([f"verl_megatron/rows/{i}/finished"])
+        for i in range(4)
+    )
     actor.close()
     check_shared(shards, expected, expected_logprobs)
     for tp in (4, 1):  # more ranks than key-value heads; four replicas

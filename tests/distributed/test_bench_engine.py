@@ -8,8 +8,31 @@ from tests.worlds import run_world
 
 def test_passes_and_steps_are_timed_and_counted(tmp_path):
     write_hf(tmp_path / "model", "llama")
-    options = ["--hf", tmp_path / "model", "--layout", "tp2sp", "--rows", "4", "--prompt", "6", "--response", "5", "--repetitions", "2", "--baseline"]
-    output = run_world("tools/bench_engine.py", 2, *options, "--csv", tmp_path / "rows.csv", "--set", "recompute=full", "tokens_per_micro_batch=22")
+    options = [
+        "--hf",
+        tmp_path / "model",
+        "--layout",
+        "tp2sp",
+        "--rows",
+        "4",
+        "--prompt",
+        "6",
+        "--response",
+        "5",
+        "--repetitions",
+        "2",
+        "--baseline",
+    ]
+    output = run_world(
+        "tools/bench_engine.py",
+        2,
+        *options,
+        "--csv",
+        tmp_path / "rows.csv",
+        "--set",
+        "recompute=full",
+        "tokens_per_micro_batch=22",
+    )
     with (tmp_path / "rows.csv").open() as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["log-probs", "step", "step, plain"] and "of product" in output

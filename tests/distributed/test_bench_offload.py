@@ -12,11 +12,29 @@ from verl_megatron.config import TrainerConfig
 
 def test_both_ways_are_measured_in_turns(tmp_path):
     make_toy(tmp_path)
-    common = ["--config-name", "ppo_toy_cpu", f"data.train={tmp_path}/train.jsonl", "data.prompts_per_iteration=16", f"actor.path={tmp_path}/model"]
-    settings = ["actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1", "rollout.max_tokens=4", "run.iterations=5", f"run.output_dir={tmp_path}/run"]
-    output = run_world("tools/bench_offload.py", 1, *common, "reward.function=last_number", "reshard.offload=all", *settings)
+    common = [
+        "--config-name",
+        "ppo_toy_cpu",
+        f"data.train={tmp_path}/train.jsonl",
+        "data.prompts_per_iteration=16",
+        f"actor.path={tmp_path}/model",
+    ]
+    settings = [
+        "actor.layout=tp1",
+        "critic.layout=tp1",
+        "rollout.tp=1",
+        "rollout.max_tokens=4",
+        "run.iterations=5",
+        f"run.output_dir={tmp_path}/run",
+    ]
+    output = run_world(
+        "tools/bench_offload.py", 1, *common, "reward.function=last_number", "reshard.offload=all", *settings
+    )
     assert "medians of 2 and 1 iterations, in turns" in output
-    found = {name: (float(given), float(nothing)) for name, given, nothing in re.findall(r"^(\w+) +(\d+\.\d{3}) +(\d+\.\d{3})$", output, re.MULTILINE)}
+    found = {
+        name: (float(given), float(nothing))
+        for name, given, nothing in re.findall(r"^(\w+) +(\d+\.\d{3}) +(\d+\.\d{3})$", output, re.MULTILINE)
+    }
     phases = ("reshard", "rollout", "return", "log_probs", "values", "critic_update", "actor_update")
     assert all(found["iteration"][way] >= sum(found[phase][way] for phase in phases) > 0 for way in (0, 1))
     told = float(re.search(r"with offload=all an iteration takes ([+-]\d+\.\d)%", output)[1])
@@ -24,7 +42,10 @@ def test_both_ways_are_measured_in_turns(tmp_path):
     assert not (tmp_path / "run/actor").exists() and not (tmp_path / "run/checkpoint").exists()
 
 
-@pytest.mark.parametrize(("offload", "iterations", "message"), [("none", 8, "reshard.offload=none is what"), ("all", 3, "run.iterations=3 leaves nothing")])
+@pytest.mark.parametrize(
+    ("offload", "iterations", "message"),
+    [("none", 8, "reshard.offload=none is what"), ("all", 3, "run.iterations=3 leaves nothing")],
+)
 def test_what_cannot_be_compared_is_refused(offload, iterations, message):
     config = TrainerConfig()
     config.reshard.offload, config.run.iterations = offload, iterations

@@ -7,11 +7,33 @@ from tests.worlds import run_world
 
 
 def test_both_ways_generate_as_many_tokens(tmp_path):
-    write_hf(tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)  # heads of a size that vLLM knows on CPUs
-    options = ["--hf", tmp_path / "model", "--rows", "6", "--prompt", "6", "--response", "8", "--repetitions", "1", "--mixed", "--csv", tmp_path / "rows.csv"]
+    write_hf(
+        tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2
+    )  # heads of a size that vLLM knows on CPUs
+    options = [
+        "--hf",
+        tmp_path / "model",
+        "--rows",
+        "6",
+        "--prompt",
+        "6",
+        "--response",
+        "8",
+        "--repetitions",
+        "1",
+        "--mixed",
+        "--csv",
+        tmp_path / "rows.csv",
+    ]
     output = run_world("tools/bench_rollout.py", 2, *options)
     with (tmp_path / "rows.csv").open() as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["bare vLLM", "as a run"] and "2 replicas of tp1, 6 rows of 6 + 8 tokens, mixed" in output
-    assert rows["bare vLLM"]["tokens"] == rows["as a run"]["tokens"] and 6 < int(rows["as a run"]["tokens"]) < 6 * 8  # of unequal lengths
+    assert (
+        list(rows) == ["bare vLLM", "as a run"]
+        and "2 replicas of tp1, 6 rows of 6 + 8 tokens, mixed" in output
+    )
+    assert (
+        rows["bare vLLM"]["tokens"] == rows["as a run"]["tokens"]
+        and 6 < int(rows["as a run"]["tokens"]) < 6 * 8
+    )  # of unequal lengths
     assert all(float(row["seconds"]) > 0 and 0 <= float(row["apart"]) < 1 for row in rows.values())

@@ -31,13 +31,28 @@ def run_without_launcher(folder: Path, *args: object) -> dict[int, EndedRank]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    world = dict(WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", PYTHONPATH=str(ROOT))
+    world = dict(
+        WORLD_SIZE=str(NUM_RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        TORCH_COMPILE_DISABLE="1",
+        PYTHONPATH=str(ROOT),
+    )
     processes = []
     try:
         for rank in range(NUM_RANKS):
             environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with (folder / f"{rank}").open("w") as output:
-                processes.append(subprocess.Popen([sys.executable, "-m", WORKER, *map(str, args)], cwd=ROOT, env=environment, stdout=output, stderr=output))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", WORKER, *map(str, args)],
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
         first_end(processes)
         deadline = time.monotonic() + END_S
         codes = [process.wait(max(0, deadline - time.monotonic())) for process in processes]
@@ -45,7 +60,9 @@ def run_without_launcher(folder: Path, *args: object) -> dict[int, EndedRank]:
         for process in processes:
             process.kill()
             process.wait()
-    return {rank: EndedRank(code=code, output=(folder / f"{rank}").read_text()) for rank, code in enumerate(codes)}
+    return {
+        rank: EndedRank(code=code, output=(folder / f"{rank}").read_text()) for rank, code in enumerate(codes)
+    }
 
 
 def first_end(processes: list[subprocess.Popen]) -> None:

@@ -43,7 +43,11 @@ def script(path: Path, text: str) -> str:
 
 @pytest.fixture
 def loopback(tmp_path) -> Nodes:
-    return Nodes(addresses=("127.0.0.1", "127.0.0.2"), ssh=script(tmp_path / "ssh", 'shift; exec bash -c "$*"'), environment={})
+    return Nodes(
+        addresses=("127.0.0.1", "127.0.0.2"),
+        ssh=script(tmp_path / "ssh", 'shift; exec bash -c "$*"'),
+        environment={},
+    )
 
 
 @pytest.fixture
@@ -51,14 +55,25 @@ def nodes(tmp_path, loopback) -> Iterator[Nodes]:
     """Two network namespaces joined by a cable; the loopback where they cannot be made (they need root and the program ip)."""
     names = [f"launch{os.getpid()}n{node}" for node in (0, 1)]
     addresses = ("10.97.31.10", "10.97.31.11")
-    steps = [f"netns add {name}" for name in names] + [f"-n {names[0]} link add eth0 type veth peer name eth0 netns {names[1]}"]
+    steps = [f"netns add {name}" for name in names] + [
+        f"-n {names[0]} link add eth0 type veth peer name eth0 netns {names[1]}"
+    ]
     for name, address in zip(names, addresses):
-        steps += [f"-n {name} addr add {address}/24 dev eth0", f"-n {name} link set eth0 up", f"-n {name} link set lo up"]
+        steps += [
+            f"-n {name} addr add {address}/24 dev eth0",
+            f"-n {name} link set eth0 up",
+            f"-n {name} link set lo up",
+        ]
     try:
         for step in steps:
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)
-        ssh = script(tmp_path / "ssh_to_namespace", f'node={names[0][:-1]}${{1: -1}}; shift; exec ip netns exec "$node" bash -c "$*"')
-        yield Nodes(addresses=addresses, ssh=ssh, environment={"GLOO_SOCKET_IFNAME": "eth0"})  # the host's name resolves to another network
+        ssh = script(
+            tmp_path / "ssh_to_namespace",
+            f'node={names[0][:-1]}${{1: -1}}; shift; exec ip netns exec "$node" bash -c "$*"',
+        )
+        yield Nodes(
+            addresses=addresses, ssh=ssh, environment={"GLOO_SOCKET_IFNAME": "eth0"}
+        )  # the host's name resolves to another network
     except (OSError, subprocess.CalledProcessError):
         yield loopback
     finally:
@@ -76,16 +91,28 @@ class Launched:
             listener.bind(("", 0))
             port = listener.getsockname()[1]
         self.mark, self.logs, self.output = uuid.uuid4().hex, folder / "logs", folder / "output"
-        told = environment(SSH=nodes.ssh, LOGS=str(self.logs), MASTER_PORT=str(port), OMP_NUM_THREADS="1", **{MARK: self.mark}, **nodes.environment, **more)
+        told = environment(
+            SSH=nodes.ssh,
+            LOGS=str(self.logs),
+            MASTER_PORT=str(port),
+            OMP_NUM_THREADS="1",
+            **{MARK: self.mark},
+            **nodes.environment,
+            **more,
+        )
         command = ["bash", ROOT / LAUNCH / "hostfile.sh", "hosts", "recipe.sh", mode]
         with self.output.open("w") as output:
-            self.process = subprocess.Popen(command, cwd=folder, env=told, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=told, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def sums(self, count: int) -> list[str]:
         """What the ranks said, once `count` of them have."""
         deadline = time.monotonic() + 90
         while len(found := re.findall(r"sum \d+ of .* pid=\d+", self.output.read_text())) < count:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.output.read_text()[-6000:]
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output.read_text()[
+                -6000:
+            ]
             time.sleep(0.1)
         return found
 
@@ -93,7 +120,10 @@ class Launched:
         found = set()
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes() and " Z " not in (path / "stat").read_text():
+                if (
+                    f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes()
+                    and " Z " not in (path / "stat").read_text()
+                ):
                     found.add(int(path.name))
             except OSError:
                 continue  # it has just ended
@@ -113,10 +143,18 @@ def test_a_recipe_that_is_asked_to_end_exits_with_0(tmp_path):
     """SIGTERM to the recipe reaches the ranks, which end well; torchrun does not make a failure of it."""
     (tmp_path / "recipe.sh").write_text(RECIPE)
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(["bash", "recipe.sh", "hang"], cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            ["bash", "recipe.sh", "hang"],
+            cwd=tmp_path,
+            env=environment(OMP_NUM_THREADS="1"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     deadline = time.monotonic() + 90
     while len(pids := re.findall(r"sum 3 of 2 .* pid=(\d+)", (tmp_path / "output").read_text())) < 2:
-        assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "output").read_text()[-6000:]
+        assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "output").read_text()[
+            -6000:
+        ]
         time.sleep(0.1)
     process.terminate()
     assert process.wait(60) == 0, (tmp_path / "output").read_text()[-6000:]
@@ -125,11 +163,20 @@ def test_a_recipe_that_is_asked_to_end_exits_with_0(tmp_path):
 
 def test_nodes_start_again_together_and_end_when_asked(nodes, tmp_path):
     """Rank 0 fails once, torchrun starts all ranks of both nodes again, and SIGTERM reaches each of them."""
-    launched = Launched(nodes, "fail_once_and_hang", slots=2, folder=tmp_path, MAX_RESTARTS="1", MODEL="it's mine")
+    launched = Launched(
+        nodes, "fail_once_and_hang", slots=2, folder=tmp_path, MAX_RESTARTS="1", MODEL="it's mine"
+    )
     said = launched.sums(4)
-    assert all(line.startswith("sum 15 of 4 ") and "LOCAL_WORLD_SIZE=2 " in line and "MODEL=it's mine" in line for line in said)
-    places = {(int(re.search(r" RANK=(\d)", line)[1]), re.search(r"NODE_ADDR=(\S+)", line)[1]) for line in said}
-    assert places == {(rank, nodes.addresses[rank // 2]) for rank in range(4)}, "the ranks of a node follow each other"
+    assert all(
+        line.startswith("sum 15 of 4 ") and "LOCAL_WORLD_SIZE=2 " in line and "MODEL=it's mine" in line
+        for line in said
+    )
+    places = {
+        (int(re.search(r" RANK=(\d)", line)[1]), re.search(r"NODE_ADDR=(\S+)", line)[1]) for line in said
+    }
+    assert places == {(rank, nodes.addresses[rank // 2]) for rank in range(4)}, (
+        "the ranks of a node follow each other"
+    )
     assert len(launched.alive()) >= 4 + 2
     launched.process.terminate()
     assert launched.code() == 128 + signal.SIGTERM
@@ -156,10 +203,24 @@ def test_a_launcher_that_is_killed_leaves_nothing(loopback, tmp_path):
     launched.assert_nothing_left()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install verl-megatron[ray]")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install verl-megatron[ray]"
+)
 def test_ray_makes_the_same_world(tmp_path):
     (tmp_path / "recipe.sh").write_text(RECIPE)
-    told = environment(NNODES="1", GPUS="2", MODEL="it's mine", OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
-    run = subprocess.run([sys.executable, ROOT / LAUNCH / "ray.py", "recipe.sh", "sum"], cwd=tmp_path, env=told, text=True, capture_output=True, timeout=240)
-    said = re.findall(r"sum 3 of 2 attempt 0 RANK=(\d) LOCAL_RANK=\1 LOCAL_WORLD_SIZE=2 NODE_ADDR=None MODEL=it's mine", run.stdout + run.stderr)
+    told = environment(
+        NNODES="1", GPUS="2", MODEL="it's mine", OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0"
+    )
+    run = subprocess.run(
+        [sys.executable, ROOT / LAUNCH / "ray.py", "recipe.sh", "sum"],
+        cwd=tmp_path,
+        env=told,
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
+    said = re.findall(
+        r"sum 3 of 2 attempt 0 RANK=(\d) LOCAL_RANK=\1 LOCAL_WORLD_SIZE=2 NODE_ADDR=None MODEL=it's mine",
+        run.stdout + run.stderr,
+    )
     assert run.returncode == 0 and sorted(said) == ["0", "1"], run.stderr[-6000:]

@@ -15,7 +15,9 @@ def write_tokenizer(folder, vocab_size):
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
 
 
 def convert_there_and_back(source, target):
@@ -34,4 +36,6 @@ def test_rollout(tmp_path):
     write_tokenizer(tmp_path / "b", 150)
     convert_there_and_back(tmp_path / "a", tmp_path / "converted")
     for nproc in (1, 4):
-        assert "all rollout checks passed" in run_world("tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180)
+        assert "all rollout checks passed" in run_world(
+            "tests/distributed/rollout_worker.py", nproc, tmp_path, timeout=180
+        )

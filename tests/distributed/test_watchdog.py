@@ -28,24 +28,57 @@ HANGS = re.compile(r"^ranks? .* (?:made no progress|went on).*$", re.MULTILINE)
 # ---- who is to blame -----------------------------------------------------------------------------------------------------
 
 
-def report(operation: str = "rollout", sequence: int = 1, *, idle_s: float = 70, timeout_s: float = 60, waits: bool = True) -> Report:
-    return Report(operation=operation, timeout_s=timeout_s, sequence=sequence, iteration=5, idle_s=idle_s, waits=waits, at="here (file.py:1)")
+def report(
+    operation: str = "rollout",
+    sequence: int = 1,
+    *,
+    idle_s: float = 70,
+    timeout_s: float = 60,
+    waits: bool = True,
+) -> Report:
+    return Report(
+        operation=operation,
+        timeout_s=timeout_s,
+        sequence=sequence,
+        iteration=5,
+        idle_s=idle_s,
+        waits=waits,
+        at="here (file.py:1)",
+    )
 
 
 AHEAD = report("actor_update", 3)
 VERDICTS = {
     "the one behind": ([AHEAD, report(), AHEAD], "rank 1 made no progress for 70 s: it is in rollout"),
-    "all that are behind": ([AHEAD, report(waits=False), report(waits=False)], "ranks 1, 2 made no progress for 70 s: they are in rollout"),
-    "the one behind outside collectives": ([AHEAD, report(), report(waits=False)], "rank 2 made no progress for 70 s: it is in rollout"),
+    "all that are behind": (
+        [AHEAD, report(waits=False), report(waits=False)],
+        "ranks 1, 2 made no progress for 70 s: they are in rollout",
+    ),
+    "the one behind outside collectives": (
+        [AHEAD, report(), report(waits=False)],
+        "rank 2 made no progress for 70 s: it is in rollout",
+    ),
     "the one behind still has time": ([AHEAD, report(timeout_s=600), AHEAD], None),
     "the one behind moves": ([AHEAD, report(idle_s=1), AHEAD], None),
     "another at the same place moves": ([report(), report(idle_s=1), AHEAD], None),
     "the one outside collectives": ([report(), report(), report(waits=False)], "rank 2 made no progress"),
-    "the one in another operation": ([report(), report("save"), report()], "rank 1 made no progress for 70 s: it is in save"),
-    "two branches, two ranks": ([report(), report("save")], "ranks 0, 1 made no progress for 70 s: rank 0 is in rollout"),
+    "the one in another operation": (
+        [report(), report("save"), report()],
+        "rank 1 made no progress for 70 s: it is in save",
+    ),
+    "two branches, two ranks": (
+        [report(), report("save")],
+        "ranks 0, 1 made no progress for 70 s: rank 0 is in rollout",
+    ),
     "all in collectives": ([report(), report()], "ranks 0, 1 made no progress for 70 s: they are in rollout"),
-    "the one that went on": ([report(), AHEAD, report()], "rank 1 went on without the others, which made no progress for 70 s"),
-    "the one that has ended": ([report(), report("the end", ENDED), report()], "rank 1 went on without the others"),
+    "the one that went on": (
+        [report(), AHEAD, report()],
+        "rank 1 went on without the others, which made no progress for 70 s",
+    ),
+    "the one that has ended": (
+        [report(), report("the end", ENDED), report()],
+        "rank 1 went on without the others",
+    ),
     "all have ended": ([report("the end", ENDED)] * 2, None),
 }
 
@@ -59,12 +92,19 @@ def test_verdict(case):
 
 def test_a_silent_rank_is_named_before_one_that_waits():
     said = verdict([report(idle_s=0), report("save", 9, idle_s=0)], silent={1: 63.0})
-    assert said.startswith("rank 1 made no progress for 63 s and gave no sign of life") and said.endswith("rank 0 waits for it in rollout (iteration 5)")
+    assert said.startswith("rank 1 made no progress for 63 s and gave no sign of life") and said.endswith(
+        "rank 0 waits for it in rollout (iteration 5)"
+    )
 
 
 def test_verdict_counts_all_that_wait():
-    said = verdict([AHEAD, AHEAD, report(waits=False), dataclasses.replace(AHEAD, operation="save", sequence=7)], silent={})
-    assert said.endswith("ranks 0, 1 wait for it in actor_update (iteration 5), rank 3 waits for it in save (iteration 5)")
+    said = verdict(
+        [AHEAD, AHEAD, report(waits=False), dataclasses.replace(AHEAD, operation="save", sequence=7)],
+        silent={},
+    )
+    assert said.endswith(
+        "ranks 0, 1 wait for it in actor_update (iteration 5), rank 3 waits for it in save (iteration 5)"
+    )
 
 
 @pytest.mark.parametrize("timeout_s", [-1, float("inf"), float("nan")])
@@ -92,7 +132,10 @@ def test_operations_nest_and_keep_their_timeouts(tmp_path):
 def torchrun(tmp_path_factory) -> Iterator[dict[str, Started]]:
     """Scenarios under torchrun."""
     folders = {name: tmp_path_factory.mktemp(name) for name in UNDER_TORCHRUN}
-    started = {name: start(NUM_RANKS, WORKER, str(folder), name, folder=folder / "output") for name, folder in folders.items()}
+    started = {
+        name: start(NUM_RANKS, WORKER, str(folder), name, folder=folder / "output")
+        for name, folder in folders.items()
+    }
     yield started
     for command in started.values():
         if command.process.poll() is None:
@@ -104,9 +147,19 @@ def torchrun(tmp_path_factory) -> Iterator[dict[str, Started]]:
 def folder(tmp_path_factory) -> Path:
     """All scenarios at the same time: their ranks mostly wait."""
     folder = tmp_path_factory.mktemp("watchdog")
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # that a name server did not answer is torch's to say, and no output of ours
-    process = subprocess.Popen([sys.executable, "-m", WORKER, str(folder), *SCENARIOS], cwd=ROOT, env=environment, start_new_session=True)
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment["TORCH_CPP_LOG_LEVEL"] = (
+        "ERROR"  # that a name server did not answer is torch's to say, and no output of ours
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", WORKER, str(folder), *SCENARIOS],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    )
     try:
         assert process.wait(START_S + END_S) == 0
         with pytest.raises(ProcessLookupError):  # nobody of its session is left
@@ -139,20 +192,30 @@ HUNG = {
 def test_the_stuck_rank_is_named_once(folder, name):
     _, output = ended(folder, name)
     said = HANGS.findall(output)
-    assert len(said) == 1 and re.match(HUNG[name], said[0]) and said[0].endswith(f"stacks in {folder / name / 'stacks'}"), output
+    assert (
+        len(said) == 1
+        and re.match(HUNG[name], said[0])
+        and said[0].endswith(f"stacks in {folder / name / 'stacks'}")
+    ), output
 
 
 @pytest.mark.parametrize("name", HUNG)
 def test_every_rank_that_can_leaves_its_stacks_and_ends(folder, name):
     codes, output = ended(folder, name)
-    victims = {"stopped": None, "keeps_lock": 1}.get(name, EXIT_STATUS)  # the test kills a stopped rank; faulthandler ends the other
-    assert codes[VICTIM] == victims and [codes[rank] for rank in OTHERS] == [EXIT_STATUS] * len(OTHERS), output
+    victims = {"stopped": None, "keeps_lock": 1}.get(
+        name, EXIT_STATUS
+    )  # the test kills a stopped rank; faulthandler ends the other
+    assert codes[VICTIM] == victims and [codes[rank] for rank in OTHERS] == [EXIT_STATUS] * len(OTHERS), (
+        output
+    )
     for rank in range(NUM_RANKS):
         stacks = (folder / name / "stacks" / f"rank_{rank}.txt").read_text()
         if (name, rank) == ("stopped", VICTIM):
             assert stacks == ""
         else:
-            assert f" in {name}\n" in stacks and "watchdog.py" in stacks, stacks  # the main thread and the watching one
+            assert f" in {name}\n" in stacks and "watchdog.py" in stacks, (
+                stacks
+            )  # the main thread and the watching one
 
 
 @pytest.mark.parametrize("name", ["slow", "off"])
@@ -166,7 +229,9 @@ def test_sigterm_to_one_rank_ends_all_at_the_same_iteration(folder):
     codes, output = ended(folder, "preempted")
     assert codes == [0] * NUM_RANKS, output
     assert output.count(f"rank {VICTIM}: SIGTERM") == output.count("SIGTERM") == 1
-    assert sorted(re.findall(r"rank (\d) ends after iteration (\d+)", output)) == [(str(rank), "3") for rank in range(NUM_RANKS)]
+    assert sorted(re.findall(r"rank (\d) ends after iteration (\d+)", output)) == [
+        (str(rank), "3") for rank in range(NUM_RANKS)
+    ]
 
 
 def test_torchrun_ends_with_the_status_and_leaves_nothing_behind(torchrun):
@@ -188,5 +253,8 @@ def test_torchrun_passes_sigterm_on_and_waits_for_the_iteration(torchrun):
     started.process.terminate()
     result = started.wait(timeout_s=END_S)
     assert result.code != 0  # torchrun's own way to end by a signal
-    assert len(set(re.findall(r"rank \d ends after iteration (\d+)", result.stdout))) == 1 and result.stdout.count("ends after") == NUM_RANKS, result.text
+    assert (
+        len(set(re.findall(r"rank \d ends after iteration (\d+)", result.stdout))) == 1
+        and result.stdout.count("ends after") == NUM_RANKS
+    ), result.text
     assert not started.leftovers()

@@ -31,13 +31,36 @@ STEPS = 20
 class Rank:
     """One rank's weights on both sides. Version v of the weights is v times the toy's tensors, and 0 is what the rollout begins with."""
 
-    def __init__(self, source: Shards, destination: Shards, *, dtype=torch.float32, buffers: torch.device | None = None, verify="all"):
+    def __init__(
+        self,
+        source: Shards,
+        destination: Shards,
+        *,
+        dtype=torch.float32,
+        buffers: torch.device | None = None,
+        verify="all",
+    ):
         self.rank, tensors, where = dist.get_rank(), whole_tensors(UNTIED), buffers or device.device()
-        plan = compile_plan(source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=200)  # more than a hundred windows
-        self.first, self.expected = filled(source.get(self.rank, []), tensors, torch.nan, torch.float32), filled(destination.get(self.rank, []), tensors, 0, dtype)
-        self.live, self.front = {key: value.clone() for key, value in self.first.items()}, {key: torch.zeros_like(value) for key, value in self.expected.items()}
+        plan = compile_plan(
+            source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=200
+        )  # more than a hundred windows
+        self.first, self.expected = (
+            filled(source.get(self.rank, []), tensors, torch.nan, torch.float32),
+            filled(destination.get(self.rank, []), tensors, 0, dtype),
+        )
+        self.live, self.front = (
+            {key: value.clone() for key, value in self.first.items()},
+            {key: torch.zeros_like(value) for key, value in self.expected.items()},
+        )
         group = background_group(plan.ranks)
-        options = {"source": self.live, "destination": self.front, "dtype": dtype, "group": group, "device": where, "verify": verify}
+        options = {
+            "source": self.live,
+            "destination": self.front,
+            "dtype": dtype,
+            "group": group,
+            "device": where,
+            "verify": verify,
+        }
         self.versions = VersionedReshard(plan, rank=self.rank, **options)
 
     def train_to(self, version: int) -> None:
@@ -120,7 +143,9 @@ def publishing_waits_for_the_version_before() -> None:
         else:
             dist.barrier()
             if gate:
-                time.sleep(0.2)  # both publish(2) have begun to wait; were they late, the check would only be weaker
+                time.sleep(
+                    0.2
+                )  # both publish(2) have begun to wait; were they late, the check would only be weaker
                 gate.set()
             for version in (1, 2, 3):
                 assert rank.versions.adopt() == version and rank.holds(version)
@@ -146,12 +171,16 @@ def versions_flow_freely(**options) -> None:
                 assert rank.holds(version - 1)
                 assert rank.versions.adopt() == version and rank.holds(version)
     if rank.rank in (0, 2):
-        print(f"rank {rank.rank}: {steps} {'training steps' if rank.rank == 0 else 'readings of the front'} while {last} versions were in flight")
+        print(
+            f"rank {rank.rank}: {steps} {'training steps' if rank.rank == 0 else 'readings of the front'} while {last} versions were in flight"
+        )
 
 
 def buffers_have_one_copy_each() -> None:
     with exchange(*APART, dtype=torch.bfloat16, verify="sample") as rank:
-        assert rank.versions.snapshot_bytes == sum(value.numel() for value in rank.live.values()) * 2  # of the type that travels
+        assert (
+            rank.versions.snapshot_bytes == sum(value.numel() for value in rank.live.values()) * 2
+        )  # of the type that travels
         assert rank.versions.back_bytes == sum(value.nbytes for value in rank.front.values())
         if rank.rank in TRAINING:
             rank.versions.publish(1)
@@ -241,7 +270,9 @@ def sources_must_agree() -> None:
 def a_close_ends_it_for_all() -> None:
     with exchange(*APART) as rank:
         pass  # nobody ever published
-    error = error_of(rank.versions.adopt if rank.rank in ROLLOUT else lambda: rank.versions.publish(1), RuntimeError)
+    error = error_of(
+        rank.versions.adopt if rank.rank in ROLLOUT else lambda: rank.versions.publish(1), RuntimeError
+    )
     assert "closed the exchange" in error and rank.holds(0)
     with exchange(*APART) as rank:  # what was published leaves before a close, and can be adopted after it
         if rank.rank in TRAINING:
@@ -254,7 +285,9 @@ def a_close_ends_it_for_all() -> None:
     with exchange(*APART) as rank:  # the rollout has enough: training hears of it
         if rank.rank in TRAINING:
             rank.versions.publish(1)
-            error = error_of(lambda: [rank.versions.publish(version) for version in range(2, 5)], RuntimeError)
+            error = error_of(
+                lambda: [rank.versions.publish(version) for version in range(2, 5)], RuntimeError
+            )
             assert "rank 2, 3 closed" in error or "rank 2 closed" in error or "rank 3 closed" in error, error
             assert not rank.versions.in_flight()
 
@@ -277,7 +310,10 @@ def a_group_of_its_own_is_demanded() -> None:
     plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20)
     nothing = {"source": {}, "destination": {}, "dtype": torch.float32, "device": device.device()}
     for group in (None, dist.group.WORLD):
-        assert "background_group" in error_of(lambda group=group: VersionedReshard(plan, rank=dist.get_rank(), group=group, **nothing), ValueError)
+        assert "background_group" in error_of(
+            lambda group=group: VersionedReshard(plan, rank=dist.get_rank(), group=group, **nothing),
+            ValueError,
+        )
 
 
 def a_dead_peer_is_an_error() -> None:

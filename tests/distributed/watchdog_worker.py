@@ -205,8 +205,15 @@ def launch(name: str, folder: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    pids = [fork(partial(run_rank, name, folder), RANK=rank, LOCAL_RANK=rank) for rank in range(NUM_RANKS)]  # before the store starts its threads
+    os.environ.update(
+        WORLD_SIZE=str(NUM_RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    pids = [
+        fork(partial(run_rank, name, folder), RANK=rank, LOCAL_RANK=rank) for rank in range(NUM_RANKS)
+    ]  # before the store starts its threads
     _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     (folder / "codes").write_text(json.dumps(codes_of(pids, name, folder)))
 

@@ -50,7 +50,12 @@ def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters"
     common = [
         *("--config-path", "../recipes", "--config-name", "ppo_toy_cpu"),
         f"run.output_dir={output_dir}",
-        *(f"data.train={toy}/train.jsonl", f"data.validation={toy}/val.jsonl", "data.validation_rows=8", "data.prompts_per_iteration=16"),
+        *(
+            f"data.train={toy}/train.jsonl",
+            f"data.validation={toy}/val.jsonl",
+            "data.validation_rows=8",
+            "data.prompts_per_iteration=16",
+        ),
         *(f"actor.path={toy}/model", f"reward.function={toy}/rewards.py:{reward}"),
     ]
     return common + list(more)
@@ -58,8 +63,17 @@ def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters"
 
 def adaptive_settings(toy: Path, output_dir: Path) -> list[str]:
     """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2 on the same ranks; everything that a checkpoint has to hold changes."""
-    learning = ["algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64", "engine.schedule=cosine", "engine.warmup_steps=2"]
-    return settings_of(toy, output_dir, "run.iterations=4", "run.save_interval=2", "rollout.max_tokens=6", *learning)
+    learning = [
+        "algorithm.mini_batches=2",
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_target=0.01",
+        "algorithm.kl_horizon=64",
+        "engine.schedule=cosine",
+        "engine.warmup_steps=2",
+    ]
+    return settings_of(
+        toy, output_dir, "run.iterations=4", "run.save_interval=2", "rollout.max_tokens=6", *learning
+    )
 
 
 @dataclass(kw_only=True)
@@ -74,4 +88,6 @@ class Finished:
 def whole_run(toy, tmp_path_factory) -> Finished:
     """Four iterations without interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    return Finished(output_dir=folder / "run", ended=run(4, TRAIN, *adaptive_settings(toy, folder / "run"), folder=folder))
+    return Finished(
+        output_dir=folder / "run", ended=run(4, TRAIN, *adaptive_settings(toy, folder / "run"), folder=folder)
+    )

@@ -13,15 +13,32 @@ from parallel.device import _free_port
 PATIENCE_S = 15  # from SIGTERM to SIGKILL, once a rank has failed
 
 
-def run_ranks(nproc: int, run: Callable[[], None], settings: list[str], log: Path, *, timeout_s: float, **environment: str) -> list[int]:
+def run_ranks(
+    nproc: int,
+    run: Callable[[], None],
+    settings: list[str],
+    log: Path,
+    *,
+    timeout_s: float,
+    **environment: str,
+) -> list[int]:
     """Exit codes, in the order in which the ranks ended; when one has ended with an error the others get SIGTERM, then SIGKILL.
 
     Args:
         run: what each rank does, with `settings` as its command line; output goes to `log`.
         timeout_s: after which all are killed.
     """
-    os.environ |= {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **environment}
-    running, codes, deadline = {_fork(rank, run, settings, log) for rank in range(nproc)}, [], time.monotonic() + timeout_s
+    os.environ |= {
+        "WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        **environment,
+    }
+    running, codes, deadline = (
+        {_fork(rank, run, settings, log) for rank in range(nproc)},
+        [],
+        time.monotonic() + timeout_s,
+    )
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child in running:

@@ -45,9 +45,22 @@ OPERATIONS = {
 ATTEMPT_S = 120
 # Everything that a checkpoint has to hold changes.
 SETTINGS = [
-    *("run.save_interval=1", "run.validate_interval=1", "data.validation_rows=8", "data.prompts_per_iteration=16", "rollout.max_tokens=6"),
+    *(
+        "run.save_interval=1",
+        "run.validate_interval=1",
+        "data.validation_rows=8",
+        "data.prompts_per_iteration=16",
+        "rollout.max_tokens=6",
+    ),
     *("rollout.tp=2", "actor.layout=tp2", "critic.layout=pp2"),
-    *("algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64", "engine.schedule=cosine", "engine.warmup_steps=2"),
+    *(
+        "algorithm.mini_batches=2",
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_target=0.01",
+        "algorithm.kl_horizon=64",
+        "engine.schedule=cosine",
+        "engine.warmup_steps=2",
+    ),
 ]
 
 
@@ -76,7 +89,9 @@ def attempt(number: int, settings: list[str], log: Path, kills: Path | None) -> 
             killed_train.arm(kills)
         run_command(train)
 
-    return run_ranks(NUM_RANKS, rank, settings, log, timeout_s=ATTEMPT_S, TORCHELASTIC_RESTART_COUNT=str(number))
+    return run_ranks(
+        NUM_RANKS, rank, settings, log, timeout_s=ATTEMPT_S, TORCHELASTIC_RESTART_COUNT=str(number)
+    )
 
 
 def leftovers(mark: str) -> list[str]:
@@ -93,7 +108,9 @@ def leftovers(mark: str) -> list[str]:
 
 def metrics_of(output_dir: Path) -> list[dict]:
     """Without the bytes that went to vLLM: after a validation it has the weights, and after a restart it needs them again."""
-    return [{name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)]
+    return [
+        {name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)
+    ]
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -110,8 +127,18 @@ def main() -> int:
     options = parser.parse_args()
     folder, kills = options.folder, options.folder / "kills.json"
     make_toy(folder / "toy")
-    job = [f"actor.path={folder}/toy/model", f"data.train={folder}/toy/train.jsonl", f"data.validation={folder}/toy/val.jsonl"]
-    settings = [*("--config-path", str(ROOT / "recipes"), "--config-name", "ppo_toy_cpu"), *job, *SETTINGS, f"run.iterations={options.moments // 2 + 6}", *options.settings]
+    job = [
+        f"actor.path={folder}/toy/model",
+        f"data.train={folder}/toy/train.jsonl",
+        f"data.validation={folder}/toy/val.jsonl",
+    ]
+    settings = [
+        *("--config-path", str(ROOT / "recipes"), "--config-name", "ppo_toy_cpu"),
+        *job,
+        *SETTINGS,
+        f"run.iterations={options.moments // 2 + 6}",
+        *options.settings,
+    ]
     os.environ["KILL_WORKER_MARK"] = mark = f"{os.getpid()}-{time.time()}"
     kills.write_text(json.dumps(moments(options.moments, options.seed)))
     whole, broken = folder / "whole", folder / "broken"
@@ -125,12 +152,21 @@ def main() -> int:
     struck = Counter(line.split()[0] for line in kills.with_suffix(".log").read_text().splitlines())
     print(f"{sum(-signal.SIGKILL in codes for codes in ends)} kills in {len(ends)} attempts: {dict(struck)}")
     expected, found = metrics_of(whole), metrics_of(broken)
-    problems = [f"other metrics of step {one['step']}" for one, other in zip(expected, found) if one != other] + ["other steps"] * (len(expected) != len(found))
-    problems += [f"other weights of the {role}" for role in ("actor", "critic") if not same_weights(whole / role / "model.safetensors", broken / role / "model.safetensors")]
+    problems = [
+        f"other metrics of step {one['step']}" for one, other in zip(expected, found) if one != other
+    ] + ["other steps"] * (len(expected) != len(found))
+    problems += [
+        f"other weights of the {role}"
+        for role in ("actor", "critic")
+        if not same_weights(whole / role / "model.safetensors", broken / role / "model.safetensors")
+    ]
     time.sleep(1)
     problems += [f"still running: {command}" for command in leftovers(f"KILL_WORKER_MARK={mark}")]
     problems += [f"left in the folder: {path}" for path in (broken / "checkpoint").glob("*.damaged")]
-    print("; ".join(problems) or f"the same {len(expected)} rows of metrics, weights of actor and critic; nothing is left over")
+    print(
+        "; ".join(problems)
+        or f"the same {len(expected)} rows of metrics, weights of actor and critic; nothing is left over"
+    )
     return 1 if problems else 0
 
 

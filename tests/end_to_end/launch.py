@@ -50,7 +50,11 @@ class Started:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                environment = dict(entry.split("=", 1) for entry in (path / "environ").read_bytes().decode(errors="replace").split("\0") if "=" in entry)
+                environment = dict(
+                    entry.split("=", 1)
+                    for entry in (path / "environ").read_bytes().decode(errors="replace").split("\0")
+                    if "=" in entry
+                )
                 dead = (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue  # it has just ended
@@ -77,7 +81,11 @@ class Started:
         return self._ended(code)
 
     def _ended(self, code: int) -> Ended:
-        return Ended(code=code, stdout=(self.folder / "stdout").read_text(), stderr=(self.folder / "stderr").read_text())
+        return Ended(
+            code=code,
+            stdout=(self.folder / "stdout").read_text(),
+            stderr=(self.folder / "stderr").read_text(),
+        )
 
     def leftovers(self, *, patience_s: float = 5) -> list[str]:
         """Command lines of processes that are still there some seconds after the end."""
@@ -90,10 +98,26 @@ class Started:
 def start(nproc: int, module: str, *settings: str, folder: Path, launcher: Sequence[str] = ()) -> Started:
     """`torchrun --nproc-per-node nproc launcher... -m module settings...` with its output in files of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *launcher, "-m", module, *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+        *launcher,
+        "-m",
+        module,
+        *settings,
+    ]
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     mark = uuid.uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path, MARK: mark}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": path,
+        MARK: mark,
+    }
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
     return Started(process=process, folder=folder, mark=mark)

@@ -10,4 +10,7 @@ MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob
 
 def learned(output_dir) -> list[dict]:
     """What the rows of metrics say about the mathematics."""
-    return [{key: value for key, value in row.items() if not MEASURED.match(key)} for row in read_metrics(output_dir)]
+    return [
+        {key: value for key, value in row.items() if not MEASURED.match(key)}
+        for row in read_metrics(output_dir)
+    ]

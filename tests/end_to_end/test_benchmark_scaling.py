@@ -11,16 +11,57 @@ import pytest
 from tests.worlds import ROOT
 from verl_megatron.observe.tracking import read_metrics
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-PHASES = ["reshard", "rollout", "return", "reward", "log_probs", "values", "advantages", "critic_update", "actor_update"]
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+}
+PHASES = [
+    "reshard",
+    "rollout",
+    "return",
+    "reward",
+    "log_probs",
+    "values",
+    "advantages",
+    "critic_update",
+    "actor_update",
+]
 
 
 @pytest.fixture(scope="module")
 def folder(toy, tmp_path_factory):
     """What the benchmark wrote, with its output as `stdout`."""
     out = tmp_path_factory.mktemp("scaling")
-    command = [sys.executable, "tools/benchmark_scaling.py", "--recipe", "ppo_toy_cpu", "--gpus", "1,2", "--steps", "2", "--layouts", "2:tp2", "--rollout", "2:2"]
-    command += ["--prompts", "16", "--prompt-tokens", "24", "--response-tokens", "5", "--to", "32", "--out", str(out), f"actor.path={toy}/model"]
+    command = [
+        sys.executable,
+        "tools/benchmark_scaling.py",
+        "--recipe",
+        "ppo_toy_cpu",
+        "--gpus",
+        "1,2",
+        "--steps",
+        "2",
+        "--layouts",
+        "2:tp2",
+        "--rollout",
+        "2:2",
+    ]
+    command += [
+        "--prompts",
+        "16",
+        "--prompt-tokens",
+        "24",
+        "--response-tokens",
+        "5",
+        "--to",
+        "32",
+        "--out",
+        str(out),
+        f"actor.path={toy}/model",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (out / "stdout").write_text(done.stdout)
@@ -37,10 +78,14 @@ def test_the_table_has_measured_and_modelled_sizes_of_fixed_length(folder):
         ("2", "measured", "tp2", "tp2", "1 x tp2"),
         *((str(n), "modelled", f"tp2dp{n // 2}", f"tp2dp{n // 2}", f"{n // 2} x tp2") for n in (8, 16, 32)),
     ]
-    assert [(int(row["rows"]), int(row["tokens"])) for row in rows] == [(8 * n, 8 * n * 29) for n in (1, 2, 8, 16, 32)]
+    assert [(int(row["rows"]), int(row["tokens"])) for row in rows] == [
+        (8 * n, 8 * n * 29) for n in (1, 2, 8, 16, 32)
+    ]
     assert "MFU" not in text and float(rows[0]["flops_per_s_updates"]) > 0, "a CPU has no MFU"
     assert float(rows[0]["efficiency"]) == 1.0 and float(rows[1]["bubble"]) == 0.0
-    assert all(0.5 < float(row["phases_of_wall"]) <= 1.0 for row in rows[:2]) and rows[2]["phases_of_wall"] == ""
+    assert (
+        all(0.5 < float(row["phases_of_wall"]) <= 1.0 for row in rows[:2]) and rows[2]["phases_of_wall"] == ""
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -48,7 +93,9 @@ def test_measured_are_the_seconds_of_the_run_after_its_first_iteration(folder, r
     first, second = read_metrics(folder / f"n{ranks}")
     with (folder / "scaling.csv").open(newline="") as file:
         row = next(row for row in csv.DictReader(file) if row["gpus"] == str(ranks))
-    assert {phase: float(row[f"{phase}_s"]) for phase in PHASES} == {phase: second[f"time/{phase}_s"] for phase in PHASES}
+    assert {phase: float(row[f"{phase}_s"]) for phase in PHASES} == {
+        phase: second[f"time/{phase}_s"] for phase in PHASES
+    }
     assert first["rollout/response_tokens_mean"] == second["rollout/response_tokens_max"] == 5
     assert float(row["iteration_s"]) == pytest.approx(second["train/step_time_ms"] / 1e3)
 

@@ -30,7 +30,10 @@ def truncated(model):
 def index_of_more(model):
     path = model / "model.safetensors.index.json"
     weight_map = json.loads(path.read_text())["weight_map"]
-    edit_json(path, weight_map=weight_map | {"model.layers.7.mlp.up_proj.weight": "model-00001-of-00002.safetensors"})
+    edit_json(
+        path,
+        weight_map=weight_map | {"model.layers.7.mlp.up_proj.weight": "model-00001-of-00002.safetensors"},
+    )
 
 
 def unknown_rope(model):
@@ -44,7 +47,14 @@ def larger_vocabulary(model):
 def smaller_model(model):
     """Fewer rows in the embedding than the tokenizer has tokens."""
     for path in model.glob("*.safetensors"):
-        save_file({name: tensor[:256] if tensor.size(0) == 384 else tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+        save_file(
+            {
+                name: tensor[:256] if tensor.size(0) == 384 else tensor
+                for name, tensor in load_file(path).items()
+            },
+            path,
+            metadata={"format": "pt"},
+        )
     edit_json(model / "config.json", vocab_size=256)
 
 
@@ -65,16 +75,32 @@ BROKEN_MODELS = {
 }
 # Ranks, settings ({} is a folder for the case) and what the message has to say.
 BAD_SETTINGS = {
-    "long prompts": (1, ["data.max_prompt_tokens=4"], ["train.jsonl, line 1", "data.max_prompt_tokens=4", "data.overlong=drop"]),
-    "only long prompts": (1, ["data.max_prompt_tokens=4", "data.overlong=drop"], ["nothing to train on", "data.max_prompt_tokens=4"]),
+    "long prompts": (
+        1,
+        ["data.max_prompt_tokens=4"],
+        ["train.jsonl, line 1", "data.max_prompt_tokens=4", "data.overlong=drop"],
+    ),
+    "only long prompts": (
+        1,
+        ["data.max_prompt_tokens=4", "data.overlong=drop"],
+        ["nothing to train on", "data.max_prompt_tokens=4"],
+    ),
     "empty data": (1, ["data.train={}/empty.jsonl"], ["empty.jsonl", "no rows"]),
-    "no validation file": (1, ["data.validation={}/absent.jsonl"], ["data.validation=", "does not exist", "name a .jsonl file"]),
+    "no validation file": (
+        1,
+        ["data.validation={}/absent.jsonl"],
+        ["data.validation=", "does not exist", "name a .jsonl file"],
+    ),
     "no model": (1, ["actor.path={}/absent"], ["absent does not exist", "give the path"]),
     "no critic": (1, ["critic.path={}/absent"], ["absent does not exist", "give the path"]),
     "no reward": (1, ["reward.function=matches"], ["reward.function='matches'", "choose"]),
     "too few ranks": (1, ["actor.layout=tp2pp2"], ["tp2pp2", "4 ranks", "change the layout"]),
     "heads": (4, ["actor.layout=tp4"], ["tp=4", "6 attention heads", "divide"]),
-    "layers": (4, ["actor.layout=pp4", "actor.stage_layers=[1,1,1,2]"], ["actor", "4 layers", "stage_layers"]),
+    "layers": (
+        4,
+        ["actor.layout=pp4", "actor.stage_layers=[1,1,1,2]"],
+        ["actor", "4 layers", "stage_layers"],
+    ),
     "rollout": (4, ["rollout.tp=3"], ["rollout.tp=3", "4 ranks", "choose"]),
     "mini-batches": (1, ["algorithm.mini_batches=3"], ["algorithm.mini_batches=3", "16", "choose"]),
     "unknown setting": (1, ["rollout.tpp=2"], ["rollout.tpp", '"tp"']),
@@ -82,7 +108,11 @@ BAD_SETTINGS = {
     "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),
     "no end of a list": (1, ["rollout.stop=[a"], ["'rollout.stop=[a' cannot be read", "lists are [A,B]"]),
     "no recipe": (2, ["--config-name=absent"], ["has no recipe 'absent'", "it has grpo_70b, grpo_8b"]),
-    "two at once": (1, ["run.seed=-1", "algorithm.kl_in=los"], ["run.seed=-1", "algorithm.kl_in='los'", "choose one of"]),
+    "two at once": (
+        1,
+        ["run.seed=-1", "algorithm.kl_in=los"],
+        ["run.seed=-1", "algorithm.kl_in='los'", "choose one of"],
+    ),
 }
 ALONE = ["actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1", "data.overlong=error"]
 
@@ -110,12 +140,15 @@ def refusals(toy, tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     ("name", "nproc", "words"),
-    [(f.__name__, 1, words) for f, words in BROKEN_MODELS.items()] + [(name, nproc, words) for name, (nproc, _, words) in BAD_SETTINGS.items()],
+    [(f.__name__, 1, words) for f, words in BROKEN_MODELS.items()]
+    + [(name, nproc, words) for name, (nproc, _, words) in BAD_SETTINGS.items()],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input_is_refused(refusals, name, nproc, words):
     found = refusals[name]
-    assert found["codes"][0] == 2 and set(found["codes"]) <= {2, -15} and len(found["codes"]) == nproc, found  # -15: torchrun was faster than the rank
+    assert found["codes"][0] == 2 and set(found["codes"]) <= {2, -15} and len(found["codes"]) == nproc, (
+        found
+    )  # -15: torchrun was faster than the rank
     assert sum(line.startswith("error:") for line in found["text"].splitlines()) == 1, found["text"]
     message = found["text"][found["text"].index("error:") :]
     assert all(word in message for word in words), f"{words}\n{message}"
@@ -125,12 +158,29 @@ def test_bad_input_is_refused(refusals, name, nproc, words):
 @pytest.mark.parametrize("validation", [True, False])
 def test_a_reward_that_always_fails(toy, tmp_path, validation):
     """Nothing can be learnt from it: the run ends where that is known, without a checkpoint or an export."""
-    job = ["rollout.tp=1", "actor.layout=dp2", "critic.layout=dp2", "rollout.max_tokens=4", *([] if validation else ["data.validation="])]
-    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *job, reward="broken"), folder=tmp_path).wait(timeout_s=200)
+    job = [
+        "rollout.tp=1",
+        "actor.layout=dp2",
+        "critic.layout=dp2",
+        "rollout.max_tokens=4",
+        *([] if validation else ["data.validation="]),
+    ]
+    ended = start(2, TRAIN, *settings_of(toy, tmp_path / "run", *job, reward="broken"), folder=tmp_path).wait(
+        timeout_s=200
+    )
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
     rows = 8 if validation else 16
-    assert all(words in ended.error_lines[0] for words in (f"failed on all {rows} rows", "mend the function", "RuntimeError: this reward is broken")), ended.text
-    assert "_check_scores" not in ended.text and not (tmp_path / "run/actor").exists(), ended.text  # the traceback there is torchrun's own
+    assert all(
+        words in ended.error_lines[0]
+        for words in (
+            f"failed on all {rows} rows",
+            "mend the function",
+            "RuntimeError: this reward is broken",
+        )
+    ), ended.text
+    assert "_check_scores" not in ended.text and not (tmp_path / "run/actor").exists(), (
+        ended.text
+    )  # the traceback there is torchrun's own
 
 
 def test_a_refusal_under_torchrun(toy, tmp_path):
@@ -139,5 +189,7 @@ def test_a_refusal_under_torchrun(toy, tmp_path):
     ended = started.wait(timeout_s=120)
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
     codes = re.findall(r"exitcode  : (-?\d+)", ended.stderr)
-    assert len(codes) == 2 and "2" in codes and set(codes) <= {"2", "-15"}, ended.text  # -15: torchrun was faster than the other rank
+    assert len(codes) == 2 and "2" in codes and set(codes) <= {"2", "-15"}, (
+        ended.text
+    )  # -15: torchrun was faster than the other rank
     assert not started.leftovers()

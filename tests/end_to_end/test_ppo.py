@@ -19,20 +19,37 @@ from verl_megatron.observe.tracking import read_metrics
 def test_memory_modes_learn_the_same(whole_run, toy, tmp_path, mode, offload):
     """Where weights and optimizer lie between the phases changes no bit of what is learned."""
     settings = adaptive_settings(toy, tmp_path / "run")
-    run(4, TRAIN, *settings, f"reshard.mode={mode}", f"reshard.offload={offload}", "reshard.verify=all", folder=tmp_path)
+    run(
+        4,
+        TRAIN,
+        *settings,
+        f"reshard.mode={mode}",
+        f"reshard.offload={offload}",
+        "reshard.verify=all",
+        folder=tmp_path,
+    )
     expected, found = (learned(folder) for folder in (whole_run.output_dir, tmp_path / "run"))
     kept, moved = ([row.pop("reshard/bytes", 0) for row in rows] for rows in (expected, found))
     assert found == expected
     assert 0 < moved[-1] < kept[-1], "what lies right already was moved, too: both copies are there"
     for role in ("actor", "critic"):
-        whole, again = (load_file(folder / role / "model.safetensors") for folder in (whole_run.output_dir, tmp_path / "run"))
+        whole, again = (
+            load_file(folder / role / "model.safetensors")
+            for folder in (whole_run.output_dir, tmp_path / "run")
+        )
         assert all(torch.equal(whole[name], again[name]) for name in whole), role
 
 
 def test_whole_run_leaves_what_it_promises(whole_run, toy):
     folder = whole_run.output_dir
-    assert re.search(r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 rows at once$", whole_run.ended.stdout, re.MULTILINE), whole_run.ended.text
-    assert re.fullmatch(r"validation accuracy \d\.\d\d -> \d\.\d\d", whole_run.ended.last_line), whole_run.ended.text
+    assert re.search(
+        r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 rows at once$",
+        whole_run.ended.stdout,
+        re.MULTILINE,
+    ), whole_run.ended.text
+    assert re.fullmatch(r"validation accuracy \d\.\d\d -> \d\.\d\d", whole_run.ended.last_line), (
+        whole_run.ended.text
+    )
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3, 4]
     with (folder / "metrics.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3", "4"]
@@ -40,16 +57,41 @@ def test_whole_run_leaves_what_it_promises(whole_run, toy):
     report = (folder / "report.png").read_bytes()
     assert report.startswith(b"\x89PNG\r\n\x1a\n") and len(report) > 10_000
     for step in (0, 4):
-        rows = [json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()
+        ]
         assert [row["row"] for row in rows] == list(range(8))
         assert all(row["prompt"].startswith("sort ") and row["response"] and row["answer"] for row in rows)
-    before, after = load_file(folder / "actor/model.safetensors"), AutoModelForCausalLM.from_pretrained(toy / "model").state_dict()
-    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+    before, after = (
+        load_file(folder / "actor/model.safetensors"),
+        AutoModelForCausalLM.from_pretrained(toy / "model").state_dict(),
+    )
+    assert before.keys() == after.keys() and not any(
+        torch.equal(before[name], after[name]) for name in before
+    )
 
 
 def test_metrics_have_their_keys(whole_run):
-    keys = {"rollout/throughput_tokens_per_sec", "reward/latency_ms", "train/step_time_ms", "memory/actor_gpu_mem_mb", "reshard/ms", "reshard/bytes", "critic/update_ms"}
-    keys |= {"reward/mean", "reward/length", "kl/ref", "kl/coef", "policy/entropy", "policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm"}
+    keys = {
+        "rollout/throughput_tokens_per_sec",
+        "reward/latency_ms",
+        "train/step_time_ms",
+        "memory/actor_gpu_mem_mb",
+        "reshard/ms",
+        "reshard/bytes",
+        "critic/update_ms",
+    }
+    keys |= {
+        "reward/mean",
+        "reward/length",
+        "kl/ref",
+        "kl/coef",
+        "policy/entropy",
+        "policy/loss",
+        "policy/grad_norm",
+        "critic/loss",
+        "critic/grad_norm",
+    }
     for row in read_metrics(whole_run.output_dir)[1:]:
         assert not keys - row.keys(), keys - row.keys()
         assert all(value is not None for value in row.values()), row
@@ -62,14 +104,29 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
     config = LlamaConfig.from_pretrained(toy / "model", num_labels=1)
     model = AutoModelForSequenceClassification.from_config(config).float().eval()
     model.save_pretrained(tmp_path / "reward_model")
-    places = ["actor.layout=tp2", "actor.devices=0-1", "critic.layout=pp2", "critic.devices=cuda:2-3", "reward.devices=1"]
-    more = ["run.iterations=1", "data.validation_temperature=0", "algorithm.mini_batches=1", "algorithm.kl_coef=0", f"reward.path={tmp_path}/reward_model"]
+    places = [
+        "actor.layout=tp2",
+        "actor.devices=0-1",
+        "critic.layout=pp2",
+        "critic.devices=cuda:2-3",
+        "reward.devices=1",
+    ]
+    more = [
+        "run.iterations=1",
+        "data.validation_temperature=0",
+        "algorithm.mini_batches=1",
+        "algorithm.kl_coef=0",
+        f"reward.path={tmp_path}/reward_model",
+    ]
     run(4, TRAIN, *settings_of(toy, tmp_path / "run", *places, *more, reward="tenth"), folder=tmp_path)
 
     row = read_metrics(tmp_path / "run")[1]
     assert abs(row["policy/ratio_max"] - 1) < 1e-6  # the first mini-batch is on policy
     assert row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 and "kl/ref" not in row
-    tokenizer, actor = AutoTokenizer.from_pretrained(toy / "model"), AutoModelForCausalLM.from_pretrained(toy / "model")
+    tokenizer, actor = (
+        AutoTokenizer.from_pretrained(toy / "model"),
+        AutoModelForCausalLM.from_pretrained(toy / "model"),
+    )
     for line in (tmp_path / "run/validation/step_0.jsonl").read_text().splitlines():
         found = json.loads(line)
         prompt = tokenizer(found["prompt"], return_tensors="pt").input_ids
@@ -83,12 +140,39 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):
     """GRPO for two iterations; a reward that raises, hangs or gives NaN costs its rows the score and is said, not the run."""
     questions = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()[:4]]
-    lines = [json.dumps(question | {"kind": kind}) for question, kind in zip(questions, ("raises", "hangs", "nan", "fine"))]
+    lines = [
+        json.dumps(question | {"kind": kind})
+        for question, kind in zip(questions, ("raises", "hangs", "nan", "fine"))
+    ]
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
-    algorithm = ["algorithm.name=grpo", "data.samples_per_prompt=4", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3", "algorithm.kl_coef=0.05", "algorithm.mini_batches=2"]
-    job = [f"data.train={tmp_path}/train.jsonl", "data.validation=", "data.prompts_per_iteration=4", "run.iterations=2", "run.export=false"]
-    places = ["actor.layout=tp2", "critic.layout=tp1", "rollout.tp=1", "reward.timeout_s=1", "reward.failure_score=-1"]
-    ended = run(2, TRAIN, *settings_of(toy, tmp_path / "run", *algorithm, *job, *places, reward="bad"), folder=tmp_path)
+    algorithm = [
+        "algorithm.name=grpo",
+        "data.samples_per_prompt=4",
+        "algorithm.kl_in=loss",
+        "algorithm.kl_estimator=k3",
+        "algorithm.kl_coef=0.05",
+        "algorithm.mini_batches=2",
+    ]
+    job = [
+        f"data.train={tmp_path}/train.jsonl",
+        "data.validation=",
+        "data.prompts_per_iteration=4",
+        "run.iterations=2",
+        "run.export=false",
+    ]
+    places = [
+        "actor.layout=tp2",
+        "critic.layout=tp1",
+        "rollout.tp=1",
+        "reward.timeout_s=1",
+        "reward.failure_score=-1",
+    ]
+    ended = run(
+        2,
+        TRAIN,
+        *settings_of(toy, tmp_path / "run", *algorithm, *job, *places, reward="bad"),
+        folder=tmp_path,
+    )
 
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
@@ -103,21 +187,49 @@ def test_grpo_with_a_reward_that_fails(toy, tmp_path):
 
 def test_profiles_without_other_metrics(toy, tmp_path):
     """Phases of the second iteration, and nothing that needs a file of metrics."""
-    job = ["actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1", "data.validation=", "run.iterations=2", "run.export=false", "run.track_metrics=[profile]"]
+    job = [
+        "actor.layout=tp1",
+        "critic.layout=tp1",
+        "rollout.tp=1",
+        "data.validation=",
+        "run.iterations=2",
+        "run.export=false",
+        "run.track_metrics=[profile]",
+    ]
     ended = run(1, TRAIN, *settings_of(toy, tmp_path / "run", *job), folder=tmp_path)
     assert "USDT" not in ended.stderr
-    profiles = {path.stem.removesuffix("_rank0"): path.read_text() for path in (tmp_path / "run/profile").glob("*.txt")}
+    profiles = {
+        path.stem.removesuffix("_rank0"): path.read_text()
+        for path in (tmp_path / "run/profile").glob("*.txt")
+    }
     assert profiles.keys() >= {"rollout", "log_probs", "values", "critic_update", "actor_update"}
     for name in ("rollout", "log_probs", "actor_update"):
         assert profiles[name].startswith(f"{name} on rank 0") and "aten::" in profiles[name], profiles[name]
-    traces = {name: (tmp_path / f"run/profile/{name}_rank0.json").read_text() for name in ("log_probs", "actor_update")}
+    traces = {
+        name: (tmp_path / f"run/profile/{name}_rank0.json").read_text()
+        for name in ("log_probs", "actor_update")
+    }
     assert "Backward" in traces["actor_update"] and "Backward" not in traces["log_probs"]
 
 
 def test_critic_warmup_and_early_stop(toy, tmp_path):
     """The actor waits for the critic, then leaves its remaining updates out as soon as it has moved: the first step's KL is 0, the second's is not."""
-    algorithm = ["algorithm.critic_warmup=1", "algorithm.epochs=2", "algorithm.mini_batches=2", "algorithm.stop_kl=1e-7", "algorithm.importance_cap=2"]
-    job = ["actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2", "rollout.top_p=0.9", "data.validation=", "run.iterations=2", "run.export=false"]
+    algorithm = [
+        "algorithm.critic_warmup=1",
+        "algorithm.epochs=2",
+        "algorithm.mini_batches=2",
+        "algorithm.stop_kl=1e-7",
+        "algorithm.importance_cap=2",
+    ]
+    job = [
+        "actor.layout=tp2",
+        "critic.layout=pp2",
+        "rollout.tp=2",
+        "rollout.top_p=0.9",
+        "data.validation=",
+        "run.iterations=2",
+        "run.export=false",
+    ]
     run(2, TRAIN, *settings_of(toy, tmp_path / "run", *algorithm, *job), folder=tmp_path)
 
     warmup, learning = read_metrics(tmp_path / "run")

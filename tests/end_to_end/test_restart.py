@@ -23,19 +23,39 @@ PLACES = ("actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2")
 @pytest.mark.parametrize(("moments", "least"), [(24, 20)])
 def test_killed_at_random_moments_it_learns_the_same_to_the_bit(tmp_path, moments, least):
     """Checkpoints are written while training goes on, so that kills strike in that, too."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.end_to_end.kill_worker", str(tmp_path), "--moments", str(moments), "--settings", "run.async_save=true"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.end_to_end.kill_worker",
+        str(tmp_path),
+        "--moments",
+        str(moments),
+        "--settings",
+        "run.async_save=true",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
     kills, struck = re.search(r"(\d+) kills in \d+ attempts: (\{.*\})", ended.stdout).groups()
-    assert int(kills) >= least and len(struck.split(",")) > 3, ended.stdout  # most of them; where they strike is chance
+    assert int(kills) >= least and len(struck.split(",")) > 3, (
+        ended.stdout
+    )  # most of them; where they strike is chance
 
 
 @pytest.fixture(scope="module")
 def undisturbed(toy, tmp_path_factory):
     """Four iterations on two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = start(2, TRAIN, *adaptive_settings(toy, folder / "run"), *PLACES, folder=folder).wait(timeout_s=300)
+    ended = start(2, TRAIN, *adaptive_settings(toy, folder / "run"), *PLACES, folder=folder).wait(
+        timeout_s=300
+    )
     assert ended.code == 0, ended.text
     return folder / "run"
 
@@ -50,14 +70,25 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     monkeypatch.setenv("KILLS", str(tmp_path / "kills.json"))
     settings = [*adaptive_settings(toy, tmp_path / "run"), *PLACES, "run.stall_timeout_s=20"]
-    started = start(2, "tests.end_to_end.killed_train", *settings, folder=tmp_path, launcher=["--max-restarts=3"])
+    started = start(
+        2, "tests.end_to_end.killed_train", *settings, folder=tmp_path, launcher=["--max-restarts=3"]
+    )
     ended = started.wait(timeout_s=500)
     assert ended.code == 0, ended.text
-    assert [line.split()[0] for line in (tmp_path / "kills.log").read_text().splitlines()][:2] == ["advantages", "actor_update"]
+    assert [line.split()[0] for line in (tmp_path / "kills.log").read_text().splitlines()][:2] == [
+        "advantages",
+        "actor_update",
+    ]
     named = r"rank 0 made no progress for \d+ s: it is in advantages \(iteration 3\), at struck .*, rank 1 waits for it in advantages"
     assert len(re.findall(named, ended.stderr)) == 1, ended.text
-    assert " in struck\n" in (tmp_path / "run/stacks/rank_0.txt").read_text() and (tmp_path / "run/stacks/rank_1.txt").stat().st_size
-    assert ended.stdout.count("resuming after iteration 2") == 3 and "with the rows collected for the next" in ended.stdout, ended.text
+    assert (
+        " in struck\n" in (tmp_path / "run/stacks/rank_0.txt").read_text()
+        and (tmp_path / "run/stacks/rank_1.txt").stat().st_size
+    )
+    assert (
+        ended.stdout.count("resuming after iteration 2") == 3
+        and "with the rows collected for the next" in ended.stdout
+    ), ended.text
     assert "command_line.py" not in ended.stderr, ended.text  # the rank that lost its peer adds no traceback
     expected = learned(undisturbed)
     assert [row["step"] for row in expected] == [0, 1, 2, 3, 4] and learned(tmp_path / "run") == expected
@@ -91,8 +122,19 @@ def test_verify_names_what_differs(undisturbed, toy, tmp_path):
     """The first iteration after a checkpoint is repeated on its rows: every number is the recorded one, but for the one that was changed."""
     shutil.copytree(undisturbed / "checkpoint/step_2", tmp_path / "run/checkpoint/step_2")
     recorded = json.loads((path := tmp_path / "run/checkpoint/step_2/recorded.json").read_text())
-    assert {"policy/loss", "critic/grad_norm", "kl/ref", "actor/norm/value", "critic/norm/exp_avg_sq"} <= recorded.keys()
+    assert {
+        "policy/loss",
+        "critic/grad_norm",
+        "kl/ref",
+        "actor/norm/value",
+        "critic/norm/exp_avg_sq",
+    } <= recorded.keys()
     path.write_text(json.dumps(recorded | {"actor/norm/exp_avg": recorded["actor/norm/exp_avg"] * 1.001}))
-    ended = start(2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *PLACES, "--verify", folder=tmp_path).wait(timeout_s=300)
+    ended = start(
+        2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *PLACES, "--verify", folder=tmp_path
+    ).wait(timeout_s=300)
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
-    assert f"differs in 1 of {len(recorded)} numbers: actor/norm/exp_avg=" in ended.error_lines[0] and "run.resume=newest" in ended.error_lines[0]
+    assert (
+        f"differs in 1 of {len(recorded)} numbers: actor/norm/exp_avg=" in ended.error_lines[0]
+        and "run.resume=newest" in ended.error_lines[0]
+    )

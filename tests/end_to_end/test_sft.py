@@ -10,9 +10,25 @@ from verl_megatron.observe.tracking import read_metrics
 
 
 def train(toy, folder, layout: str) -> list[dict]:
-    settings = ["--config-path", "../recipes", "--config-name", "sft_toy_cpu", f"run.output_dir={folder}/run", "run.iterations=12", "engine.warmup_steps=2"]
-    settings += [f"data.train={toy}/sft.jsonl", f"data.validation={folder}/val.jsonl", "data.rows_per_step=64", f"actor.path={toy}/model", f"actor.layout={layout}"]
-    (folder / "val.jsonl").write_text("".join(line + "\n" for line in (toy / "sft.jsonl").read_text().splitlines()[-16:]))
+    settings = [
+        "--config-path",
+        "../recipes",
+        "--config-name",
+        "sft_toy_cpu",
+        f"run.output_dir={folder}/run",
+        "run.iterations=12",
+        "engine.warmup_steps=2",
+    ]
+    settings += [
+        f"data.train={toy}/sft.jsonl",
+        f"data.validation={folder}/val.jsonl",
+        "data.rows_per_step=64",
+        f"actor.path={toy}/model",
+        f"actor.layout={layout}",
+    ]
+    (folder / "val.jsonl").write_text(
+        "".join(line + "\n" for line in (toy / "sft.jsonl").read_text().splitlines()[-16:])
+    )
     ended = run(2, "verl_megatron.sft", *settings, folder=folder)
     rows = read_metrics(folder / "run")
     assert ended.last_line == f"last loss {rows[-1]['sft/loss']:.4f}"
@@ -35,7 +51,10 @@ def test_sft_lowers_the_loss_under_any_layout(toy, tmp_path):
 
 def check_export(folder, toy) -> float:
     """The exported folder's loss on the held-out rows, computed by transformers alone."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).float()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder).float(),
+    )
     total, count = 0.0, 0
     for line in (toy / "sft.jsonl").read_text().splitlines()[-16:]:
         row = json.loads(line)

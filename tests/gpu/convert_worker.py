@@ -10,14 +10,27 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.convert import to_megatron
-from tests.distributed.convert_worker import BUDGET, FILE_BYTES, SINGLE_KEYS, check_keys, check_load, check_save
+from tests.distributed.convert_worker import (
+    BUDGET,
+    FILE_BYTES,
+    SINGLE_KEYS,
+    check_keys,
+    check_load,
+    check_save,
+)
 from tests.tiny import write_hf
 from verl_megatron.config import EngineConfig
 
-SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64
+)
 LAYOUTS = {1: ("tp1",), 2: ("tp2", "pp2", "pp2vpp2"), 4: ("tp4", "tp2pp2", "tp2pp2vpp2")}
 CONFIG = EngineConfig(spec="te", dtype="bfloat16")
-MODELS = (("qwen3", "lm", "ForCausalLM"), ("qwen2_tied_yarn", "lm", "ForCausalLM"), ("llama_tied_llama3", "token", "ForTokenClassification"))
+MODELS = (
+    ("qwen3", "lm", "ForCausalLM"),
+    ("qwen2_tied_yarn", "lm", "ForCausalLM"),
+    ("llama_tied_llama3", "token", "ForTokenClassification"),
+)
 
 
 def check_model(root: Path, family: str, head: str, kind: str) -> None:

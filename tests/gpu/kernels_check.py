@@ -55,18 +55,30 @@ class Memory:
 
     def view(self, start: int, shape: tuple[int, int], stride: int, dtype: torch.dtype) -> Tensor:
         """[R, C] from byte `start` on; the stride in elements."""
-        return self.bytes[start : start + (len(self.bytes) - start) // 8 * 8].view(dtype).as_strided(shape, (stride, 1))
+        return (
+            self.bytes[start : start + (len(self.bytes) - start) // 8 * 8]
+            .view(dtype)
+            .as_strided(shape, (stride, 1))
+        )
 
     def pair(self) -> tuple[Tensor, Tensor]:
         """A random destination and source: any element size, alignment and strides; vectors, single rows and empty ones among them."""
         size = int(self.rng.choice([1, 2, 4, 8]))
-        unit = max(size, int(self.rng.choice([1, 2, 4, 8, 16, 16])))  # what all lengths are multiples of, at least
-        rows, width = int(self.rng.choice([0, 1, 1, 3, 8, 17, 50])), unit * int(self.rng.choice([1, 1, 2, 5, 16, 17, 80]))
+        unit = max(
+            size, int(self.rng.choice([1, 2, 4, 8, 16, 16]))
+        )  # what all lengths are multiples of, at least
+        rows, width = (
+            int(self.rng.choice([0, 1, 1, 3, 8, 17, 50])),
+            unit * int(self.rng.choice([1, 1, 2, 5, 16, 17, 80])),
+        )
         source_pad, destination_pad = (unit * int(self.rng.choice([0, 0, 1, 3])) for _ in range(2))
         source = unit * int(self.rng.integers(0, len(self.bytes) // 4 // unit))
         destination = unit * (-(-self.next // unit) + int(self.rng.integers(0, 4)))
         self.next = destination + rows * (width + destination_pad)
-        read, write = (self.view(start, (rows, width // size), (width + pad) // size, DTYPES[size]) for start, pad in ((source, source_pad), (destination, destination_pad)))
+        read, write = (
+            self.view(start, (rows, width // size), (width + pad) // size, DTYPES[size])
+            for start, pad in ((source, source_pad), (destination, destination_pad))
+        )
         return write, read
 
     def after(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -84,7 +96,9 @@ def check_copies(device: torch.device, tuning: Tuning, *, seed: int) -> None:
     memory = Memory(seed=seed, size=2**23, device=device)
     pairs = [memory.pair() for _ in range(200)]
     cast = torch.zeros(7, 9, dtype=torch.bfloat16, device=device), torch.randn(7, 9, device=device)
-    copies = Copies([*pairs, cast], device=device, groups=[number % 3 for number in range(201)], tuning=tuning)
+    copies = Copies(
+        [*pairs, cast], device=device, groups=[number % 3 for number in range(201)], tuning=tuning
+    )
     for _ in range(2):
         memory.bytes[: len(memory.bytes) // 2].random_(0, 256)
         cast[1].normal_()
@@ -98,10 +112,14 @@ def check_checksums(device: torch.device, tuning: Tuning, *, seed: int) -> None:
     """Random slices, and a change of one bit in each."""
     memory = Memory(seed=seed, size=2**23, device=device)
     slices = [source for _, source in (memory.pair() for _ in range(200)) if source.numel()]
-    slices += [torch.randn(300, 5000, device=device).to(dtype)[3:, 64:] for dtype in DTYPES.values()]  # more than a tile in both directions
+    slices += [
+        torch.randn(300, 5000, device=device).to(dtype)[3:, 64:] for dtype in DTYPES.values()
+    ]  # more than a tile in both directions
     sums = Checksums(slices, device=device, tuning=tuning)
     for _ in range(2):
-        assert torch.equal(sums.run(), torch.stack([checksum(slice_RC) for slice_RC in slices])), f"checksums with {tuning} differ from the formula's"
+        assert torch.equal(sums.run(), torch.stack([checksum(slice_RC) for slice_RC in slices])), (
+            f"checksums with {tuning} differ from the formula's"
+        )
         memory.bytes[: len(memory.bytes) // 2].bitwise_xor_(1)
 
 
@@ -168,22 +186,47 @@ def report(what: str, how: str, num_bytes: int, run: Callable[[], object], note:
 
 def named(tuning: Tuning, default: Tuning) -> str:
     """What differs from the default."""
-    return " ".join(f"{name}={value}" for name, value in asdict(tuning).items() if value != getattr(default, name)) or "default"
+    return (
+        " ".join(
+            f"{name}={value}" for name, value in asdict(tuning).items() if value != getattr(default, name)
+        )
+        or "default"
+    )
 
 
-def time_copies(what: str, pairs: list[tuple[Tensor, Tensor]], *, device: torch.device, variants: list[Tuning]) -> None:
+def time_copies(
+    what: str, pairs: list[tuple[Tensor, Tensor]], *, device: torch.device, variants: list[Tuning]
+) -> None:
     """Of bf16, whose bits are compared: some are NaN. GB/s count a copied byte once; memory moves it twice, in and out."""
     num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
     destinations, sources = [destination for destination, _ in pairs], [source for _, source in pairs]
-    report(what, "torch", num_bytes, lambda: torch._foreach_copy_(destinations, sources) if len(pairs) > 1 else destinations[0].copy_(sources[0]))
+    report(
+        what,
+        "torch",
+        num_bytes,
+        lambda: (
+            torch._foreach_copy_(destinations, sources)
+            if len(pairs) > 1
+            else destinations[0].copy_(sources[0])
+        ),
+    )
     for tuning in variants:
         for destination in destinations:
             destination.zero_()
         start = time.perf_counter()
         copies = Copies(pairs, device=device, tuning=tuning)
         torch.cuda.synchronize(device)
-        report(what, named(tuning, COPY), num_bytes, copies.run, f"prepared in {1e3 * (time.perf_counter() - start):.0f} ms")
-        assert all(torch.equal(destination.view(torch.int16), source.to(device).view(torch.int16)) for destination, source in pairs[:: max(1, len(pairs) // 50)])
+        report(
+            what,
+            named(tuning, COPY),
+            num_bytes,
+            copies.run,
+            f"prepared in {1e3 * (time.perf_counter() - start):.0f} ms",
+        )
+        assert all(
+            torch.equal(destination.view(torch.int16), source.to(device).view(torch.int16))
+            for destination, source in pairs[:: max(1, len(pairs) // 50)]
+        )
 
 
 def time_checksums(what: str, slices: list[Tensor], *, device: torch.device) -> None:
@@ -198,17 +241,34 @@ def time_checksums(what: str, slices: list[Tensor], *, device: torch.device) -> 
 
 def noise(rows: int, columns: int, device: torch.device) -> Tensor:
     """bf16 [rows, columns] of random bits."""
-    return torch.randint(-(2**31), 2**31 - 1, (rows, columns // 2), dtype=torch.int32, device=device).view(torch.bfloat16)
+    return torch.randint(-(2**31), 2**31 - 1, (rows, columns // 2), dtype=torch.int32, device=device).view(
+        torch.bfloat16
+    )
 
 
 def time_all(device: torch.device, *, gib: int) -> None:
     rows = gib * 2**30 // 4096  # of 4 KiB
-    source, destination = noise(rows, 2048, device), torch.zeros(rows, 2048, dtype=torch.bfloat16, device=device)
+    source, destination = (
+        noise(rows, 2048, device),
+        torch.zeros(rows, 2048, dtype=torch.bfloat16, device=device),
+    )
     halves = destination.view(-1)[: destination.numel() // 2].view(rows, 1024)
     time_copies("copy, dense", [(destination, source)], device=device, variants=COPY_VARIANTS)
-    time_copies("copy, 2 of 4 KiB to dense", [(halves, source[:, 1024:])], device=device, variants=COPY_VARIANTS[:4])
-    time_copies("copy, 2 of 4 KiB both", [(destination[:, :1024], source[:, 1024:])], device=device, variants=COPY_VARIANTS[:1])
-    time_copies("copy, 2-byte alignment", [(destination[:, :1023], source[:, 1:1024])], device=device, variants=COPY_VARIANTS[:1])
+    time_copies(
+        "copy, 2 of 4 KiB to dense", [(halves, source[:, 1024:])], device=device, variants=COPY_VARIANTS[:4]
+    )
+    time_copies(
+        "copy, 2 of 4 KiB both",
+        [(destination[:, :1024], source[:, 1024:])],
+        device=device,
+        variants=COPY_VARIANTS[:1],
+    )
+    time_copies(
+        "copy, 2-byte alignment",
+        [(destination[:, :1023], source[:, 1:1024])],
+        device=device,
+        variants=COPY_VARIANTS[:1],
+    )
     pieces = list(zip(destination[:, :1024].tensor_split(5000), source[:, 1024:].tensor_split(5000)))
     time_copies("copy, 5,000 rectangles", pieces, device=device, variants=COPY_VARIANTS[:1])
     time_checksums("checksum, rows of 4 KiB", [source], device=device)
@@ -220,12 +280,16 @@ def time_all(device: torch.device, *, gib: int) -> None:
         far = source.to(peer)
         torch.cuda.synchronize(peer)
         time_copies("copy from peer, dense", [(destination, far)], device=device, variants=COPY_VARIANTS)
-        time_copies("copy from peer, 2 of 4 KiB", [(halves, far[:, 1024:])], device=device, variants=COPY_VARIANTS)
+        time_copies(
+            "copy from peer, 2 of 4 KiB", [(halves, far[:, 1024:])], device=device, variants=COPY_VARIANTS
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=int, default=4, help="GiB of the timed source; the GPU holds two of them")
+    parser.add_argument(
+        "--gib", type=int, default=4, help="GiB of the timed source; the GPU holds two of them"
+    )
     parser.add_argument("--only-check", action="store_true", help="time nothing")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0)

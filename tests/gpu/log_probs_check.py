@@ -60,7 +60,9 @@ def truth(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mean_N = (log_p_NV.exp() * scaled_NV).sum(1)
     inside_N = (case.labels_N >= 0) & (case.labels_N < case.columns)
     column_N1 = case.labels_N.clamp(0, case.columns - 1).unsqueeze(1)
-    logprob_N = torch.where(inside_N, scaled_NV.gather(1, column_N1).squeeze(1), 0.0) - log_z_N  # of another rank's label, this rank's part of it
+    logprob_N = (
+        torch.where(inside_N, scaled_NV.gather(1, column_N1).squeeze(1), 0.0) - log_z_N
+    )  # of another rank's label, this rank's part of it
     entropy_N = -(log_p_NV.exp() * log_p_NV).sum(1)
     logprob_grad_N, entropy_grad_N = case.gradients_2N.double()
     (logprob_grad_N * logprob_N + entropy_grad_N * entropy_N).sum().backward()
@@ -69,7 +71,9 @@ def truth(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def close(what: str, ours: Tensor, theirs: Tensor, *, atol: float, rtol: float = 0.0) -> None:
-    torch.testing.assert_close(ours.double(), theirs.double(), atol=atol, rtol=rtol, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        ours.double(), theirs.double(), atol=atol, rtol=rtol, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def check_kernels(case: Case) -> None:
@@ -88,18 +92,30 @@ def check_kernels(case: Case) -> None:
 def check_far_rows(device: torch.device) -> None:
     """Rows that begin beyond 2^31 logits, against the same rows alone."""
     tokens, columns = 2**31 // 128256 + 40, 128256
-    logits_NV = torch.randn(64, columns, device=device, dtype=torch.bfloat16).repeat(tokens // 64 + 1, 1)[:tokens]
+    logits_NV = torch.randn(64, columns, device=device, dtype=torch.bfloat16).repeat(tokens // 64 + 1, 1)[
+        :tokens
+    ]
     labels_N, last = torch.randint(0, columns, (tokens,), device=device), slice(tokens - 32, tokens)
-    alone_NV, factors_4N = logits_NV[last].clone(), torch.randn(4, tokens, device=device) + torch.tensor([13.0, 1.0, 0.0, 0.0], device=device)[:, None]
-    assert torch.equal(kernels.stats(logits_NV, labels_N, 1.0)[:, last], kernels.stats(alone_NV, labels_N[last], 1.0)), "far rows' numbers differ"
+    alone_NV, factors_4N = (
+        logits_NV[last].clone(),
+        torch.randn(4, tokens, device=device) + torch.tensor([13.0, 1.0, 0.0, 0.0], device=device)[:, None],
+    )
+    assert torch.equal(
+        kernels.stats(logits_NV, labels_N, 1.0)[:, last], kernels.stats(alone_NV, labels_N[last], 1.0)
+    ), "far rows' numbers differ"
     kernels.grad_logits_(logits_NV, labels_N, 1.0, factors_4N)
-    assert torch.equal(logits_NV[last], kernels.grad_logits_(alone_NV, labels_N[last], 1.0, factors_4N[:, last])), "far rows' gradients differ"
+    assert torch.equal(
+        logits_NV[last], kernels.grad_logits_(alone_NV, labels_N[last], 1.0, factors_4N[:, last])
+    ), "far rows' gradients differ"
 
 
 def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, chunk_tokens: int) -> None:
     """token_log_probs and its gradients against log_softmax of the whole logits, both from the rounded inputs; an odd vocabulary."""
     torch.manual_seed(3)
-    hidden, weight = torch.randn(300, 256, device=device).to(dtype), (torch.randn(4096, 256, device=device) / 8).to(dtype)
+    hidden, weight = (
+        torch.randn(300, 256, device=device).to(dtype),
+        (torch.randn(4096, 256, device=device) / 8).to(dtype),
+    )
     vocab_size, grads_2N = 4001, torch.randn(2, 300, device=device)
     labels = torch.randint(0, vocab_size, (300,), device=device)
     results = []
@@ -109,13 +125,21 @@ def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, 
             log_p = (inputs[0] @ inputs[1][:vocab_size].t() / temperature).log_softmax(1)
             values = log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
         else:
-            values = token_log_probs(*inputs, labels, vocab_size=vocab_size, temperature=temperature, chunk_tokens=chunk_tokens)
+            values = token_log_probs(
+                *inputs, labels, vocab_size=vocab_size, temperature=temperature, chunk_tokens=chunk_tokens
+            )
         (grads_2N[0] * values[0] + grads_2N[1] * values[1]).sum().backward()
         results.append([*(value.detach() for value in values), *(each.grad for each in inputs)])
-    for name, ours, theirs in zip(("log-probability", "entropy", "hidden states' gradient", "weight's gradient"), *results):
+    for name, ours, theirs in zip(
+        ("log-probability", "entropy", "hidden states' gradient", "weight's gradient"), *results
+    ):
         off = (ours.double() - theirs).norm() / theirs.norm()
-        limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]  # bfloat16: logits of size 6 are rounded by up to 2^-7
-        assert off < limit, f"{name} in {dtype} at temperature {temperature}, {chunk_tokens} tokens a chunk: off by {off:.2e} of its norm, allowed {limit}"
+        limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[
+            dtype
+        ]  # bfloat16: logits of size 6 are rounded by up to 2^-7
+        assert off < limit, (
+            f"{name} in {dtype} at temperature {temperature}, {chunk_tokens} tokens a chunk: off by {off:.2e} of its norm, allowed {limit}"
+        )
     assert not results[0][3][vocab_size:].any()
 
 
@@ -125,7 +149,17 @@ def check(device: torch.device) -> None:
     for columns in (*VOCABULARIES, 128255, 100):
         for dtype in TOLERANCES:
             for tokens, temperature, padding in ((37, 1.0, 0), (5, 0.7, 64), (1, 1.3, 1)):
-                check_kernels(Case(tokens=tokens, columns=columns, padding=padding, dtype=dtype, temperature=temperature, seed=(seed := seed + 1), device=device))
+                check_kernels(
+                    Case(
+                        tokens=tokens,
+                        columns=columns,
+                        padding=padding,
+                        dtype=dtype,
+                        temperature=temperature,
+                        seed=(seed := seed + 1),
+                        device=device,
+                    )
+                )
     check_far_rows(device)
     for dtype in TOLERANCES:
         for temperature, chunk_tokens in ((1.0, 0), (0.7, 128), (1.0, 77)):
@@ -145,7 +179,13 @@ STATS_VARIANTS = [
     Tuning(block=1024, num_warps=2, stages=4),
     Tuning(block=1024, num_warps=4, stages=4),
 ]
-GRAD_VARIANTS = [GRAD, Tuning(block=2048, num_warps=4), Tuning(block=1024, num_warps=4), Tuning(block=8192, num_warps=8), Tuning(block=8192, num_warps=16)]
+GRAD_VARIANTS = [
+    GRAD,
+    Tuning(block=2048, num_warps=4),
+    Tuning(block=1024, num_warps=4),
+    Tuning(block=8192, num_warps=8),
+    Tuning(block=8192, num_warps=16),
+]
 
 
 def time_all(device: torch.device, *, hidden_size: int) -> None:
@@ -155,17 +195,39 @@ def time_all(device: torch.device, *, hidden_size: int) -> None:
     table = []
     for columns in VOCABULARIES:
         tokens = CHUNK_BYTES // 2 // columns // TILE * TILE
-        case = Case(tokens=tokens, columns=columns, padding=0, dtype=torch.bfloat16, temperature=1.0, seed=0, device=device)
+        case = Case(
+            tokens=tokens,
+            columns=columns,
+            padding=0,
+            dtype=torch.bfloat16,
+            temperature=1.0,
+            seed=0,
+            device=device,
+        )
         where, size = (case.logits_NV, case.labels_N, 1.0), case.logits_NV.nbytes
         factors_4N = torch.tensor([[20.0], [0.0], [0.0], [0.0]], device=device).repeat(1, tokens)
         name = f"{tokens} x {columns}"
-        table.append((f"stats, {name}", *time_kernel(kernels.stats_by_torch, kernels.stats_by_triton, where, STATS_VARIANTS, size), size / rate))
+        table.append(
+            (
+                f"stats, {name}",
+                *time_kernel(kernels.stats_by_torch, kernels.stats_by_triton, where, STATS_VARIANTS, size),
+                size / rate,
+            )
+        )
         both = kernels.grad_logits_by_torch_, kernels.grad_logits_by_triton_
-        table.append((f"gradient, {name}", *time_kernel(*both, (*where, factors_4N), GRAD_VARIANTS, 2 * size), 2 * size / rate))
+        table.append(
+            (
+                f"gradient, {name}",
+                *time_kernel(*both, (*where, factors_4N), GRAD_VARIANTS, 2 * size),
+                2 * size / rate,
+            )
+        )
         table += time_head(device, tokens=4 * tokens, columns=columns, hidden_size=hidden_size, rate=rate)
     print(f"\n{'what':<34} {'PyTorch':>9} {'Triton':>9} {'floor':>9}  milliseconds")
     for what, eager, ours, floor in table:
-        print(f"{what:<34} {'' if eager is None else f'{eager:9.3f}':>9} {ours:9.3f} {floor:9.3f}", flush=True)
+        print(
+            f"{what:<34} {'' if eager is None else f'{eager:9.3f}':>9} {ours:9.3f} {floor:9.3f}", flush=True
+        )
 
 
 def copy_rate(device: torch.device) -> float:
@@ -175,32 +237,49 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.nbytes / milliseconds(lambda: copied.copy_(source))
 
 
-def time_kernel(by_torch: Callable, by_triton: Callable, arguments: tuple, variants: list[Tuning], num_bytes: int) -> tuple[float, float]:
+def time_kernel(
+    by_torch: Callable, by_triton: Callable, arguments: tuple, variants: list[Tuning], num_bytes: int
+) -> tuple[float, float]:
     """Milliseconds of PyTorch and of the first variant; all variants are printed."""
     times = []
     for tuning in variants:
         times.append(milliseconds(partial(by_triton, *arguments, tuning)))
-        print(f"{by_triton.__name__:<24} V={arguments[0].size(1):<7} {tuning} {times[-1]:8.3f} ms {num_bytes / times[-1] / 1e6:7.0f} GB/s", flush=True)
+        print(
+            f"{by_triton.__name__:<24} V={arguments[0].size(1):<7} {tuning} {times[-1]:8.3f} ms {num_bytes / times[-1] / 1e6:7.0f} GB/s",
+            flush=True,
+        )
     return milliseconds(partial(by_torch, *arguments)), times[0]
 
 
-def time_head(device: torch.device, *, tokens: int, columns: int, hidden_size: int, rate: float) -> list[tuple[str, None, float, float]]:
+def time_head(
+    device: torch.device, *, tokens: int, columns: int, hidden_size: int, rate: float
+) -> list[tuple[str, None, float, float]]:
     """Forward and backward passes of token_log_probs; their floors are the matrix products, and the logits' bytes at `rate`."""
     hidden = torch.randn(tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(columns, hidden_size, device=device) / hidden_size**0.5).bfloat16().requires_grad_()
-    labels, chunk, logit_bytes = torch.randint(0, columns, (tokens,), device=device), tokens // 4, 2 * tokens * columns
+    labels, chunk, logit_bytes = (
+        torch.randint(0, columns, (tokens,), device=device),
+        tokens // 4,
+        2 * tokens * columns,
+    )
     part = hidden.detach()[:chunk]
     product = 4 * milliseconds(lambda: part @ weight.detach().t())
 
     def forward() -> Tensor:
-        return sum(value.sum() for value in token_log_probs(hidden, weight, labels, vocab_size=columns, temperature=1.0))
+        return sum(
+            value.sum()
+            for value in token_log_probs(hidden, weight, labels, vocab_size=columns, temperature=1.0)
+        )
 
     with torch.no_grad():
         forward_ms = milliseconds(forward)
     loss = forward()
     backward_ms = milliseconds(lambda: torch.autograd.grad(loss, (hidden, weight), retain_graph=True))
     name = f"{tokens} x {columns}"
-    return [(f"forward, {name}", None, forward_ms, product + logit_bytes / rate), (f"backward, {name}", None, backward_ms, 3 * product + 2 * logit_bytes / rate)]
+    return [
+        (f"forward, {name}", None, forward_ms, product + logit_bytes / rate),
+        (f"backward, {name}", None, backward_ms, 3 * product + 2 * logit_bytes / rate),
+    ]
 
 
 def main() -> None:

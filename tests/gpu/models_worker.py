@@ -16,9 +16,15 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.roles.engine import Engine
 
-SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64
+)
 FAILURES: list[str] = []  # told at the end: one run on GPUs shows them all
-LAYOUTS = {1: ["tp1"], 2: ["tp2", "tp2sp", "pp2", "tp1", "cp2", "pp2vpp2"], 4: ["tp4sp", "tp2pp2", "tp2pp2sp", "pp4", "tp2", "cp2tp2sp"]}
+LAYOUTS = {
+    1: ["tp1"],
+    2: ["tp2", "tp2sp", "pp2", "tp1", "cp2", "pp2vpp2"],
+    4: ["tp4sp", "tp2pp2", "tp2pp2sp", "pp4", "tp2", "cp2tp2sp"],
+}
 
 
 def hf_log_probs(model, batch) -> list[torch.Tensor]:
@@ -61,7 +67,9 @@ def computed_in() -> list[tuple[str, str]]:
     """Spec and dtype of all that this device can compute in; without transformer-engine a CPU tries the rest of this file."""
     if not torch.cuda.is_available():
         return [("local", "float32"), ("local", "bfloat16")]
-    return [("local", "float32"), ("local", "bfloat16"), ("te", "bfloat16")] + [("te", "fp8")] * (torch.cuda.get_device_capability() >= (8, 9))
+    return [("local", "float32"), ("local", "bfloat16"), ("te", "bfloat16")] + [("te", "fp8")] * (
+        torch.cuda.get_device_capability() >= (8, 9)
+    )
 
 
 def report(what: str, error: float, limit: float) -> None:
@@ -79,26 +87,47 @@ def check_family(folder: Path, family: str) -> None:
 
     def limit(rough) -> float:
         pairs = zip(truth, hf_log_probs(rough, batch), batch.response_mask)
-        return 1.5 * torch.cat([(fine - coarse)[mask[1 : len(fine) + 1]].abs() for fine, coarse, mask in pairs]).mean().item()
+        return (
+            1.5
+            * torch.cat([(fine - coarse)[mask[1 : len(fine) + 1]].abs() for fine, coarse, mask in pairs])
+            .mean()
+            .item()
+        )
 
     limits = {"float32": 1e-4, "bfloat16": limit(model.bfloat16()), "fp8": limit(with_fp8_layers(model))}
     for text in LAYOUTS[dist.get_world_size()]:
         layout = Layout.parse(text, tuple(range(dist.get_world_size())))
         groups = ProcessGroups(layout)
         for spec, dtype in computed_in():
-            engine = Engine(arch=arch, folder=str(folder), groups=groups, config=EngineConfig(spec=spec, dtype=dtype), head="lm", seed=1)
+            engine = Engine(
+                arch=arch,
+                folder=str(folder),
+                groups=groups,
+                config=EngineConfig(spec=spec, dtype=dtype),
+                head="lm",
+                seed=1,
+            )
             mine, micro = share_of(batch, layout, 64)
             total, count = all_sum(error_of(engine.infer(mine, micro), mine, truth)).tolist()
             report(f"{family} {layout} {spec} {dtype}: mean log-prob error", total / count, limits[dtype])
-            kept = [vars(module)["_fp8_workspaces"] for chunk in engine.chunks for module in chunk.modules() if "_fp8_workspaces" in vars(module)]
+            kept = [
+                vars(module)["_fp8_workspaces"]
+                for chunk in engine.chunks
+                for module in chunk.modules()
+                if "_fp8_workspaces" in vars(module)
+            ]
             if bool(kept) != (spec == "te") or any(kept):
-                FAILURES.append(f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of the weights, or holds them elsewhere now")
+                FAILURES.append(
+                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of the weights, or holds them elsewhere now"
+                )
 
 
 def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     """Losses of five steps towards fixed rows."""
     arch, layout = read_architecture(folder), Layout.parse(text, tuple(range(dist.get_world_size())))
-    engine = Engine(arch=arch, folder=str(folder), groups=ProcessGroups(layout), config=config, head="lm", seed=1)
+    engine = Engine(
+        arch=arch, folder=str(folder), groups=ProcessGroups(layout), config=config, head="lm", seed=1
+    )
     engine.prepare_training(lr=1e-3, total_steps=5)
     batch = make_batch(arch.vocab_size)
     batch.logprobs, batch.advantages = -5.0 * batch.response_mask, 1.0 * batch.response_mask
@@ -109,7 +138,13 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
 
     mine, micro = share_of(batch, layout, 64)
     for _ in range(5):
-        sums = engine.train_step(mine, micro, loss, fields=("logprobs", "advantages"), scale=LossScale(int(batch.response_mask.sum())))
+        sums = engine.train_step(
+            mine,
+            micro,
+            loss,
+            fields=("logprobs", "advantages"),
+            scale=LossScale(int(batch.response_mask.sum())),
+        )
         losses.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)["policy/loss"])
     return losses
 
@@ -117,10 +152,18 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
 def check_training(folder: Path) -> None:
     """Against the same arithmetic with data parallelism alone, and that against float32."""
     exact = train(folder, "tp1", EngineConfig(spec="local", dtype="float32"))
-    limits = {("local", "float32"): (2e-3, 2e-3), ("te", "bfloat16"): (8e-2, 3e-2), ("te", "fp8"): (1e-1, 1e-1)}  # from float32, between layouts
+    limits = {
+        ("local", "float32"): (2e-3, 2e-3),
+        ("te", "bfloat16"): (8e-2, 3e-2),
+        ("te", "fp8"): (1e-1, 1e-1),
+    }  # from float32, between layouts
 
     def compare(what: str, got: list[float], want: list[float], limit: float) -> None:
-        report(f"train {what}: losses {got[0]:.4f} -> {got[-1]:.4f}, relative difference", max(abs(a / b - 1) for a, b in zip(got, want)), limit)
+        report(
+            f"train {what}: losses {got[0]:.4f} -> {got[-1]:.4f}, relative difference",
+            max(abs(a / b - 1) for a, b in zip(got, want)),
+            limit,
+        )
 
     for spec, dtype in (pair for pair in computed_in() if pair in limits):
         from_exact, between = limits[spec, dtype]
@@ -128,7 +171,12 @@ def check_training(folder: Path) -> None:
         compare(f"{spec} {dtype} from float32", usual, exact, from_exact)
         for text in LAYOUTS[dist.get_world_size()]:
             for recompute in ("none", "full") if spec == "te" else ("selective",):
-                compare(f"{text} {spec} {dtype} recompute {recompute}", train(folder, text, EngineConfig(spec=spec, dtype=dtype, recompute=recompute)), usual, between)
+                compare(
+                    f"{text} {spec} {dtype} recompute {recompute}",
+                    train(folder, text, EngineConfig(spec=spec, dtype=dtype, recompute=recompute)),
+                    usual,
+                    between,
+                )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,16 @@ from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.overlay import overlay
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
-from tests.distributed.reshard_worker import TIED, UNTIED, Shards, filled, first_error, served, trained, whole_tensors
+from tests.distributed.reshard_worker import (
+    TIED,
+    UNTIED,
+    Shards,
+    filled,
+    first_error,
+    served,
+    trained,
+    whole_tensors,
+)
 from tests.toy_shards import Toy, layouts_of
 
 KEPT_WINDOW_BYTES, LAID_OVER_WINDOW_BYTES = 200, 2048  # small: many windows
@@ -42,7 +51,10 @@ def in_one_allocation(parameters: Parameters) -> Parameters:
     """Copies one after the other, as Megatron's distributed optimizer keeps them."""
     ends = list(accumulate((-(-value.numel() // 64) * 64 for value in parameters.values()), initial=0))
     memory = torch.zeros(ends[-1], dtype=next(iter(parameters.values())).dtype, device=device.device())
-    views = {key: memory[start:][: value.numel()].view(value.shape) for start, (key, value) in zip(ends, parameters.items())}
+    views = {
+        key: memory[start:][: value.numel()].view(value.shape)
+        for start, (key, value) in zip(ends, parameters.items())
+    }
     for key, value in parameters.items():
         views[key].copy_(value)
     return views
@@ -54,10 +66,28 @@ def peers_of(source: Parameters) -> dict[int, Mapped] | None:
     return peers
 
 
-def resharder(plan: Plan, source: Parameters, destination: Parameters, *, dtype: torch.dtype, peers: dict[int, Mapped] | None = None, kind=Resharder) -> Resharder:
+def resharder(
+    plan: Plan,
+    source: Parameters,
+    destination: Parameters,
+    *,
+    dtype: torch.dtype,
+    peers: dict[int, Mapped] | None = None,
+    kind=Resharder,
+) -> Resharder:
     if len(plan.windows) > 1:
         IN_WINDOWS["pulled" if plan.pulled else "sent"] += 1
-    return kind(plan, rank=dist.get_rank(), source=source, destination=destination, dtype=dtype, group=None, device=device.device(), verify="all", peers=peers)
+    return kind(
+        plan,
+        rank=dist.get_rank(),
+        source=source,
+        destination=destination,
+        dtype=dtype,
+        group=None,
+        device=device.device(),
+        verify="all",
+        peers=peers,
+    )
 
 
 def assert_equal(held: Parameters, expected: Parameters, factor: int, what: object) -> None:
@@ -75,13 +105,24 @@ def run(mover: Resharder) -> None:
 class Kept:
     """A destination with memory of its own, filled out of the peers' parameters."""
 
-    def __init__(self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, ranks_per_host: int, kind=Resharder):
+    def __init__(
+        self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, ranks_per_host: int, kind=Resharder
+    ):
         rank, tensors, (source, destination) = dist.get_rank(), whole_tensors(toy), sides(toy, layout, tp)
-        self.given, self.expected = filled(source[rank], tensors, torch.nan, dtype), filled(destination[rank], tensors, 0, dtype)
+        self.given, self.expected = (
+            filled(source[rank], tensors, torch.nan, dtype),
+            filled(destination[rank], tensors, 0, dtype),
+        )
         self.taken = {key: torch.full_like(value, torch.nan) for key, value in self.expected.items()}
-        common = dict(element_bytes=dtype.itemsize, window_bytes=KEPT_WINDOW_BYTES, host_of=lambda rank: rank // ranks_per_host)
+        common = dict(
+            element_bytes=dtype.itemsize,
+            window_bytes=KEPT_WINDOW_BYTES,
+            host_of=lambda rank: rank // ranks_per_host,
+        )
         plan = compile_plan(source=source, destination=destination, peer_memory=device.is_gpu(), **common)
-        self.mover = resharder(plan, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind)
+        self.mover = resharder(
+            plan, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+        )
 
     def check(self, what: object) -> None:
         """The present values arrive at every run."""
@@ -95,20 +136,34 @@ class Kept:
 class LaidOver:
     """A destination over the source's memory: out and back, windows pulled out of the peers' staging memory."""
 
-    def __init__(self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder):
+    def __init__(
+        self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder
+    ):
         rank, tensors, (source, destination) = dist.get_rank(), whole_tensors(toy), sides(toy, layout, tp)
         self.trained, self.served = (filled(side[rank], tensors, 0, dtype) for side in (source, destination))
         self.given = in_one_allocation(self.trained)
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.given))
-        common = dict(element_bytes=dtype.itemsize, window_bytes=LAID_OVER_WINDOW_BYTES, peer_memory=device.is_gpu())
-        found = overlay(source=source, destination=destination, memory=dict(enumerate(memory)), in_place=in_place, **common)
+        common = dict(
+            element_bytes=dtype.itemsize, window_bytes=LAID_OVER_WINDOW_BYTES, peer_memory=device.is_gpu()
+        )
+        found = overlay(
+            source=source,
+            destination=destination,
+            memory=dict(enumerate(memory)),
+            in_place=in_place,
+            **common,
+        )
         for plan in filter(None, (found.forth, found.back)):
             assert plan.pulled == (device.is_gpu() and bool(plan.windows))
         own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
         self.taken = own | views_at(found.addresses[rank], destination[rank], self.given, dtype)
-        self.out = resharder(found.forth, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind)
-        self.home = resharder(found.back, self.taken, self.given, dtype=dtype, kind=kind) if found.back else None
+        self.out = resharder(
+            found.forth, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+        )
+        self.home = (
+            resharder(found.back, self.taken, self.given, dtype=dtype, kind=kind) if found.back else None
+        )
 
     def check(self, what: object) -> None:
         """The present values go out and come back; in memory that is only shared nothing has to come back."""
@@ -154,18 +209,26 @@ def corruption_is_named() -> None:
         laid_over = LaidOver(UNTIED, layout, world, dtype, in_place=True, kind=Corrupting)
         for mover in (kept.mover, laid_over.out, laid_over.home):
             error = first_error(mover.run, 1)
-            corrupted = next(transfer for transfer in mover.plan.transfers() if transfer.destination_rank == world - 1)
-            assert f"1 of {len(mover.proof.transfers)} checked slices" in error and str(corrupted) in error, error
+            corrupted = next(
+                transfer for transfer in mover.plan.transfers() if transfer.destination_rank == world - 1
+            )
+            assert f"1 of {len(mover.proof.transfers)} checked slices" in error and str(corrupted) in error, (
+                error
+            )
 
 
 def main() -> None:
     device.initialize()
     for each in (every_layout_kept, every_layout_laid_over, corruption_is_named):
         each()
-    assert IN_WINDOWS["pulled" if device.is_gpu() else "sent"] and (IN_WINDOWS["sent"] or dist.get_world_size() == 2), IN_WINDOWS
+    assert IN_WINDOWS["pulled" if device.is_gpu() else "sent"] and (
+        IN_WINDOWS["sent"] or dist.get_world_size() == 2
+    ), IN_WINDOWS
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}")
+        print(
+            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}"
+        )
     dist.destroy_process_group()
 
 

@@ -11,18 +11,25 @@ pytestmark = pytest.mark.gpu
 
 
 def needs(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(GPUS < count, reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest tests/gpu` where there are more")
+    return pytest.mark.skipif(
+        GPUS < count,
+        reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest tests/gpu` where there are more",
+    )
 
 
 @needs(1)
 def test_kernels_equal_torch():
     """With a second GPU also between the two."""
-    assert "all kernel checks passed" in run_world("tests/gpu/kernels_check.py", 1, "--only-check", timeout=300)
+    assert "all kernel checks passed" in run_world(
+        "tests/gpu/kernels_check.py", 1, "--only-check", timeout=300
+    )
 
 
 @needs(1)
 def test_log_probabilities_equal_float64():
-    assert "all checks of log-probabilities passed" in run_world("tests/gpu/log_probs_check.py", 1, "--only-check", timeout=300)
+    assert "all checks of log-probabilities passed" in run_world(
+        "tests/gpu/log_probs_check.py", 1, "--only-check", timeout=300
+    )
 
 
 @needs(1)
@@ -32,7 +39,9 @@ def test_models_and_training_under_every_layout():
 
 @needs(1)
 def test_transformer_engine_models_load_what_is_converted(tmp_path):
-    assert "all checks of conversion passed" in run_world("tests/gpu/convert_worker.py", RANKS, tmp_path, timeout=600)
+    assert "all checks of conversion passed" in run_world(
+        "tests/gpu/convert_worker.py", RANKS, tmp_path, timeout=600
+    )
 
 
 @needs(2)
@@ -42,7 +51,9 @@ def test_training_goes_on_after_memory_was_given_up():
 
 @needs(2)
 def test_checkpoints_beside_training():
-    assert "all passed" in run_world("tests/parity/checkpoint_worker.py", RANKS, "background", "bfloat16", timeout=600)
+    assert "all passed" in run_world(
+        "tests/parity/checkpoint_worker.py", RANKS, "background", "bfloat16", timeout=600
+    )
 
 
 @needs(4)
@@ -59,7 +70,9 @@ def test_reshard_out_of_peers_memory(ranks):
 
 @needs(4)
 def test_versions():
-    assert "all checks of versions passed" in run_world("tests/distributed/versions_worker.py", 4, timeout=300)
+    assert "all checks of versions passed" in run_world(
+        "tests/distributed/versions_worker.py", 4, timeout=300
+    )
 
 
 @needs(4)

@@ -18,11 +18,24 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.roles.engine import Engine
 
-COMMON = {"clip_grad": 0.5, "adam_eps": 1e-4, "schedule": "cosine", "warmup_steps": 1, "tokens_per_micro_batch": 64}
+COMMON = {
+    "clip_grad": 0.5,
+    "adam_eps": 1e-4,
+    "schedule": "cosine",
+    "warmup_steps": 1,
+    "tokens_per_micro_batch": 64,
+}
 
 
 def make_engine(folder: Path, head: str, layout: Layout, *, seed: int = 1, **settings) -> Engine:
-    engine = Engine(arch=read_architecture(folder), folder=str(folder), groups=ProcessGroups(layout), config=EngineConfig(**COMMON, **settings), head=head, seed=seed)
+    engine = Engine(
+        arch=read_architecture(folder),
+        folder=str(folder),
+        groups=ProcessGroups(layout),
+        config=EngineConfig(**COMMON, **settings),
+        head=head,
+        seed=seed,
+    )
     engine.prepare_training(lr=LR, total_steps=6)
     return engine
 
@@ -36,7 +49,13 @@ def some_layout() -> Layout:
 def steps(engine: Engine, batch, count: int) -> None:
     mine, micro = share_of(batch, engine.layout, engine.config.tokens_per_micro_batch)
     for _ in range(count):
-        engine.train_step(mine, micro, policy if engine.head == "lm" else value, fields=FIELDS[engine.head], scale=LossScale(int(batch.response_mask.sum())))
+        engine.train_step(
+            mine,
+            micro,
+            policy if engine.head == "lm" else value,
+            fields=FIELDS[engine.head],
+            scale=LossScale(int(batch.response_mask.sum())),
+        )
 
 
 def save(engine: Engine, folder: Path) -> dict:
@@ -51,8 +70,21 @@ def bits(engine: Engine) -> list:
         return []
     engine.gather_weights()
     parts = checkpoint.learned(engine.chunks, engine.optimizer, engine.groups)
-    held = [(one.weight.data, one.start, *(tensor for kind in (checkpoint.VALUE, *checkpoint.MOMENTS) if (tensor := one.part(kind)) is not None)) for one in parts]
-    steps_taken = [float(one.inner.state.get(one.value, {}).get("step", 0)) for one in parts if one.inner is not None]
+    held = [
+        (
+            one.weight.data,
+            one.start,
+            *(
+                tensor
+                for kind in (checkpoint.VALUE, *checkpoint.MOMENTS)
+                if (tensor := one.part(kind)) is not None
+            ),
+        )
+        for one in parts
+    ]
+    steps_taken = [
+        float(one.inner.state.get(one.value, {}).get("step", 0)) for one in parts if one.inner is not None
+    ]
     return [leaf for row in held for leaf in row] + steps_taken + [engine.scheduler.state_dict()]
 
 
@@ -89,9 +121,16 @@ def check_layouts() -> None:
             other = make_engine(path, head, Layout.parse(text, ranks, stage_layers), seed=2, **settings)
             other.load(folder / f"saved_{number}", saved)
             steps(other, batch, 1)
-            moved = max((tensor - want[name]).abs().max().item() for name, tensor in full_weights(other).items())
+            moved = max(
+                (tensor - want[name]).abs().max().item() for name, tensor in full_weights(other).items()
+            )
             apart = max(abs(found / norm - 1) for found, norm in zip(other.norms().values(), norms.values()))
-            check(f"checkpoint {head} {family} {source[0]} on {text} {list(ranks)} {settings or ''}", limit=5e-6, weights=moved, norms=apart)
+            check(
+                f"checkpoint {head} {family} {source[0]} on {text} {list(ranks)} {settings or ''}",
+                limit=5e-6,
+                weights=moved,
+                norms=apart,
+            )
 
 
 def check_bfloat16() -> None:
@@ -101,14 +140,20 @@ def check_bfloat16() -> None:
     layout = some_layout()
     for count in (0, 2):
         for distributed in (True, False):
-            first = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed)
+            first = make_engine(
+                folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed
+            )
             steps(first, batch, count)
             saved = save(first, folder / f"{count}_{distributed}")
-            again = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed, seed=2)
+            again = make_engine(
+                folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=distributed, seed=2
+            )
             steps(again, batch, 1 if count else 0)  # moments that are there are written over
             again.load(folder / f"{count}_{distributed}", saved)
             assert same(bits(again), bits(first)), f"{count} steps, distributed optimizer {distributed}"
-            other = make_engine(folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=not distributed)
+            other = make_engine(
+                folder / "qwen3", "lm", layout, dtype="bfloat16", distributed_optimizer=not distributed
+            )
             other.load(folder / f"{count}_{distributed}", saved)
             mine, theirs = other.state_dict(), first.state_dict()
             assert mine["tensors"].keys() == theirs["tensors"].keys() and same(mine, theirs)
@@ -124,8 +169,13 @@ def check_background() -> None:
     reserved = engine.reserve_copies()
     for number in range(2):
         steps(engine, batch, 1)
-        (snapshot, told), held = engine.snapshot(), [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in bits(engine)]
-        background.submit(lambda group, path=folder / f"saved_{number}", snapshot=snapshot: snapshot.write(path, group))
+        (snapshot, told), held = (
+            engine.snapshot(),
+            [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in bits(engine)],
+        )
+        background.submit(
+            lambda group, path=folder / f"saved_{number}", snapshot=snapshot: snapshot.write(path, group)
+        )
         steps(engine, batch, 1)
         background.wait()
         again = make_engine(folder / "qwen3", "lm", layout, seed=2)
@@ -146,7 +196,9 @@ def check_format() -> None:
     told = save(engine, folder / "saved")
     found = dist_checkpointing.load_plain_tensors(str(folder / "saved"))
     want = full_weights(engine)["model.norm.weight"].flatten()
-    assert torch.equal(found["decoder.final_layernorm.weight"], want) and not any(key.startswith("optimizer") for key in found)
+    assert torch.equal(found["decoder.final_layernorm.weight"], want) and not any(
+        key.startswith("optimizer") for key in found
+    )
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / "saved/.metadata").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
@@ -156,9 +208,19 @@ def check_format() -> None:
         engine.load(folder / "saved", told)
     except ValueError as error:
         refused = "os.system" in str(error) or "posix.system" in str(error)
-    assert all_max(torch.tensor([0.0 if refused else 1.0])).item() == 0, "an index that runs a command was loaded"
+    assert all_max(torch.tensor([0.0 if refused else 1.0])).item() == 0, (
+        "an index that runs a command was loaded"
+    )
     say("format: read by Megatron-Core")
 
 
 if __name__ == "__main__":
-    run_checks({"layouts": check_layouts, "bfloat16": check_bfloat16, "background": check_background, "format": check_format}, sys.argv[1:])
+    run_checks(
+        {
+            "layouts": check_layouts,
+            "bfloat16": check_bfloat16,
+            "background": check_background,
+            "format": check_format,
+        },
+        sys.argv[1:],
+    )

@@ -14,7 +14,16 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.megatron import Pipeline
 from parallel.weights.architecture import read_architecture
-from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
+from tests.parity.world import (
+    check,
+    make_batch,
+    row_logits,
+    run_checks,
+    say,
+    share_of,
+    shared_folder,
+    write_once,
+)
 from tests.tiny import FAMILIES
 from verl_megatron.config import EngineConfig
 from verl_megatron.models.build import frozen
@@ -48,7 +57,9 @@ def logits_differ(engine: Engine, mine, micro, truth) -> float:
     if not engine.groups.is_member:
         return 0.0
     with frozen(engine.chunks):
-        answers = run_schedule([engine], mine, micro, lambda _, outputs, micro: (micro, outputs["logits"]), forward_only=True)
+        answers = run_schedule(
+            [engine], mine, micro, lambda _, outputs, micro: (micro, outputs["logits"]), forward_only=True
+        )
     worst = 0.0
     for packed, logits in answers:
         for n in range(len(logits)):
@@ -65,7 +76,9 @@ def results_differ(results, mine, truth) -> tuple[float, float]:
         log_p = torch.log_softmax(truth[row][asked - 1] / TEMPERATURE, -1)
         want = log_p.gather(1, mine.generated_ids[b, asked, None]).squeeze(1)
         worst_logprob = max(worst_logprob, (results["logprobs"][b, asked] - want).abs().max().item())
-        worst_entropy = max(worst_entropy, (results["entropy"][b, asked] + (log_p.exp() * log_p).sum(-1)).abs().max().item())
+        worst_entropy = max(
+            worst_entropy, (results["entropy"][b, asked] + (log_p.exp() * log_p).sum(-1)).abs().max().item()
+        )
         assert not any(results[name][b, ~mine.response_mask[b]].any() for name in results)
     return worst_logprob, worst_entropy
 
@@ -77,11 +90,26 @@ def check_logits(family: str, folder: Path, layouts) -> None:
         truth = row_logits(model, batch)
     for text, count, stage_layers in layouts:
         layout = Layout.parse(text, tuple(range(count)), stage_layers)
-        common = {"arch": arch, "folder": str(folder), "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm", "seed": 1}
+        common = {
+            "arch": arch,
+            "folder": str(folder),
+            "groups": ProcessGroups(layout),
+            "config": CONFIG,
+            "head": "lm",
+            "seed": 1,
+        }
         mine, micro = share_of(batch, layout, 64)
         logits = logits_differ(LogitsEngine(**common), mine, micro, truth)
-        logprobs, entropy = results_differ(Engine(**common, temperature=TEMPERATURE).infer(mine, micro), mine, truth)
-        check(f"{family} {layout} on {count}{list(stage_layers) or ''}", limit=1e-4, logits=logits, logprobs=logprobs, entropy=entropy)
+        logprobs, entropy = results_differ(
+            Engine(**common, temperature=TEMPERATURE).infer(mine, micro), mine, truth
+        )
+        check(
+            f"{family} {layout} on {count}{list(stage_layers) or ''}",
+            limit=1e-4,
+            logits=logits,
+            logprobs=logprobs,
+            entropy=entropy,
+        )
 
 
 def check_families() -> None:
@@ -99,7 +127,9 @@ def check_heads() -> None:
         batch = make_batch(arch.vocab_size)
         for text, count in (("tp1", 1), ("tp2pp2sp", 4), ("cp2tp2", 4)):
             layout = Layout.parse(text, tuple(range(count)))
-            engine = Engine(arch=arch, folder=str(path), groups=ProcessGroups(layout), config=CONFIG, head=head, seed=1)
+            engine = Engine(
+                arch=arch, folder=str(path), groups=ProcessGroups(layout), config=CONFIG, head=head, seed=1
+            )
             mine, micro = share_of(batch, layout, 64)
             results = engine.infer(mine, micro, last_token=head == "sequence")
             worst = 0.0
@@ -120,15 +150,31 @@ def check_together() -> None:
     folder = shared_folder() / "qwen3"
     write_once(folder, "qwen3")
     arch = read_architecture(folder)
-    for text, ranks in (("tp1", (1,)), ("tp2pp2sp", (0, 1, 2, 3)), ("pp2vpp2", (0, 1, 2, 3)), ("pp4", (0, 1, 2, 3)), ("cp2tp2", (0, 1, 2, 3))):
+    for text, ranks in (
+        ("tp1", (1,)),
+        ("tp2pp2sp", (0, 1, 2, 3)),
+        ("pp2vpp2", (0, 1, 2, 3)),
+        ("pp4", (0, 1, 2, 3)),
+        ("cp2tp2", (0, 1, 2, 3)),
+    ):
         layout = Layout.parse(text, ranks)
         common = {"arch": arch, "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm"}
-        engines = [Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common), Engine(folder=None, seed=2, **common)]
+        engines = [
+            Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common),
+            Engine(folder=None, seed=2, **common),
+        ]
         mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
-        alone, together = [engine.infer(mine, micro) for engine in engines], infer_models(engines, mine, micro, ("logprobs", "entropy"))
+        alone, together = (
+            [engine.infer(mine, micro) for engine in engines],
+            infer_models(engines, mine, micro, ("logprobs", "entropy")),
+        )
         for one, other in zip(alone, together, strict=True):
-            assert (one is None) == (other is None) and all(torch.equal(other[name], value) for name, value in (one or {}).items()), text
-        assert alone[0] is None or not torch.allclose(alone[0]["logprobs"], alone[1]["logprobs"]), "the models are the same"
+            assert (one is None) == (other is None) and all(
+                torch.equal(other[name], value) for name, value in (one or {}).items()
+            ), text
+        assert alone[0] is None or not torch.allclose(alone[0]["logprobs"], alone[1]["logprobs"]), (
+            "the models are the same"
+        )
         say(f"together under {layout}: equal bit by bit")
 
 
@@ -158,4 +204,12 @@ def check_shapes() -> None:
 
 
 if __name__ == "__main__":
-    run_checks({"families": check_families, "heads": check_heads, "together": check_together, "shapes": check_shapes}, sys.argv[1:])
+    run_checks(
+        {
+            "families": check_families,
+            "heads": check_heads,
+            "together": check_together,
+            "shapes": check_shapes,
+        },
+        sys.argv[1:],
+    )

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from parallel import device
 from parallel.groups import ProcessGroups
@@ -20,7 +25,16 @@ from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
-from tests.parity.world import check, make_batch, row_logits, run_checks, say, share_of, shared_folder, write_once
+from tests.parity.world import (
+    check,
+    make_batch,
+    row_logits,
+    run_checks,
+    say,
+    share_of,
+    shared_folder,
+    write_once,
+)
 from tests.tiny import SERVED, write_tokenizer
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale
@@ -63,17 +77,38 @@ class Case:
 
 
 def make_engine(folder: Path, layout: Layout, *, head="lm", train: bool = False) -> Engine:
-    engine = Engine(arch=read_architecture(folder), folder=str(folder), groups=ProcessGroups(layout), config=CONFIG, head=head, seed=1)
+    engine = Engine(
+        arch=read_architecture(folder),
+        folder=str(folder),
+        groups=ProcessGroups(layout),
+        config=CONFIG,
+        head=head,
+        seed=1,
+    )
     if train:  # weights move into the distributed optimizer's buffers, and away from the folder's
         engine.prepare_training(lr=1e-2, total_steps=1)
         batch = make_batch(engine.arch.vocab_size)
         mine, micro = share_of(batch, layout, 64)
-        engine.train_step(mine, micro, lambda outputs, micro: cross_entropy(outputs["logprobs"]), fields=(), scale=LossScale(int(batch.response_mask.sum())))
+        engine.train_step(
+            mine,
+            micro,
+            lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+            fields=(),
+            scale=LossScale(int(batch.response_mask.sum())),
+        )
     return engine
 
 
 def make_vllm(folder: Path, tp: int, *, load_weights: bool) -> VLLMActor:
-    return VLLMActor(str(folder), tp, config=RolloutConfig(tp=tp, max_num_seqs=8, enforce_eager=True), max_model_len=64, dtype="float32", seed=0, load_weights=load_weights)
+    return VLLMActor(
+        str(folder),
+        tp,
+        config=RolloutConfig(tp=tp, max_num_seqs=8, enforce_eager=True),
+        max_model_len=64,
+        dtype="float32",
+        seed=0,
+        load_weights=load_weights,
+    )
 
 
 def greedy(vllm: VLLMActor) -> list[list[int]]:
@@ -85,7 +120,11 @@ def greedy(vllm: VLLMActor) -> list[list[int]]:
 def assert_bitwise(found: dict, expected: dict, what: str) -> None:
     """Equal names and bits: NaN equals nothing, and zeros have to be zeros of the same sign."""
     assert found.keys() == expected.keys(), (what, found.keys() ^ expected.keys())
-    wrong = [name for name, tensor in expected.items() if not torch.equal(found[name].view(torch.int32), tensor.view(torch.int32))]
+    wrong = [
+        name
+        for name, tensor in expected.items()
+        if not torch.equal(found[name].view(torch.int32), tensor.view(torch.int32))
+    ]
     assert not wrong, f"{what}, rank {dist.get_rank()}: {wrong[:4]} and {len(wrong)} in all differ"
 
 
@@ -96,7 +135,12 @@ def poison(tensors: dict) -> None:
 
 def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
     poison(vllm.weight_target())
-    sync = WeightSync(engine.weight_source(), Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks), ReshardConfig(verify="all"), dtype=torch.float32)
+    sync = WeightSync(
+        engine.weight_source(),
+        Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks),
+        ReshardConfig(verify="all"),
+        dtype=torch.float32,
+    )
     sync.attach(vllm)
     report = sync.run()
     assert report.checked_slices > 0
@@ -105,11 +149,23 @@ def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
 
 def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
     plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20)
-    Resharder(plan, rank=dist.get_rank(), source=given, destination=taken, dtype=torch.float32, group=None, device=device.device(), verify="all").run()
+    Resharder(
+        plan,
+        rank=dist.get_rank(),
+        source=given,
+        destination=taken,
+        dtype=torch.float32,
+        group=None,
+        device=device.device(),
+        verify="all",
+    ).run()
 
 
 def shards_of(engine: Engine) -> dict:
-    return {rank: megatron_parameters(engine.arch, engine.layout, rank, spec=engine.compute.spec) for rank in engine.layout.ranks}
+    return {
+        rank: megatron_parameters(engine.arch, engine.layout, rank, spec=engine.compute.spec)
+        for rank in engine.layout.ranks
+    }
 
 
 def held_by(engine: Engine) -> dict:
@@ -122,7 +178,12 @@ def back_from_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
     before = {key: tensor.clone() for key, tensor in held.items()}
     poison(held)
     served = {rank: vllm_parameters(case.arch, case.tp, rank % case.tp) for rank in range(4)}
-    move(served, shards_of(engine), given={(0, name): tensor for name, tensor in vllm.weight_target().items()}, taken=held)
+    move(
+        served,
+        shards_of(engine),
+        given={(0, name): tensor for name, tensor in vllm.weight_target().items()},
+        taken=held,
+    )
     assert_bitwise(held, before, f"{case.family} vLLM tp{case.tp} to {engine.layout}")
 
 
@@ -137,7 +198,11 @@ def between_disjoint_ranks(case: Case) -> None:
         before = {key: tensor.clone() for key, tensor in held.items()}
         move(shards_of(engine), served, given=held, taken=plain)
         if rank in served:
-            assert_bitwise({name: tensor for (_, name), tensor in plain.items()}, case.fresh, f"{case.family} {text} to other ranks")
+            assert_bitwise(
+                {name: tensor for (_, name), tensor in plain.items()},
+                case.fresh,
+                f"{case.family} {text} to other ranks",
+            )
         poison(held)
         move(served, shards_of(engine), given=plain, taken=held)
         assert_bitwise(held, before, f"{case.family} {text} from other ranks")
@@ -148,7 +213,11 @@ def check_exported(case: Case, layout: Layout, engine: Engine, folder: Path) -> 
     engine.export(folder, template=str(case.template))
     dist.barrier()
     if dist.get_rank() == 0:
-        assert_bitwise(load_file(folder / "model.safetensors"), load_file(case.exported / "model.safetensors"), f"{case.family} exported by {layout}")
+        assert_bitwise(
+            load_file(folder / "model.safetensors"),
+            load_file(case.exported / "model.safetensors"),
+            f"{case.family} exported by {layout}",
+        )
 
 
 def make_case(folder: Path, family: str, tp: int) -> tuple[Case, VLLMActor]:
@@ -157,19 +226,25 @@ def make_case(folder: Path, family: str, tp: int) -> tuple[Case, VLLMActor]:
     if dist.get_rank() == 0:
         write_tokenizer(template)
     original = write_once(template, family, **SERVED[family])
-    make_engine(template, Layout.parse("tp2pp2", (0, 1, 2, 3)), train=True).export(exported, template=str(template))
+    make_engine(template, Layout.parse("tp2pp2", (0, 1, 2, 3)), train=True).export(
+        exported, template=str(template)
+    )
     loaded = make_vllm(exported, tp, load_weights=True)
     fresh = {name: tensor.clone() for name, tensor in loaded.weight_target().items()}
     case = Case(family, tp, template, exported, fresh, greedy(loaded))
     loaded.close()
     embedding = original.get_input_embeddings().weight[3:].detach()
-    assert (load_file(exported / "model.safetensors")["model.embed_tokens.weight"][3:] != embedding).any(), "the step has to change the weights"
+    assert (load_file(exported / "model.safetensors")["model.embed_tokens.weight"][3:] != embedding).any(), (
+        "the step has to change the weights"
+    )
     return case, make_vllm(template, tp, load_weights=False)
 
 
 def check_family(folder: Path, family: str, tp: int) -> None:
     case, vllm = make_case(folder, family, tp)
-    assert any(not torch.equal(tensor, case.fresh[name]) for name, tensor in vllm.weight_target().items()), "nothing would be seen to move"
+    assert any(not torch.equal(tensor, case.fresh[name]) for name, tensor in vllm.weight_target().items()), (
+        "nothing would be seen to move"
+    )
     for text, ranks, stage_layers in LAYOUTS:
         layout = Layout.parse(text, ranks, stage_layers)
         engine = make_engine(case.exported, layout)
@@ -188,28 +263,48 @@ def check_family(folder: Path, family: str, tp: int) -> None:
 def check_export_is_hugging_face() -> None:
     """The exported folder in transformers: the same logits, settings and tokenizer; a critic as a token classifier."""
     folder = shared_folder()
-    for head, kind, family in (("lm", AutoModelForCausalLM, "qwen2_tied_yarn"), ("lm", AutoModelForCausalLM, "mistral"), ("token", AutoModelForTokenClassification, "qwen3")):
+    for head, kind, family in (
+        ("lm", AutoModelForCausalLM, "qwen2_tied_yarn"),
+        ("lm", AutoModelForCausalLM, "mistral"),
+        ("token", AutoModelForTokenClassification, "qwen3"),
+    ):
         template, exported = folder / f"{family}_{head}", folder / f"{family}_{head}_exported"
         original = write_once(template, family, "ForCausalLM" if head == "lm" else "ForTokenClassification")
         if dist.get_rank() == 0:
             write_tokenizer(template)
-            GenerationConfig(do_sample=True, temperature=0.6, max_new_tokens=77, eos_token_id=[2, 5]).save_pretrained(template)
+            GenerationConfig(
+                do_sample=True, temperature=0.6, max_new_tokens=77, eos_token_id=[2, 5]
+            ).save_pretrained(template)
         dist.barrier()
-        make_engine(template, Layout.parse("tp2pp2", (0, 1, 2, 3)), head=head).export(exported, template=str(template))
+        make_engine(template, Layout.parse("tp2pp2", (0, 1, 2, 3)), head=head).export(
+            exported, template=str(template)
+        )
         dist.barrier()
         loaded, info = kind.from_pretrained(exported, output_loading_info=True)
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-        assert_bitwise(dict(loaded.named_parameters()), dict(original.named_parameters()), f"exported {family}")
+        assert_bitwise(
+            dict(loaded.named_parameters()), dict(original.named_parameters()), f"exported {family}"
+        )
         batch = make_batch(original.config.vocab_size)
         with torch.no_grad():
             pairs = list(zip(row_logits(original, batch), row_logits(loaded.eval(), batch)))
         assert loaded.get_input_embeddings().num_embeddings == original.config.vocab_size == 150
-        assert loaded.dtype == torch.float32 and loaded.config.eos_token_id == 2 and loaded.config.tie_word_embeddings == original.config.tie_word_embeddings
+        assert (
+            loaded.dtype == torch.float32
+            and loaded.config.eos_token_id == 2
+            and loaded.config.tie_word_embeddings == original.config.tie_word_embeddings
+        )
         generation = GenerationConfig.from_pretrained(exported)
-        assert (generation.temperature, generation.max_new_tokens, generation.eos_token_id) == (0.6, 77, [2, 5])
+        assert (generation.temperature, generation.max_new_tokens, generation.eos_token_id) == (
+            0.6,
+            77,
+            [2, 5],
+        )
         assert PreTrainedTokenizerFast.from_pretrained(exported).encode("w3 w4 w149") == [3, 4, 149]
         # Equal weights, but tensors that begin elsewhere in memory are summed in another order.
-        check(f"exported {head} {family}", limit=1e-6, logits=max((a - b).abs().max().item() for a, b in pairs))
+        check(
+            f"exported {head} {family}", limit=1e-6, logits=max((a - b).abs().max().item() for a, b in pairs)
+        )
 
 
 if __name__ == "__main__":

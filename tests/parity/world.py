@@ -28,7 +28,9 @@ def say(*what: object) -> None:
 
 def check(name: str, *, limit: float, **differences: float) -> None:
     """One line, and an end with an error if a difference on any rank is over the limit (NaN is)."""
-    worst = all_max(torch.tensor([math.inf if math.isnan(x) else x for x in differences.values()], dtype=torch.float64)).tolist()
+    worst = all_max(
+        torch.tensor([math.inf if math.isnan(x) else x for x in differences.values()], dtype=torch.float64)
+    ).tolist()
     say(name, *(f"{key}={value:.1e}" for key, value in zip(differences, worst)))
     assert max(worst) <= limit, f"{name}: {dict(zip(differences, worst))} over {limit}"
 
@@ -55,7 +57,10 @@ def make_batch(vocab_size: int, *, seed: int = 1) -> RolloutBatch:
     def draw(count: int) -> list[int]:
         return torch.randint(3, vocab_size, (count,), generator=generator).tolist()
 
-    prompts, responses = [draw(n) for n in (1, 5, 3, 9, 2, 30, 4, 6)], [draw(n) for n in (7, 1, 12, 4, 20, 40, 3, 9)]
+    prompts, responses = (
+        [draw(n) for n in (1, 5, 3, 9, 2, 30, 4, 6)],
+        [draw(n) for n in (7, 1, 12, 4, 20, 40, 3, 9)],
+    )
     return RolloutBatch.from_rows(list(range(8)), prompts, responses)
 
 
@@ -65,7 +70,9 @@ def share_of(batch: RolloutBatch, layout: Layout, budget: int) -> tuple[RolloutB
         return batch, []
     rows = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
     mine = batch.select(torch.tensor(rows, dtype=torch.int64))
-    micro = micro_batches(mine.lengths.tolist(), tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+    micro = micro_batches(
+        mine.lengths.tolist(), tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
+    )
     return mine, micro
 
 

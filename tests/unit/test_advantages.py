@@ -22,7 +22,10 @@ def gae_by_rows(rewards, values, mask, gamma, lam):
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for row in range(len(rewards)):
         positions = [t for t in range(mask.shape[1]) if mask[row, t]]
-        reward, value = [rewards[row, t].item() for t in positions], [values[row, t].item() for t in positions] + [0.0]
+        reward, value = (
+            [rewards[row, t].item() for t in positions],
+            [values[row, t].item() for t in positions] + [0.0],
+        )
         delta = [reward[i] + gamma * value[i + 1] - value[i] for i in range(len(positions))]
         for i, t in enumerate(positions):
             advantages[row, t] = sum((gamma * lam) ** (k - i) * delta[k] for k in range(i, len(positions)))
@@ -46,8 +49,12 @@ def test_gae_with_lambda_one_gives_the_sum_of_later_rewards_as_returns():
 
 
 def test_gae_of_no_rows_and_of_a_row_without_response():
-    assert gae(torch.zeros(0, 5), torch.zeros(0, 5), torch.zeros(0, 5, dtype=torch.bool), gamma=1, lam=1)[0].shape == (0, 5)
-    advantages, returns = gae(torch.ones(1, 5), torch.ones(1, 5), torch.zeros(1, 5, dtype=torch.bool), gamma=1, lam=1)
+    assert gae(torch.zeros(0, 5), torch.zeros(0, 5), torch.zeros(0, 5, dtype=torch.bool), gamma=1, lam=1)[
+        0
+    ].shape == (0, 5)
+    advantages, returns = gae(
+        torch.ones(1, 5), torch.ones(1, 5), torch.zeros(1, 5, dtype=torch.bool), gamma=1, lam=1
+    )
     assert not advantages.any() and not returns.any()
 
 
@@ -111,7 +118,9 @@ def test_whitening_does_not_depend_on_where_rows_lie(split):
     x, _, mask = ragged()
     parts = list(zip(x.split(split), mask.split(split), strict=True))
     got = Ranks(parts).run(lambda part, all_sum: whiten(*part, all_sum=all_sum))
-    torch.testing.assert_close(torch.cat(got), whiten(x, mask), rtol=0, atol=1e-6)  # float64 sums in another order
+    torch.testing.assert_close(
+        torch.cat(got), whiten(x, mask), rtol=0, atol=1e-6
+    )  # float64 sums in another order
 
 
 def test_whitening_keeps_the_digits_of_large_equal_values_and_takes_no_tokens():
@@ -134,7 +143,9 @@ def groups_by_loop(rewards, groups, scale_by_std):
 @pytest.mark.parametrize("scale_by_std", [True, False])
 def test_group_advantages_match_a_loop_wherever_rows_lie(split, scale_by_std):
     rewards = torch.tensor([1.0, 0.0, 0.3, 1.0, 5.0, 0.0])
-    groups = torch.tensor([2, 0, 2, 0, 3, 2])  # group 1 is empty, group 3 has one row, rows of a group are apart
+    groups = torch.tensor(
+        [2, 0, 2, 0, 3, 2]
+    )  # group 1 is empty, group 3 has one row, rows of a group are apart
     parts = list(zip(rewards.split(split), groups.split(split), strict=True))
 
     def one_rank(part, all_sum):
@@ -148,4 +159,6 @@ def test_group_advantages_match_a_loop_wherever_rows_lie(split, scale_by_std):
 def test_a_group_of_equal_scores_gets_no_advantage():
     rewards = torch.full((6,), 0.1)
     advantages = group_advantages(rewards, torch.zeros(6, dtype=torch.int64), 1, scale_by_std=True)
-    torch.testing.assert_close(advantages, torch.zeros(6), rtol=0, atol=1e-9)  # rounding of the mean over 1e-6
+    torch.testing.assert_close(
+        advantages, torch.zeros(6), rtol=0, atol=1e-9
+    )  # rounding of the mean over 1e-6

@@ -38,12 +38,16 @@ def batch() -> RolloutBatch:
 
 
 def run(batch, config, kl_coef=0.1):
-    return get_algorithm(config.name).advantages(batch, config, kl_coef=kl_coef, num_groups=3, all_sum=own_rows)
+    return get_algorithm(config.name).advantages(
+        batch, config, kl_coef=kl_coef, num_groups=3, all_sum=own_rows
+    )
 
 
 def penalized_rewards(batch, row, kl_coef):
     begin, end = SPANS[row]
-    rewards = [-kl_coef * (batch.logprobs[row, t] - batch.ref_logprobs[row, t]).item() for t in range(begin, end)]
+    rewards = [
+        -kl_coef * (batch.logprobs[row, t] - batch.ref_logprobs[row, t]).item() for t in range(begin, end)
+    ]
     rewards[-1] += batch.rewards[row].item()
     return rewards
 
@@ -75,7 +79,10 @@ def test_grpo(batch, kl_in, scale_by_std):
     config = AlgorithmConfig(name="grpo", scale_by_std=scale_by_std, kl_in=kl_in)
     batch.values = None
     result = run(batch, config)
-    scores = {batch.row_id[row].item(): sum(penalized_rewards(batch, row, 0.1 if kl_in == "reward" else 0.0)) for row in range(6)}
+    scores = {
+        batch.row_id[row].item(): sum(penalized_rewards(batch, row, 0.1 if kl_in == "reward" else 0.0))
+        for row in range(6)
+    }
     for row, (begin, end) in enumerate(SPANS):
         row_id = batch.row_id[row].item()
         own, other = scores[row_id], scores[row_id ^ 1]  # rows 2p and 2p + 1 share prompt p
@@ -105,7 +112,9 @@ def test_without_a_reference_there_is_no_penalty(batch, name):
 
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"algorithm\.name='reinforce' is not known; choose one of ppo, grpo"):
+    with pytest.raises(
+        ValueError, match=r"algorithm\.name='reinforce' is not known; choose one of ppo, grpo"
+    ):
         get_algorithm("reinforce")
 
 
@@ -116,12 +125,19 @@ def spread_out(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.
     return wide
 
 
-@pytest.mark.parametrize("config", [AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8), AlgorithmConfig(name="grpo")], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config",
+    [AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8), AlgorithmConfig(name="grpo")],
+    ids=lambda config: config.name,
+)
 def test_tokens_that_are_not_the_models_own_take_no_part(batch, config):
     """Rows with gaps, in which values and log-probs are not 0, give what the same rows without gaps give."""
     places = torch.tensor([0, 1, 2, 5, 6, 9, 11, 12])  # of the eight tokens among thirteen
     gaps = torch.ones(13, dtype=torch.bool).index_fill(0, places, False)
-    wide = {name: spread_out(value, places, 13) if value.dim() > 1 and value.size(1) == 8 else value for name, value in batch.tensors().items()}
+    wide = {
+        name: spread_out(value, places, 13) if value.dim() > 1 and value.size(1) == 8 else value
+        for name, value in batch.tensors().items()
+    }
     for name in ("logprobs", "ref_logprobs", "values"):
         wide[name][:, gaps] = 100.0
     found, expected = run(RolloutBatch(**wide), config), run(batch, config)

@@ -63,15 +63,25 @@ CONFIGS = {
 
 def test_reads_what_the_authors_wrote():
     llama = Architecture.from_hf(LLAMA32)
-    assert (llama.num_layers, llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.tied) == (16, 32, 8, 64, True)
+    assert (llama.num_layers, llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.tied) == (
+        16,
+        32,
+        8,
+        64,
+        True,
+    )
     assert llama.rope_theta == 500000.0 and (llama.qkv_bias, llama.qk_norm) == (False, False)
-    assert llama.rope_scaling == Llama3Rope(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    assert llama.rope_scaling == Llama3Rope(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     assert Architecture.from_hf(CONFIGS["llama_linear"]).rope_scaling == LinearRope(factor=2.0)
     qwen2 = Architecture.from_hf(CONFIGS["qwen25_yarn"])
     assert qwen2.head_dim == 64 and (qwen2.qkv_bias, qwen2.qk_norm) == (True, False)
     assert qwen2.rope_scaling == YarnRope(factor=4.0, original_max_position_embeddings=32768)
     qwen3 = Architecture.from_hf(CONFIGS["qwen3_yarn"])
-    assert qwen3.head_dim == 128 and (qwen3.qkv_bias, qwen3.qk_norm) == (False, True) and qwen3.rope_theta == 5e5
+    assert (
+        qwen3.head_dim == 128 and (qwen3.qkv_bias, qwen3.qk_norm) == (False, True) and qwen3.rope_theta == 5e5
+    )
     full = {key: value for key, value in FULL_YARN.items() if key not in {"rope_type", "rope_theta"}}
     assert qwen3.rope_scaling == YarnRope(original_max_position_embeddings=40960, **full)
 
@@ -82,7 +92,11 @@ def test_round_trip_through_json(name, head):
     arch = Architecture.from_hf(CONFIGS[name])
     written = arch.to_hf(head=head, carry=CONFIGS[name])
     assert Architecture.from_hf(json.loads(json.dumps(written))) == arch
-    assert written["architectures"][0].endswith({"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "ForSequenceClassification"}[head])
+    assert written["architectures"][0].endswith(
+        {"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "ForSequenceClassification"}[
+            head
+        ]
+    )
     carried = {"torch_dtype", "dtype", "bos_token_id", "eos_token_id", "use_cache"} & CONFIGS[name].keys()
     assert all(written[key] == CONFIGS[name][key] for key in carried)
 
@@ -95,13 +109,29 @@ def test_transformers_reads_the_written_config_as_the_original(name):
     def read(config):
         return AutoConfig.for_model(**config).to_dict()
 
-    original, written = read(CONFIGS[name]), read(Architecture.from_hf(CONFIGS[name]).to_hf(carry=CONFIGS[name]))
+    original, written = (
+        read(CONFIGS[name]),
+        read(Architecture.from_hf(CONFIGS[name]).to_hf(carry=CONFIGS[name])),
+    )
     rope, written_rope = original.pop("rope_parameters"), written.pop("rope_parameters")
     rope.pop("type", None)  # the older spelling of rope_type, kept by transformers beside it
     assert written_rope == rope
-    ignored = {"sliding_window", "max_window_layers", "use_mrope", "pretraining_tp", "head_dim", "_name_or_path"}
-    assert {k: v for k, v in written.items() if k not in ignored} == {k: v for k, v in original.items() if k not in ignored}
-    assert written.get("head_dim") in (None, original.get("head_dim"), written["hidden_size"] // written["num_attention_heads"])
+    ignored = {
+        "sliding_window",
+        "max_window_layers",
+        "use_mrope",
+        "pretraining_tp",
+        "head_dim",
+        "_name_or_path",
+    }
+    assert {k: v for k, v in written.items() if k not in ignored} == {
+        k: v for k, v in original.items() if k not in ignored
+    }
+    assert written.get("head_dim") in (
+        None,
+        original.get("head_dim"),
+        written["hidden_size"] // written["num_attention_heads"],
+    )
 
 
 REFUSED = [
@@ -119,11 +149,23 @@ REFUSED = [
     (LLAMA2, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     (LLAMA2, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
     (LLAMA2, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
-    (LLAMA2, {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}}, "rope_scaling.finetuned=True"),
+    (
+        LLAMA2,
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}},
+        "rope_scaling.finetuned=True",
+    ),
     (LLAMA2, {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2'"),
     (LLAMA2, {"rope_scaling": [1]}, r"rope_scaling=\[1\]"),
-    (QWEN3, {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "rope_parameters.mrope_section"),
-    (QWEN3, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+    (
+        QWEN3,
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+        "rope_parameters.mrope_section",
+    ),
+    (
+        QWEN3,
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        "partial_rotary_factor=0.25",
+    ),
     (QWEN3, {"rope_scaling": YARN}, "contradict"),
     (QWEN3, {"rope_theta": 1e4}, "contradict"),
     (MISTRAL, {"sliding_window": 4096}, "sliding_window=4096"),
@@ -136,7 +178,11 @@ REFUSED = [
     (LLAMA2, {"rms_norm_eps": None}, "rms_norm_eps=None"),
     (LLAMA2, {"num_key_value_heads": 5}, "num_key_value_heads=5"),
     (LLAMA2, {"num_attention_heads": 33, "num_key_value_heads": 33}, "num_attention_heads=33"),
-    (LLAMA2, {"num_attention_heads": 33, "num_key_value_heads": 33, "head_dim": 64}, "num_attention_heads=33"),
+    (
+        LLAMA2,
+        {"num_attention_heads": 33, "num_key_value_heads": 33, "head_dim": 64},
+        "num_attention_heads=33",
+    ),
     (LLAMA2, {"is_causal": False}, "is_causal=False"),
     (LLAMA2, {"is_causal": None}, "is_causal=None"),  # as false, says transformers
     (LLAMA2, {"hidden_act": None}, "hidden_act=None"),
@@ -153,9 +199,17 @@ REFUSED = [
     (LLAMA2, {"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*is larger"),
     (LLAMA2, {"rope_theta": 1}, "rope_theta=1"),
     (LLAMA2, {"rope_scaling": {"rope_type": ["yarn"]}}, "rope type"),
-    (LLAMA2, {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, "rope_scaling.type='yarn' contradict"),
+    (
+        LLAMA2,
+        {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+        "rope_scaling.type='yarn' contradict",
+    ),
     (LLAMA2, {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5 must be at least 1"),
-    (LLAMA32, {"rope_scaling": LLAMA32["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0 must be below"),
+    (
+        LLAMA32,
+        {"rope_scaling": LLAMA32["rope_scaling"] | {"low_freq_factor": 4.0}},
+        "low_freq_factor=4.0 must be below",
+    ),
     (LLAMA2, {"rope_scaling": YARN | {"original_max_position_embeddings": 2**24}}, "more than any model's"),
     (MISTRAL, {"num_key_value_heads": None}, "num_key_value_heads=None"),
     (QWEN3, {"head_dim": None}, "head_dim=None"),
@@ -172,7 +226,18 @@ def test_refuses_by_name(config, change, message):
         Architecture.from_hf(config | change)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ],
+)
 def test_names_a_missing_key_and_the_file(key):
     with pytest.raises(ValueError, match=rf"some/config\.json(.|\n)*{key} is missing"):
         Architecture.from_hf({k: v for k, v in LLAMA2.items() if k != key}, source="some/config.json")
@@ -186,13 +251,22 @@ def test_lists_everything_that_is_wrong():
 
 def test_windows_that_no_sequence_reaches_are_accepted():
     assert Architecture.from_hf(MISTRAL | {"sliding_window": 32768}).max_positions == 32768
-    assert Architecture.from_hf(QWEN25 | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 24}).num_layers == 24
-    with pytest.raises(ValueError, match="sliding_window=4096"):  # what transformers assumes if the key is absent
+    assert (
+        Architecture.from_hf(
+            QWEN25 | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 24}
+        ).num_layers
+        == 24
+    )
+    with pytest.raises(
+        ValueError, match="sliding_window=4096"
+    ):  # what transformers assumes if the key is absent
         Architecture.from_hf({k: v for k, v in MISTRAL.items() if k != "sliding_window"})
 
 
 def test_only_null_is_unset():
-    assert Architecture.from_hf(LLAMA2 | {"some_feature": None, "pruned_heads": {}}) == Architecture.from_hf(LLAMA2)
+    assert Architecture.from_hf(LLAMA2 | {"some_feature": None, "pruned_heads": {}}) == Architecture.from_hf(
+        LLAMA2
+    )
     for value in (False, 0, "", [], {}):
         with pytest.raises(ValueError, match="some_feature=.* is not understood"):
             Architecture.from_hf(LLAMA2 | {"some_feature": value})
@@ -218,7 +292,11 @@ def test_what_transformers_4_wrote_in_full_is_accepted():
 
 
 def test_absent_keys_mean_what_transformers_means():
-    old = {k: v for k, v in LLAMA2.items() if k not in {"num_key_value_heads", "rope_scaling", "initializer_range", "tie_word_embeddings"}}
+    old = {
+        k: v
+        for k, v in LLAMA2.items()
+        if k not in {"num_key_value_heads", "rope_scaling", "initializer_range", "tie_word_embeddings"}
+    }
     assert Architecture.from_hf(old) == Architecture.from_hf(LLAMA2)
     assert Architecture.from_hf({k: v for k, v in QWEN3.items() if k != "head_dim"}).head_dim == 128
 
@@ -261,7 +339,10 @@ def test_what_is_no_json_object_is_named(tmp_path, content, words):
 
 def test_long_values_are_cut():
     with pytest.raises(ValueError) as error:
-        Architecture.from_hf(LLAMA2 | {"hidden_act": "x" * 10**6, "k" * 10**6: 1, "hidden_size": [0] * 10**6, "mlp_bias": 10**4000})
+        Architecture.from_hf(
+            LLAMA2
+            | {"hidden_act": "x" * 10**6, "k" * 10**6: 1, "hidden_size": [0] * 10**6, "mlp_bias": 10**4000}
+        )
     assert len(str(error.value)) < 2000
 
 

@@ -13,7 +13,12 @@ from tests.unit.test_checkpoint import world  # noqa: F401 (a fixture)
 def test_jobs_are_done_in_order(world, enabled):  # noqa: F811
     background, done = Background(enabled=enabled), []
     for number in range(3):
-        background.submit(lambda group, number=number: (time.sleep(0.02 * (2 - number)), done.append((number, threading.current_thread() is threading.main_thread()))))
+        background.submit(
+            lambda group, number=number: (
+                time.sleep(0.02 * (2 - number)),
+                done.append((number, threading.current_thread() is threading.main_thread())),
+            )
+        )
     background.wait()
     assert done == [(number, not enabled) for number in range(3)]
     background.close()

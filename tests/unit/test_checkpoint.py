@@ -28,7 +28,13 @@ MODELS = {"actor": {"hidden_size": 64, "rope_theta": 1e4}, "critic": {"hidden_si
 def world(monkeypatch):
     """A world of one rank, if this process is in none."""
     joined = dist.is_initialized()
-    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(device._free_port())).items():
+    for name, value in dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(device._free_port()),
+    ).items():
         monkeypatch.setenv(name, value)  # what initialize() would set is taken back afterwards
     device.initialize()
     assert dist.get_world_size() == 1
@@ -42,9 +48,16 @@ def write_weights(scratch: Path) -> None:
     (scratch / "actor/weights").write_bytes(bytes(range(256)) * 16)
 
 
-def save(folder: Path, step: int, *, accuracy: float | None = None, own: dict | None = None, write=write_weights) -> Path:
+def save(
+    folder: Path, step: int, *, accuracy: float | None = None, own: dict | None = None, write=write_weights
+) -> Path:
     validation = {} if accuracy is None else {"step": step, "validation/accuracy": accuracy}
-    manifest = {"models": MODELS, "validation": validation, "roles": {"actor": {"optimizer_step": 7}}, "before": {"x": 0.1}}
+    manifest = {
+        "models": MODELS,
+        "validation": validation,
+        "roles": {"actor": {"optimizer_step": 7}},
+        "before": {"x": 0.1},
+    }
     return checkpoints.save(folder, step=step, manifest=manifest, own=own or {}, write=write)
 
 
@@ -72,7 +85,10 @@ def test_what_is_saved_comes_back(tmp_path, world):
     assert found == path and manifest["step"] == 3 and manifest["world_size"] == 1
     assert manifest["roles"] == {"actor": {"optimizer_step": 7}} and manifest["before"] == {"x": 0.1}
     assert torch.equal(resume.own_state(path)["tensor"], torch.arange(6.0))
-    assert set(manifest["files"]) == {"actor/weights", "rank_0.pt"} and manifest["files"]["actor/weights"]["bytes"] == 4096
+    assert (
+        set(manifest["files"]) == {"actor/weights", "rank_0.pt"}
+        and manifest["files"]["actor/weights"]["bytes"] == 4096
+    )
 
 
 def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, world):
@@ -94,14 +110,18 @@ def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world
     os.replace(path, tmp_path / "step_2.replaced")
     os.replace(save(tmp_path / "new", 2, own={"value": 2}), tmp_path / "step_2.partial")
     (tmp_path / "new").rmdir()
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path and resume.own_state(path) == {"value": 2}
+    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path and resume.own_state(path) == {
+        "value": 2
+    }
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
         path = save(tmp_path, 1, own={"value": value})
-    assert resume.own_state(path) == {"value": 2} and [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
+    assert resume.own_state(path) == {"value": 2} and [entry.name for entry in tmp_path.iterdir()] == [
+        "step_1"
+    ]
 
 
 def test_what_could_run_code_is_not_loaded(tmp_path, world):
@@ -135,8 +155,16 @@ def test_a_table_is_read_whichever_python_wrote_it_and_refused_if_it_could_run_c
     for pickler in (pickle.Pickler, OldPython):
         with path.open("wb") as file:
             pickler(file).dump(metadata.Metadata({"weight": entry}, storage_data={}))
-        assert read_metadata(tmp_path).state_dict_metadata["weight"].properties.memory_format is torch.contiguous_format
-    for bad in (Harmful(), Looked(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__"), Looked(metadata.Metadata, "__init__"), "no table"):
+        assert (
+            read_metadata(tmp_path).state_dict_metadata["weight"].properties.memory_format
+            is torch.contiguous_format
+        )
+    for bad in (
+        Harmful(),
+        Looked(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__"),
+        Looked(metadata.Metadata, "__init__"),
+        "no table",
+    ):
         path.write_bytes(pickle.dumps(bad))
         with pytest.raises(ValueError, match=r"\.metadata is not the table of a distributed checkpoint"):
             read_metadata(tmp_path)
@@ -184,10 +212,17 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
     why = harm(second)
     found, manifest = resume.newest_sound(tmp_path, say=said.append)
     assert found == first and manifest["step"] == 1
-    assert len(said) == 1 and said[0].startswith(f"warning: checkpoint {second} is damaged and not used: ") and why in said[0]
+    assert (
+        len(said) == 1
+        and said[0].startswith(f"warning: checkpoint {second} is damaged and not used: ")
+        and why in said[0]
+    )
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged"]
     harm(first)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=never"):
+    with pytest.raises(
+        CheckpointError,
+        match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=never",
+    ):
         resume.newest_sound(tmp_path, say=said.append)
     assert first.exists()  # the only one stays where it is
 
@@ -198,14 +233,23 @@ def test_what_was_put_aside_before_stays(tmp_path, world):
         harm = save(tmp_path, 2, own={"value": value})
         truncate(harm)
         resume.newest_sound(tmp_path, say=lambda _: None)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2.damaged", "step_2.damaged2"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "step_1",
+        "step_2.damaged",
+        "step_2.damaged2",
+    ]
 
 
 def test_a_checkpoint_from_before_digests_is_refused_by_its_format(tmp_path, world):
     path = save(tmp_path, 1)
     manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({name: value for name, value in manifest.items() if name not in ("format", "sha256")}))
-    with pytest.raises(CheckpointError, match="step_1: manifest.json tells no format and no digest, this version reads format 2: it was written by another version; copy"):
+    (path / MANIFEST).write_text(
+        json.dumps({name: value for name, value in manifest.items() if name not in ("format", "sha256")})
+    )
+    with pytest.raises(
+        CheckpointError,
+        match="step_1: manifest.json tells no format and no digest, this version reads format 2: it was written by another version; copy",
+    ):
         resume.newest_sound(tmp_path, say=lambda _: None)
 
 
@@ -217,9 +261,16 @@ def test_other_models_are_refused_by_name(tmp_path, world):
     path = save(tmp_path, 1)
     manifest = json.loads((path / MANIFEST).read_text())
     resume.refuse_other_models(path, manifest, MODELS)
-    with pytest.raises(CheckpointError, match=r"holds an actor with hidden_size=64, this run's has hidden_size=128; set actor.path"):
-        resume.refuse_other_models(path, manifest, MODELS | {"actor": {"hidden_size": 128, "rope_theta": 1e4}})
-    with pytest.raises(CheckpointError, match="holds actor, critic, this run trains actor; choose the same algorithm"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds an actor with hidden_size=64, this run's has hidden_size=128; set actor.path",
+    ):
+        resume.refuse_other_models(
+            path, manifest, MODELS | {"actor": {"hidden_size": 128, "rope_theta": 1e4}}
+        )
+    with pytest.raises(
+        CheckpointError, match="holds actor, critic, this run trains actor; choose the same algorithm"
+    ):
         resume.refuse_other_models(path, manifest, {"actor": MODELS["actor"]})
 
 
@@ -230,7 +281,14 @@ def test_other_models_are_refused_by_name(tmp_path, world):
 def test_a_rank_writes_a_file_a_thread_from_where_its_tensors_lie(tmp_path, world, monkeypatch, threads):
     monkeypatch.setattr(checkpoint, "writing_threads", lambda: threads)
     block, saved = torch.arange(10_000.0), {}
-    tensors = {"a": block[:10].view(2, 5), "b": block[10:4000], "c": block[4000:], "d": block[9999], "f": block[:8].bfloat16()[2:], "g": block[:6].view(2, 3).t()}
+    tensors = {
+        "a": block[:10].view(2, 5),
+        "b": block[10:4000],
+        "c": block[4000:],
+        "d": block[9999],
+        "f": block[:8].bfloat16()[2:],
+        "g": block[:6].view(2, 3).t(),
+    }
 
     def noted(what, file, save=torch.save):
         if isinstance(what, torch.Tensor):
@@ -238,16 +296,30 @@ def test_a_rank_writes_a_file_a_thread_from_where_its_tensors_lie(tmp_path, worl
         save(what, file)
 
     monkeypatch.setattr(torch, "save", noted)
-    torch.distributed.checkpoint.save(tensors, storage_writer=checkpoint._Writer(tmp_path / "actor", sync_files=False))
-    assert sorted(path.name for path in (tmp_path / "actor").glob("*.distcp")) == [f"__0_{i}.distcp" for i in range(threads)]
-    assert all(saved[tensor.data_ptr()] == tensor.nbytes for name, tensor in tensors.items() if name != "g"), "copied, or more than the tensor is written"
+    torch.distributed.checkpoint.save(
+        tensors, storage_writer=checkpoint._Writer(tmp_path / "actor", sync_files=False)
+    )
+    assert sorted(path.name for path in (tmp_path / "actor").glob("*.distcp")) == [
+        f"__0_{i}.distcp" for i in range(threads)
+    ]
+    assert all(
+        saved[tensor.data_ptr()] == tensor.nbytes for name, tensor in tensors.items() if name != "g"
+    ), "copied, or more than the tensor is written"
     loaded = {name: torch.full_like(tensor, -1) for name, tensor in tensors.items()}
     torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "actor")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_ranks_read_about_as_many_bytes_each(monkeypatch):
-    sizes = {"actor/__0_0": 900, "actor/__1_0": 1000, "actor/.metadata": 5, "critic/__0_0": 800, "critic/__1_0": 700, "rank_0": 3, "rank_1": 3}
+    sizes = {
+        "actor/__0_0": 900,
+        "actor/__1_0": 1000,
+        "actor/.metadata": 5,
+        "critic/__0_0": 800,
+        "critic/__1_0": 700,
+        "rank_0": 3,
+        "rank_1": 3,
+    }
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     shares = []
     for rank in range(2):
@@ -262,9 +334,13 @@ def test_ranks_read_about_as_many_bytes_each(monkeypatch):
 
 def shared_file_full(scratch: Path) -> None:
     (scratch / "actor").mkdir()
-    (scratch / "actor/__0_1.distcp").symlink_to("/dev/full")  # Linux' full disk to try things on; of a thread that is not the first
+    (scratch / "actor/__0_1.distcp").symlink_to(
+        "/dev/full"
+    )  # Linux' full disk to try things on; of a thread that is not the first
     state = {"weight": torch.zeros(1000), "bias": torch.zeros(900)}
-    torch.distributed.checkpoint.save(state, storage_writer=checkpoint._Writer(scratch / "actor", sync_files=False))
+    torch.distributed.checkpoint.save(
+        state, storage_writer=checkpoint._Writer(scratch / "actor", sync_files=False)
+    )
 
 
 def own_file_full(scratch: Path) -> None:
@@ -275,7 +351,10 @@ def own_file_full(scratch: Path) -> None:
 def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
     monkeypatch.setattr(checkpoint, "writing_threads", lambda: 2)
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No space left on device.* \(rank 0\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No space left on device.* \(rank 0\)",
+    ):
         save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
     assert resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 1
@@ -283,7 +362,9 @@ def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(CheckpointError, match=f"was not written to {tmp_path}/file/checkpoint.*Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=f"was not written to {tmp_path}/file/checkpoint.*Not a directory"
+    ):
         save(tmp_path / "file/checkpoint", 1)
 
 
@@ -292,13 +373,18 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
 
 def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
     path = save(tmp_path, 1)
-    assert resume.added(path, "rows", say=pytest.fail) is None and resume.told(path, "recorded", say=pytest.fail) is None
+    assert (
+        resume.added(path, "rows", say=pytest.fail) is None
+        and resume.told(path, "recorded", say=pytest.fail) is None
+    )
     for value in (1, 2):
         checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)})
         (part,), world_size = resume.added(path, "rows", say=pytest.fail)
         assert world_size == 1 and part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
     checkpoints.tell(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
-    assert resume.told(path, "recorded", say=pytest.fail)["loss"] == 0.1 + 0.2 and math.isnan(resume.told(path, "recorded", say=pytest.fail)["norm"])
+    assert resume.told(path, "recorded", say=pytest.fail)["loss"] == 0.1 + 0.2 and math.isnan(
+        resume.told(path, "recorded", say=pytest.fail)["norm"]
+    )
     assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path  # it is no less sound
     monkeypatch.setattr(resume.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(resume, "_damage_among", lambda *_: None)  # which asks the other rank, too
@@ -310,11 +396,19 @@ def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(t
     for step in (5, 90):
         save(tmp_path, step)
     assert [path.name for path in resume.put_aside_all(tmp_path)] == ["step_90.earlier", "step_5.earlier"]
-    assert resume.newest_sound(tmp_path, say=pytest.fail) is None and sorted(path.name for path in tmp_path.iterdir()) == ["step_5.earlier", "step_90.earlier"]
+    assert resume.newest_sound(tmp_path, say=pytest.fail) is None and sorted(
+        path.name for path in tmp_path.iterdir()
+    ) == ["step_5.earlier", "step_90.earlier"]
     save(tmp_path, 10)
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10 and resume.put_aside_all(tmp_path / "nothing") == []
+    assert (
+        resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10
+        and resume.put_aside_all(tmp_path / "nothing") == []
+    )
     save(tmp_path, 5)
-    assert [path.name for path in resume.put_aside_all(tmp_path)] == ["step_10.earlier2", "step_5.earlier2"] and (tmp_path / "step_5.earlier/manifest.json").exists()
+    assert [path.name for path in resume.put_aside_all(tmp_path)] == [
+        "step_10.earlier2",
+        "step_5.earlier2",
+    ] and (tmp_path / "step_5.earlier/manifest.json").exists()
 
 
 def test_damaged_additions_are_not_used(tmp_path, world):
@@ -341,7 +435,15 @@ def test_what_cannot_be_added_is_said(tmp_path, world):
 
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "left"),
-    [(0, 0, [6, 5, 4, 3, 2, 1]), (1, 0, [6]), (2, 0, [6, 5]), (2, 1, [6, 5, 2]), (1, 2, [6, 4, 2]), (1, 3, [6, 4, 2, 1]), (9, 0, [6, 5, 4, 3, 2, 1])],
+    [
+        (0, 0, [6, 5, 4, 3, 2, 1]),
+        (1, 0, [6]),
+        (2, 0, [6, 5]),
+        (2, 1, [6, 5, 2]),
+        (1, 2, [6, 4, 2]),
+        (1, 3, [6, 4, 2, 1]),
+        (9, 0, [6, 5, 4, 3, 2, 1]),
+    ],
 )
 def test_old_ones_go(tmp_path, world, keep_last, keep_best, left):
     for step, accuracy in enumerate([0.3, 0.9, None, 0.5, 0.1, 0.2], start=1):

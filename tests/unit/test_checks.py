@@ -54,7 +54,18 @@ def good(folder: Path, **changes) -> TrainerConfig:
 
 def test_nothing_is_wrong_with_a_good_configuration(folder):
     assert check_config(good(folder), world_size=4) == []
-    assert check_config(good(folder, algorithm__name="grpo", data__samples_per_prompt=2, reward__function=f"{folder}/rewards.py:score"), world_size=4) == []
+    assert (
+        check_config(
+            good(
+                folder,
+                algorithm__name="grpo",
+                data__samples_per_prompt=2,
+                reward__function=f"{folder}/rewards.py:score",
+            ),
+            world_size=4,
+        )
+        == []
+    )
 
 
 # changes, and what the problem must say
@@ -83,11 +94,23 @@ BAD = [
     (dict(algorithm__mini_batches=8), ["mini-batches of 1", "critic.layout=pp2dp2"]),
     (dict(algorithm__name="grpo"), ["data.samples_per_prompt=1", "at least 2"]),
     (dict(algorithm__name="pppo"), ["algorithm.name='pppo'", 'did you mean "ppo"?']),
-    (dict(algorithm__name="grpo", data__samples_per_prompt=2, algorithm__critic_warmup=1), ["algorithm.critic_warmup=1", "no critic"]),
+    (
+        dict(algorithm__name="grpo", data__samples_per_prompt=2, algorithm__critic_warmup=1),
+        ["algorithm.critic_warmup=1", "no critic"],
+    ),
     (dict(algorithm__kl_target=0.1), ["algorithm.kl_target=0.1", "algorithm.kl_coef"]),
-    (dict(algorithm__kl_coef=0.1, algorithm__kl_in="loss"), ["algorithm.kl_in=loss", "kl_estimator=k1", "k2 or k3"]),
-    (dict(algorithm__importance_cap=2.0, rollout__top_p=0.6), ["algorithm.importance_cap=2.0", "rollout.top_p=0.6"]),
-    (dict(algorithm__importance_cap=2.0, rollout__top_k=9, rollout__min_tokens=2), ["rollout.top_k=9 and rollout.min_tokens=2"]),
+    (
+        dict(algorithm__kl_coef=0.1, algorithm__kl_in="loss"),
+        ["algorithm.kl_in=loss", "kl_estimator=k1", "k2 or k3"],
+    ),
+    (
+        dict(algorithm__importance_cap=2.0, rollout__top_p=0.6),
+        ["algorithm.importance_cap=2.0", "rollout.top_p=0.6"],
+    ),
+    (
+        dict(algorithm__importance_cap=2.0, rollout__top_k=9, rollout__min_tokens=2),
+        ["rollout.top_k=9 and rollout.min_tokens=2"],
+    ),
     (dict(algorithm__gamma=1.5), ["algorithm.gamma=1.5", "(0, 1]"]),
     (dict(algorithm__clip_low=float("nan")), ["algorithm.clip_low=nan"]),
     (dict(algorithm__kl_in="both"), ["algorithm.kl_in='both'", "reward, loss"]),
@@ -96,7 +119,10 @@ BAD = [
     (dict(engine__recompute="all"), ["engine.recompute='all'"]),
     (dict(engine__dtype="fp4"), ["engine.dtype='fp4'"]),
     (dict(engine__dtype="fp8", engine__spec="local"), ["engine.dtype=fp8 with engine.spec=local"]),
-    (dict(engine__dtype="fp8", actor__layout="tp4"), ["actor.layout='tp4'", "engine.dtype=fp8", "24 feed-forward channels"]),
+    (
+        dict(engine__dtype="fp8", actor__layout="tp4"),
+        ["actor.layout='tp4'", "engine.dtype=fp8", "24 feed-forward channels"],
+    ),
     (dict(engine__adam_betas=[0.9, 1.0]), ["engine.adam_betas=[0.9, 1.0]", "[0, 1)"]),
     (dict(data__overlong="skip"), ["data.overlong='skip'"]),
     (dict(data__train="/nowhere.jsonl"), ["data.train='/nowhere.jsonl'"]),
@@ -122,7 +148,10 @@ BAD = [
     (dict(engine__adam_betas=[0.9] * 10**6), ["engine.adam_betas=[0.9, 0.9", "must be two numbers"]),
     (dict(run__seed=2**64), [f"run.seed={2**64}", "4294967295"]),
     (dict(run__seed=10**5000), ["run.seed=a int that is too long"]),
-    (dict(data__prompts_per_iteration=10**6, data__samples_per_prompt=10**6), ["1000000000000 rows are more than 1,000,000"]),
+    (
+        dict(data__prompts_per_iteration=10**6, data__samples_per_prompt=10**6),
+        ["1000000000000 rows are more than 1,000,000"],
+    ),
     (dict(actor__layout="tp1000000000"), ["actor.layout='tp1000000000'"]),
     (dict(actor__layout="tp" + "9" * 10**6), ["actor.layout='tp999", "characters"]),
     (dict(actor__layout="tp\u0662"), ["not understood"]),
@@ -132,7 +161,10 @@ BAD = [
     (dict(critic__devices="3-0"), ["critic.devices='3-0'"]),
     (dict(actor__stage_layers=[1] * 10**6), ["stage_layers=[1, 1", "2 pipeline stages"]),
     (dict(run__track_metrics=["console", "console"]), ["run.track_metrics names console twice"]),
-    (dict(run__output_dir="/etc/hostname/x"), ["run.output_dir='/etc/hostname/x' is below the file /etc/hostname"]),
+    (
+        dict(run__output_dir="/etc/hostname/x"),
+        ["run.output_dir='/etc/hostname/x' is below the file /etc/hostname"],
+    ),
     (dict(run__output_dir="/proc/x"), ["run.output_dir='/proc/x' cannot be written"]),
     (dict(run__output_dir="a" * 300), ["run.output_dir='aaa", "File name too long"]),
     (dict(run__output_dir="a\0b"), ["run.output_dir='a\\x00b'", "no name"]),
@@ -153,7 +185,9 @@ def test_each_contradiction_is_the_only_problem_and_is_named(folder, changes, wo
 def test_a_problem_is_cut_and_comes_at_once(folder):
     started = time.monotonic()
     for changes, _ in BAD:
-        assert all(len(problem) < 1500 for problem in check_config(good(folder, **changes), world_size=4)), changes
+        assert all(len(problem) < 1500 for problem in check_config(good(folder, **changes), world_size=4)), (
+            changes
+        )
     assert time.monotonic() - started < 20
 
 
@@ -165,41 +199,75 @@ def test_a_link_to_nowhere_is_no_folder(folder):
 
 
 def test_a_model_that_tp_does_not_split(folder):
-    config = good(folder, actor__layout="tp3", critic__layout="tp1", rollout__tp=3, data__prompts_per_iteration=12)
+    config = good(
+        folder, actor__layout="tp3", critic__layout="tp1", rollout__tp=3, data__prompts_per_iteration=12
+    )
     problems = check_config(config, world_size=12)
-    assert [problem.split(":")[0] for problem in problems] == ["actor.layout='tp3'", "actor.layout='tp3'", "rollout.tp=3", "rollout.tp=3"]
-    assert any("8 attention heads" in problem for problem in problems) and any("4 key-value heads" in problem for problem in problems)
+    assert [problem.split(":")[0] for problem in problems] == [
+        "actor.layout='tp3'",
+        "actor.layout='tp3'",
+        "rollout.tp=3",
+        "rollout.tp=3",
+    ]
+    assert any("8 attention heads" in problem for problem in problems) and any(
+        "4 key-value heads" in problem for problem in problems
+    )
 
 
 def test_a_config_json_that_is_not_understood(folder):
-    (folder / "model" / "config.json").write_text(json.dumps(LLAMA | {"rope_scaling": {"rope_type": "unheard"}}))
+    (folder / "model" / "config.json").write_text(
+        json.dumps(LLAMA | {"rope_scaling": {"rope_type": "unheard"}})
+    )
     problems = check_config(good(folder), world_size=4)
     assert problems and all("unheard" in problem for problem in problems)
 
 
 def test_a_rollout_that_does_not_divide_the_ranks(folder):
     problem, *about_heads = check_config(good(folder, rollout__tp=3), world_size=4)
-    assert "rollout.tp=3 must divide the 4 ranks" in problem and "[1, 2, 4]" in problem and len(about_heads) == 2
+    assert (
+        "rollout.tp=3 must divide the 4 ranks" in problem and "[1, 2, 4]" in problem and len(about_heads) == 2
+    )
     problems = check_config(good(folder, rollout__tp=128), world_size=128)
     assert any("rollout.tp=128 must divide vLLM's vocabulary of 192" in problem for problem in problems)
 
 
 def test_too_few_ranks(folder):
     problems = check_config(good(folder), world_size=1)
-    assert len(problems) == 3 and all(name in problem for name, problem in zip(("actor.layout", "critic.layout", "rollout.tp"), problems))
+    assert len(problems) == 3 and all(
+        name in problem for name, problem in zip(("actor.layout", "critic.layout", "rollout.tp"), problems)
+    )
 
 
 def test_roles_on_disjoint_ranks(folder):
-    config = good(folder, actor__devices="0-3", critic__devices="cuda:4-7", reward__path=str(folder / "model"), reward__devices="6-7", reward__layout="tp2")
+    config = good(
+        folder,
+        actor__devices="0-3",
+        critic__devices="cuda:4-7",
+        reward__path=str(folder / "model"),
+        reward__devices="6-7",
+        reward__layout="tp2",
+    )
     assert check_config(config, world_size=8) == []
 
 
 def test_all_problems_come_in_one_error(folder):
-    problems = check_config(good(folder, actor__layout="tp3", rollout__tp=3, data__train="/nowhere", algorithm__gamma=2.0, reward__function=""), world_size=4)
+    problems = check_config(
+        good(
+            folder,
+            actor__layout="tp3",
+            rollout__tp=3,
+            data__train="/nowhere",
+            algorithm__gamma=2.0,
+            reward__function="",
+        ),
+        world_size=4,
+    )
     assert len(problems) == 7
     with pytest.raises(ValueError) as error:
         refuse(problems)
-    assert str(error.value).startswith("7 settings cannot work:") and all(problem in str(error.value) for problem in problems)
+    assert str(error.value).startswith("7 settings cannot work:") and all(
+        problem in str(error.value) for problem in problems
+    )
     refuse([])
 
 
@@ -209,13 +277,28 @@ def test_supervised_runs(folder):
     config.data.train, config.data.max_tokens = str(folder / "train.jsonl"), 256
     config.actor.path = str(folder / "model")
     assert check_sft_config(config, world_size=4) == []
-    config.data.rows_per_step, config.data.max_tokens, config.run.save_interval, config.actor.layout = 1, 257, 5, "tp2"
+    config.data.rows_per_step, config.data.max_tokens, config.run.save_interval, config.actor.layout = (
+        1,
+        257,
+        5,
+        "tp2",
+    )
     problems = check_sft_config(config, world_size=4)
-    assert [problem.split("=")[0] for problem in problems] == ["data.rows_per_step", "data.max_tokens", "run.save_interval"]
+    assert [problem.split("=")[0] for problem in problems] == [
+        "data.rows_per_step",
+        "data.max_tokens",
+        "run.save_interval",
+    ]
 
 
 def test_batch_arithmetic_is_one_line(folder):
-    config = good(folder, data__prompts_per_iteration=64, data__samples_per_prompt=4, algorithm__mini_batches=2, algorithm__epochs=3)
+    config = good(
+        folder,
+        data__prompts_per_iteration=64,
+        data__samples_per_prompt=4,
+        algorithm__mini_batches=2,
+        algorithm__epochs=3,
+    )
     assert batch_arithmetic(config, 4) == (
         "64 prompts x 4 samples = 256 rows = 2 mini-batches of 128; actor tp2pp2: 128 rows of a mini-batch a data-parallel rank; "
         "critic pp2dp2: 64 rows of a mini-batch a data-parallel rank; micro-batches of at most 8192 tokens; 3 epochs: 6 optimizer steps an iteration; "
@@ -227,9 +310,22 @@ def test_batch_arithmetic_is_one_line(folder):
 
 
 def test_overrides_are_put_in():
-    config = structured({"actor": {"lr": "1e-3", "layout": "tp2"}, "data": {"train": "a.jsonl"}, "rollout": {"stop": ["x"], "sleep": False}}, TrainerConfig)
+    config = structured(
+        {
+            "actor": {"lr": "1e-3", "layout": "tp2"},
+            "data": {"train": "a.jsonl"},
+            "rollout": {"stop": ["x"], "sleep": False},
+        },
+        TrainerConfig,
+    )
     assert isinstance(config, TrainerConfig) and isinstance(config.actor, ModelConfig)
-    assert (config.actor.lr, config.actor.layout, config.data.train, config.rollout.stop, config.rollout.sleep) == (1e-3, "tp2", "a.jsonl", ["x"], False)
+    assert (
+        config.actor.lr,
+        config.actor.layout,
+        config.data.train,
+        config.rollout.stop,
+        config.rollout.sleep,
+    ) == (1e-3, "tp2", "a.jsonl", ["x"], False)
     assert config.critic.lr == 1e-5 and config.engine == EngineConfig()
 
 
@@ -278,29 +374,57 @@ def test_a_name_that_is_no_setting_is_refused_in_python(section):
     with pytest.raises(AttributeError, match="batch_size_per_device is no setting of .*; it has ") as error:
         getattr(config, section).batch_size_per_device = 3
     assert isinstance(error.value, ValueError)
-    assert dataclasses.asdict(config) == dataclasses.asdict(TrainerConfig()) == OmegaConf.to_container(OmegaConf.structured(TrainerConfig))
+    assert (
+        dataclasses.asdict(config)
+        == dataclasses.asdict(TrainerConfig())
+        == OmegaConf.to_container(OmegaConf.structured(TrainerConfig))
+    )
 
 
 def test_the_nearest_name_is_said_in_python():
-    with pytest.raises(ValueError, match='temprature is no setting of RolloutConfig, did you mean "temperature"?'):
+    with pytest.raises(
+        ValueError, match='temprature is no setting of RolloutConfig, did you mean "temperature"?'
+    ):
         RolloutConfig().temprature = 0
     with pytest.raises(ValueError, match='rolout is no setting of TrainerConfig, did you mean "rollout"?'):
         TrainerConfig().rolout = RolloutConfig()
-    assert dataclasses.replace(RolloutConfig(), tp=2).tp == 2 and ModelConfig(path=Path("/a/b")).path == "/a/b"
+    assert (
+        dataclasses.replace(RolloutConfig(), tp=2).tp == 2 and ModelConfig(path=Path("/a/b")).path == "/a/b"
+    )
 
 
-OF_ANOTHER_TYPE = {int: ["2", None, 2.0, True, [1], float("nan")], float: ["1", None, True, [1.0], 1j], str: [None, 3, b"x", ["a"]], bool: [0, 1, "no", None]}
-OF_ANOTHER_TYPE |= {list[str]: ["a", [3], None, [None], {"a"}], list[int]: [1, ["1"], [1.0], [True], None], list[float]: [0.9, ["0.9"], [None], None]}
-SETTINGS = [(schema, section.name, field) for schema in (TrainerConfig, SFTConfig) for section in dataclasses.fields(schema) for field in dataclasses.fields(section.type)]
+OF_ANOTHER_TYPE = {
+    int: ["2", None, 2.0, True, [1], float("nan")],
+    float: ["1", None, True, [1.0], 1j],
+    str: [None, 3, b"x", ["a"]],
+    bool: [0, 1, "no", None],
+}
+OF_ANOTHER_TYPE |= {
+    list[str]: ["a", [3], None, [None], {"a"}],
+    list[int]: [1, ["1"], [1.0], [True], None],
+    list[float]: [0.9, ["0.9"], [None], None],
+}
+SETTINGS = [
+    (schema, section.name, field)
+    for schema in (TrainerConfig, SFTConfig)
+    for section in dataclasses.fields(schema)
+    for field in dataclasses.fields(section.type)
+]
 
 
-@pytest.mark.parametrize(("schema", "section", "field"), SETTINGS, ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""))
+@pytest.mark.parametrize(
+    ("schema", "section", "field"),
+    SETTINGS,
+    ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""),
+)
 def test_a_value_of_another_type_is_named(schema, section, field):
     for value in OF_ANOTHER_TYPE[field.type]:
         config = schema()
         setattr(getattr(config, section), field.name, value)
         problems = (check_config if schema is TrainerConfig else check_sft_config)(config, world_size=1)
-        assert len(problems) == 1 and f"{section}.{field.name}={value!r} has a wrong type" in problems[0], problems
+        assert len(problems) == 1 and f"{section}.{field.name}={value!r} has a wrong type" in problems[0], (
+            problems
+        )
 
 
 @pytest.mark.parametrize("value", [None, {"tp": 2}, ModelConfig(), 3])
@@ -316,14 +440,24 @@ def test_a_section_of_another_type_is_named(value):
 
 @pytest.mark.parametrize(
     ("value", "interval", "expected"),
-    [(0, "[0, 1]", True), (0, "(0, 1]", False), (1, "[0, 1)", False), (1e9, "[0, inf)", True), (float("nan"), "(-inf, inf)", False), (float("inf"), "[0, inf)", False)],
+    [
+        (0, "[0, 1]", True),
+        (0, "(0, 1]", False),
+        (1, "[0, 1)", False),
+        (1e9, "[0, inf)", True),
+        (float("nan"), "(-inf, inf)", False),
+        (float("inf"), "[0, inf)", False),
+    ],
 )
 def test_intervals(value, interval, expected):
     assert inside(value, interval) is expected
 
 
 def sections(schema) -> dict[str, type]:
-    return {type(getattr(schema(), field.name)).__name__: type(getattr(schema(), field.name)) for field in dataclasses.fields(schema)}
+    return {
+        type(getattr(schema(), field.name)).__name__: type(getattr(schema(), field.name))
+        for field in dataclasses.fields(schema)
+    }
 
 
 def test_every_number_has_an_interval_and_no_entry_is_left_over():
@@ -331,7 +465,9 @@ def test_every_number_has_an_interval_and_no_entry_is_left_over():
     for name, kind in known.items():
         numbers = {field.name for field in dataclasses.fields(kind) if field.type in (int, float)}
         assert numbers == set(INTERVALS.get(name, {})), name
-        assert set(CHOICES.get(name, {})) <= {field.name for field in dataclasses.fields(kind) if field.type is str}
+        assert set(CHOICES.get(name, {})) <= {
+            field.name for field in dataclasses.fields(kind) if field.type is str
+        }
     assert set(INTERVALS) | set(CHOICES) <= set(known)
 
 
@@ -347,10 +483,16 @@ def test_choices_are_those_of_the_tables_that_serve_them():
 
 
 def test_a_configuration_from_a_few_numbers(folder):
-    config = get_trainer_config(dp_size=2, tp_size=2, pp_size=2, hybrid_engine=True, enable_recompute=True, mixed_precision=False)
+    config = get_trainer_config(
+        dp_size=2, tp_size=2, pp_size=2, hybrid_engine=True, enable_recompute=True, mixed_precision=False
+    )
     assert (config.actor.layout, config.critic.layout, config.rollout.tp) == ("tp2pp2dp2", "tp2pp2dp2", 2)
     assert (config.engine.recompute, config.engine.dtype, config.critic.lr) == ("full", "float32", 1e-5)
-    config.actor.path, config.data.train, config.run.track_metrics = str(folder / "model"), str(folder / "train.jsonl"), []
+    config.actor.path, config.data.train, config.run.track_metrics = (
+        str(folder / "model"),
+        str(folder / "train.jsonl"),
+        [],
+    )
     config.data.max_prompt_tokens = config.rollout.max_tokens = 100
     assert check_config(config, world_size=8) == []
 

@@ -57,18 +57,42 @@ BAD_RECIPES = [
     (b"run: *nothing\n", "not valid YAML"),
     (b"[" * 100_000, "nested too deeply"),
     (b"#" * (2 << 20), "has more than 1,048,576 bytes"),
-    (b"a0: &a0 [1,1,1,1,1,1,1,1,1]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 10)), "stands for more than 100,000 values"),
+    (
+        b"a0: &a0 [1,1,1,1,1,1,1,1,1]\n"
+        + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 10)),
+        "stands for more than 100,000 values",
+    ),
 ]
 
 
-def command(arguments: list[str | bytes], folder: Path, *, recipe: str = "good") -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "verl_megatron.train", "--config-path", str(folder), "--config-name", recipe, "--dry-run", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+def command(
+    arguments: list[str | bytes], folder: Path, *, recipe: str = "good"
+) -> subprocess.CompletedProcess:
+    line = [
+        sys.executable,
+        "-m",
+        "verl_megatron.train",
+        "--config-path",
+        str(folder),
+        "--config-name",
+        recipe,
+        "--dry-run",
+        *arguments,
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    } | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(line, cwd=folder, env=environment, text=True, capture_output=True, timeout=60)
 
 
 def is_one_sentence(ended: subprocess.CompletedProcess, words: str) -> bool:
-    return ended.returncode == 2 and words in ended.stderr and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1 and not ended.stdout
+    return (
+        ended.returncode == 2
+        and words in ended.stderr
+        and ended.stderr.startswith("error: ")
+        and ended.stderr.count("\n") == 1
+        and not ended.stdout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +132,12 @@ def test_recipes_that_cannot_be_meant(text, words, tmp_path):
 def test_recipes_on_the_command_line(text, words, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     ended = command([], tmp_path, recipe="recipe")
-    assert ended.returncode == 2 and words in ended.stderr and "Traceback" not in ended.stderr and not ended.stdout, ended
+    assert (
+        ended.returncode == 2
+        and words in ended.stderr
+        and "Traceback" not in ended.stderr
+        and not ended.stdout
+    ), ended
 
 
 def test_aliases_and_empty_recipes_are_fine(tmp_path):
@@ -127,4 +156,9 @@ def test_help_and_settings_are_shown(folder):
 
 def test_flags_stand_for_settings():
     known = _read_arguments(["--verify", "run.seed=3", "~run.seed", "+run.seed=4", "--track_metrics"])
-    assert known.overrides == ["++run.seed=3", "~run.seed", "+run.seed=4", *("++" + setting for setting in FLAGS.values())]
+    assert known.overrides == [
+        "++run.seed=3",
+        "~run.seed",
+        "+run.seed=4",
+        *("++" + setting for setting in FLAGS.values()),
+    ]

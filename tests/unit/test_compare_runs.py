@@ -8,7 +8,9 @@ BEFORE = [{"step": 1, "policy/loss": 0.1, "time/rollout_s": 1.0, "reward/latency
 
 
 def test_equal_runs_have_no_differences():
-    assert differences(BEFORE, [BEFORE[0] | {"time/rollout_s": 2.0, "reward/latency_ms": 4.0}], relative=0) == []
+    assert (
+        differences(BEFORE, [BEFORE[0] | {"time/rollout_s": 2.0, "reward/latency_ms": 4.0}], relative=0) == []
+    )
 
 
 def test_the_last_bit_counts_unless_a_tolerance_is_given():

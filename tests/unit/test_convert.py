@@ -31,7 +31,11 @@ def to_mcore(source, target, **options):
 
 
 def to_hf(source, target, *, template=None, skip_extra=False, dtype=None, **options):
-    return to_hugging_face.convert(CheckpointArguments(source, template, skip_extra), target, **{"dtype": dtype, "budget": SMALL, "file_bytes": FILE_BYTES} | options)
+    return to_hugging_face.convert(
+        CheckpointArguments(source, template, skip_extra),
+        target,
+        **{"dtype": dtype, "budget": SMALL, "file_bytes": FILE_BYTES} | options,
+    )
 
 
 def difference(a, b):
@@ -54,7 +58,9 @@ def model(tmp_path_factory):
     """A bfloat16 model with a tokenizer, and its converted folder."""
     folder = tmp_path_factory.mktemp("convert")
     write_hf(folder / "hf", "qwen3")
-    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "hf" / "model.safetensors").items()}
+    weights = {
+        name: tensor.bfloat16() for name, tensor in load_file(folder / "hf" / "model.safetensors").items()
+    }
     save_file(weights, folder / "hf" / "model.safetensors")
     write_tokenizer(folder / "hf")
     to_mcore(folder / "hf", folder / "mcore")
@@ -68,27 +74,37 @@ def mcore(model, tmp_path):
 
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize(
-    ("family", "head"), [(family, "ForCausalLM") for family in FAMILIES] + [("llama_tied_llama3", "ForTokenClassification"), ("mistral", "ForSequenceClassification")]
+    ("family", "head"),
+    [(family, "ForCausalLM") for family in FAMILIES]
+    + [("llama_tied_llama3", "ForTokenClassification"), ("mistral", "ForSequenceClassification")],
 )
 def test_there_and_back_keeps_every_bit(tmp_path, family, head, spec):
     write_hf(tmp_path / "hf", family, head)
     to_mcore(tmp_path / "hf", tmp_path / "mcore", spec=spec)
     to_hf(tmp_path / "mcore", tmp_path / "back")
     assert_same(tmp_path / "hf", tmp_path / "back")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((tmp_path / "back" / "config.json").read_text())
-    assert not difference(tmp_path / "hf", tmp_path / "mcore") and not difference(tmp_path / "mcore", tmp_path / "back")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
+        (tmp_path / "back" / "config.json").read_text()
+    )
+    assert not difference(tmp_path / "hf", tmp_path / "mcore") and not difference(
+        tmp_path / "mcore", tmp_path / "back"
+    )
 
 
 def test_several_files_dtypes_tokenizer_and_transformers(model, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     to_hf(model / "mcore", tmp_path / "fp32", dtype=torch.float32)
-    assert len(list((tmp_path / "fp32").glob("model-*.safetensors"))) > 2 and not list(tmp_path.glob("*.partial"))
+    assert len(list((tmp_path / "fp32").glob("model-*.safetensors"))) > 2 and not list(
+        tmp_path.glob("*.partial")
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
     for name, tensor in tensors_of(model / "hf").items():
         assert torch.equal(loaded[name], tensor.float()), name
     assert AutoTokenizer.from_pretrained(tmp_path / "fp32")("w3 w149")["input_ids"] == [3, 149]
-    assert difference(model / "hf", tmp_path / "fp32")[0].startswith("model.embed_tokens.weight is torch.bfloat16")
+    assert difference(model / "hf", tmp_path / "fp32")[0].startswith(
+        "model.embed_tokens.weight is torch.bfloat16"
+    )
 
 
 def test_torch_reads_every_chunk_and_padding_is_zero(model):
@@ -113,7 +129,9 @@ def test_a_critic_from_a_language_models_template(model, tmp_path):
     to_mcore(tmp_path / "critic", tmp_path / "mcore")
     to_hf(tmp_path / "mcore", tmp_path / "back", template=model / "hf")
     assert_same(tmp_path / "critic", tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["Qwen3ForTokenClassification"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
+        "Qwen3ForTokenClassification"
+    ]
 
 
 def test_processes_and_one_process_write_the_same(model, tmp_path):
@@ -160,13 +178,20 @@ def copy_key(old, new):
 
     def change(table):
         table.state_dict_metadata[new] = table.state_dict_metadata[old]
-        table.storage_data |= {type(index)(new, index.offset): info for index, info in table.storage_data.items() if index.fqn == old}
+        table.storage_data |= {
+            type(index)(new, index.offset): info
+            for index, info in table.storage_data.items()
+            if index.fqn == old
+        }
 
     return change
 
 
 def test_unknown_keys_are_refused_by_name_and_training_state_is_left_out(model, mcore, tmp_path):
-    rewrite(mcore, copy_key("decoder.final_layernorm.weight", "optimizer.state.exp_avg.decoder.final_layernorm.weight"))
+    rewrite(
+        mcore,
+        copy_key("decoder.final_layernorm.weight", "optimizer.state.exp_avg.decoder.final_layernorm.weight"),
+    )
     assert len(to_hf(mcore, tmp_path / "noted").training_keys) == 1
     rewrite(mcore, copy_key("decoder.final_layernorm.weight", "decoder.surprise.weight"))
     with pytest.raises(ValueError, match=r"does not have: decoder.surprise.weight; .*--skip-extra"):
@@ -181,7 +206,11 @@ def add_object(key):
 
 def test_objects_of_modules_are_passed_over_and_others_are_refused(mcore):
     """`_extra_state` of layers stacked, single layers and experts, as Megatron-Core's ShardedObject.unique_key writes it; 0.19's common state."""
-    keys = ("self_attention.core_attention._extra_state/shard_3_4", "3.mlp.linear_fc2._extra_state/shard_0_1", "mlp.experts._extra_state/shard_0.7_4.8")
+    keys = (
+        "self_attention.core_attention._extra_state/shard_3_4",
+        "3.mlp.linear_fc2._extra_state/shard_0_1",
+        "mlp.experts._extra_state/shard_0.7_4.8",
+    )
     for key in keys:
         rewrite(mcore, add_object(f"decoder.layers.{key}"))
     rewrite(mcore, add_object("common_state/shard_0_1"))
@@ -192,8 +221,12 @@ def test_objects_of_modules_are_passed_over_and_others_are_refused(mcore):
 
 
 def test_missing_keys_chunks_and_configurations_are_refused(mcore, tmp_path):
-    rewrite(mcore, lambda table: table.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop())
-    with pytest.raises(ValueError, match=r"decoder.layers.mlp.linear_fc2.weight in .* has \d+ of the model's \d+ elements"):
+    rewrite(
+        mcore, lambda table: table.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    )
+    with pytest.raises(
+        ValueError, match=r"decoder.layers.mlp.linear_fc2.weight in .* has \d+ of the model's \d+ elements"
+    ):
         MegatronCheckpoint(mcore)
     rewrite(mcore, lambda table: table.state_dict_metadata.pop("decoder.layers.mlp.linear_fc2.weight"))
     with pytest.raises(ValueError, match="decoder.layers.mlp.linear_fc2.weight in .* has 0 of"):
@@ -211,9 +244,15 @@ def test_a_hole_beside_an_overlap_is_found(mcore, tmp_path):
     key = "decoder.layers.mlp.linear_fc2.weight"
 
     def change(table):
-        part = next(part for part in table.state_dict_metadata[key].chunks if part.offsets[0] == 1 and part.offsets[1] > 0)
+        part = next(
+            part
+            for part in table.state_dict_metadata[key].chunks
+            if part.offsets[0] == 1 and part.offsets[1] > 0
+        )
         moved = torch.Size((1, part.offsets[1] - 1, 0))
-        index = next(index for index in table.storage_data if index.fqn == key and index.offset == part.offsets)
+        index = next(
+            index for index in table.storage_data if index.fqn == key and index.offset == part.offsets
+        )
         table.storage_data[type(index)(key, moved)] = table.storage_data.pop(index)
         part.offsets = moved
 
@@ -236,7 +275,9 @@ def test_a_pickle_of_anything_else_is_not_loaded(mcore, capsys):
 
 def test_a_chunk_of_anything_else_is_not_loaded(mcore, tmp_path, capsys):
     table = read_metadata(mcore / "release")
-    info = next(info for index, info in table.storage_data.items() if index.fqn == "decoder.final_layernorm.weight")
+    info = next(
+        info for index, info in table.storage_data.items() if index.fqn == "decoder.final_layernorm.weight"
+    )
     torch.save(Evil(), mcore / "release" / "evil.distcp")
     length = (mcore / "release" / "evil.distcp").stat().st_size
 
@@ -251,14 +292,45 @@ def test_a_chunk_of_anything_else_is_not_loaded(mcore, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-ODD = (None, True, -1, 2**62, 10**30, 0.5, "text", "../../other", "/dev/zero", (), (-1,), (1, 2, 3, 4), [3], {}, torch.Size([2**40, 2**40]), torch.float8_e4m3fn)
-FIELDS = {"table": ("size", "chunks", "properties"), "chunk": ("offsets", "sizes"), "properties": ("dtype",), "info": ("relative_path", "offset", "length")}
+ODD = (
+    None,
+    True,
+    -1,
+    2**62,
+    10**30,
+    0.5,
+    "text",
+    "../../other",
+    "/dev/zero",
+    (),
+    (-1,),
+    (1, 2, 3, 4),
+    [3],
+    {},
+    torch.Size([2**40, 2**40]),
+    torch.float8_e4m3fn,
+)
+FIELDS = {
+    "table": ("size", "chunks", "properties"),
+    "chunk": ("offsets", "sizes"),
+    "properties": ("dtype",),
+    "info": ("relative_path", "offset", "length"),
+}
 
 
 def spoil_table(table, chance: random.Random) -> None:
     """Another value in one record of the table."""
-    entry = chance.choice([entry for entry in table.state_dict_metadata.values() if not isinstance(entry, BytesStorageMetadata)])
-    part, record = chance.choice([("table", entry), ("chunk", entry.chunks[0]), ("properties", entry.properties), ("info", chance.choice([*table.storage_data.values()]))])
+    entry = chance.choice(
+        [entry for entry in table.state_dict_metadata.values() if not isinstance(entry, BytesStorageMetadata)]
+    )
+    part, record = chance.choice(
+        [
+            ("table", entry),
+            ("chunk", entry.chunks[0]),
+            ("properties", entry.properties),
+            ("info", chance.choice([*table.storage_data.values()])),
+        ]
+    )
     object.__setattr__(record, chance.choice(FIELDS[part]), chance.choice(ODD))
 
 
@@ -282,7 +354,12 @@ def test_a_spoiled_table_is_refused_in_a_sentence_or_still_right(model, tmp_path
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"[" * 100_000, "nested too deeply"), (b"[]", "holds no JSON object"), (b"\xff", "cannot be read"), (b'{"sharded_backend": 5}', "names the format '5'")],
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[]", "holds no JSON object"),
+        (b"\xff", "cannot be read"),
+        (b'{"sharded_backend": 5}', "names the format '5'"),
+    ],
 )
 def test_a_description_that_is_none_is_refused(mcore, content, why):
     (mcore / "release/metadata.json").write_bytes(content)
@@ -295,7 +372,10 @@ def test_pickles_of_megatrons_older_format_are_named(tmp_path):
     (tmp_path / "iter_0000010/mp_rank_00").mkdir(parents=True)
     torch.save(Evil(), tmp_path / "iter_0000010/mp_rank_00/model_optim_rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
-    with pytest.raises(ValueError, match=r"mp_rank_00/model_optim_rng.pt is a pickle of Megatron-LM's older format, .*--ckpt-format torch_dist"):
+    with pytest.raises(
+        ValueError,
+        match=r"mp_rank_00/model_optim_rng.pt is a pickle of Megatron-LM's older format, .*--ckpt-format torch_dist",
+    ):
         MegatronCheckpoint(tmp_path)
     for text in (b"\xff\xfe", b"9" * 10_000, "\u00b2".encode(), b""):
         (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text)
@@ -316,7 +396,10 @@ def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(model, tmp_
     weights = tensors_of(model / "hf")
     name = "model.layers.2.self_attn.k_proj.weight"
     save_file(weights | {name: weights[name].float()}, tmp_path / "mixed" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} in .* is torch.float32 and model.layers.0.self_attn.q_proj.weight is torch.bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=f"{name} in .* is torch.float32 and model.layers.0.self_attn.q_proj.weight is torch.bfloat16",
+    ):
         to_mcore(tmp_path / "mixed", tmp_path / "mcore")
     save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "mixed" / "model.safetensors")
     with pytest.raises(ValueError, match=f"quantised .*: {name} is I8"):
@@ -330,7 +413,10 @@ def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(model, tmp_
 def test_a_tied_model_with_another_head_is_refused(tmp_path):
     write_hf(tmp_path / "hf", "llama_tied_llama3")
     weights = tensors_of(tmp_path / "hf")
-    for head, is_right in ((weights["model.embed_tokens.weight"].clone(), True), (weights["model.embed_tokens.weight"] * 2, False)):
+    for head, is_right in (
+        (weights["model.embed_tokens.weight"].clone(), True),
+        (weights["model.embed_tokens.weight"] * 2, False),
+    ):
         save_file(weights | {"lm_head.weight": head}, tmp_path / "hf" / "model.safetensors")
         if is_right:
             HuggingFace(tmp_path / "hf")
@@ -366,7 +452,11 @@ def test_a_journal_forgets_files_that_changed_and_lines_that_were_cut(tmp_path):
 
 def test_what_a_folder_holds_is_described(model):
     text = describe(CheckpointArguments(model / "mcore"))
-    assert "qwen3, lm head, 4 layers" in text and "decoder.layers.mlp.linear_fc1.weight" in text and "[4, 192, 64]" in text
+    assert (
+        "qwen3, lm head, 4 layers" in text
+        and "decoder.layers.mlp.linear_fc1.weight" in text
+        and "[4, 192, 64]" in text
+    )
     assert "model.layers.0.mlp.up_proj.weight" in describe(CheckpointArguments(model / "hf"))
     with CheckpointFolder(model / "hf") as folder:
         assert f"in {len(folder.names)} Hugging Face tensors of bfloat16" in text

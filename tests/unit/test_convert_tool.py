@@ -38,11 +38,23 @@ sys.exit(result)
 
 
 def tool(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "tools/convert.py", *map(str, arguments)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "tools/convert.py", *map(str, arguments)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def grown_mib(*arguments) -> float:
-    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, arguments)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, arguments)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return int(re.search(r"grown by (\d+) KiB", done.stdout)[1]) / 1024
 
@@ -64,10 +76,14 @@ def test_memory_stays_below_the_cap_with_a_larger_tensor_both_ways(large, tmp_pa
     cap = ("--memory-gib", CAP_MIB / 1024, "--workers", 1)
     assert (large / "model.safetensors").stat().st_size > 3 * CAP_MIB * 2**20
     assert grown_mib("hf-to-mcore", large, tmp_path / "mcore", *cap) < CAP_MIB
-    to_megatron.convert(large, tmp_path / "whole", spec="te", budget=Budget(slab_bytes=2**30, workers=1), file_bytes=2**30)  # one chunk a tensor
+    to_megatron.convert(
+        large, tmp_path / "whole", spec="te", budget=Budget(slab_bytes=2**30, workers=1), file_bytes=2**30
+    )  # one chunk a tensor
     assert grown_mib("mcore-to-hf", tmp_path / "whole", tmp_path / "back", *cap) < CAP_MIB
     assert grown_mib("verify", tmp_path / "whole", tmp_path / "back", *cap) < CAP_MIB
-    assert not differences(*map(CheckpointArguments, (large, tmp_path / "mcore")), Budget.of(2**28, workers=1))
+    assert not differences(
+        *map(CheckpointArguments, (large, tmp_path / "mcore")), Budget.of(2**28, workers=1)
+    )
 
 
 def is_running(pid: int) -> bool:
@@ -79,14 +95,39 @@ def is_running(pid: int) -> bool:
 
 def test_a_killed_run_is_continued_where_it_stopped(large, tmp_path):
     def command(name, workers):
-        return list(map(str, ["hf-to-mcore", large, tmp_path / name, "--file-gib", 0.004, "--memory-gib", 0.1875, "--workers", workers]))
+        return list(
+            map(
+                str,
+                [
+                    "hf-to-mcore",
+                    large,
+                    tmp_path / name,
+                    "--file-gib",
+                    0.004,
+                    "--memory-gib",
+                    0.1875,
+                    "--workers",
+                    workers,
+                ],
+            )
+        )
 
-    process = subprocess.Popen([sys.executable, "tools/convert.py", *command("mcore", 2)], cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "tools/convert.py", *command("mcore", 2)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stderr=subprocess.DEVNULL,
+    )
     journal = tmp_path / "mcore.partial" / ".convert.jsonl"
     while not journal.is_file() or len(journal.read_text().splitlines()) < 4:
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.002)
-    children = [int(pid) for pid in (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text().split()]
+    children = [
+        int(pid)
+        for pid in (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children")
+        .read_text()
+        .split()
+    ]
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 20
@@ -97,9 +138,17 @@ def test_a_killed_run_is_continued_where_it_stopped(large, tmp_path):
     ages = {name: (tmp_path / "mcore.partial" / name).stat().st_mtime_ns for name in finished}
     assert len(children) >= 2 and len(finished) >= 3 and not (tmp_path / "mcore").exists()
     assert convert.main(command("mcore", 1)) == convert.main(command("unbroken", 1)) == 0
-    assert {name: (tmp_path / "mcore" / name).stat().st_mtime_ns for name in finished} == ages  # not written again
-    files = {path.relative_to(tmp_path / "unbroken") for path in (tmp_path / "unbroken").rglob("*") if path.is_file()}
-    assert files == {path.relative_to(tmp_path / "mcore") for path in (tmp_path / "mcore").rglob("*") if path.is_file()}
+    assert {
+        name: (tmp_path / "mcore" / name).stat().st_mtime_ns for name in finished
+    } == ages  # not written again
+    files = {
+        path.relative_to(tmp_path / "unbroken")
+        for path in (tmp_path / "unbroken").rglob("*")
+        if path.is_file()
+    }
+    assert files == {
+        path.relative_to(tmp_path / "mcore") for path in (tmp_path / "mcore").rglob("*") if path.is_file()
+    }
     assert len([path for path in files if path.suffix == ".distcp"]) > len(finished)
     for name in files:
         assert (tmp_path / "unbroken" / name).read_bytes() == (tmp_path / "mcore" / name).read_bytes(), name
@@ -109,7 +158,11 @@ def test_exit_status_and_one_line_errors(tmp_path, capsys):
     write_hf(tmp_path / "a", "qwen3")
     write_hf(tmp_path / "b", "qwen3", seed=1)
     other = tool("verify", tmp_path / "a", tmp_path / "b", "--workers", 1)
-    assert other.returncode == 1 and other.stdout.startswith("model.embed_tokens.weight differs") and "and 37 more" in other.stdout
+    assert (
+        other.returncode == 1
+        and other.stdout.startswith("model.embed_tokens.weight differs")
+        and "and 37 more" in other.stdout
+    )
     assert convert.main(["verify", str(tmp_path / "a"), str(tmp_path / "a"), "--workers", "1"]) == 0
     assert "every tensor has the same bits" in capsys.readouterr().out
     (tmp_path / "a" / "model.safetensors").write_bytes(b"short")

@@ -24,12 +24,29 @@ def ids(text: str) -> list[int]:
 
 
 def test_prompts_carry_ids_text_answer_and_the_other_keys(tmp_path):
-    path = write(tmp_path / "train.jsonl", [{"prompt": "2+3", "answer": 5, "level": 1}, "", {"prompt": [{"role": "user", "content": "hi"}], "answer": "ho"}])
+    path = write(
+        tmp_path / "train.jsonl",
+        [
+            {"prompt": "2+3", "answer": 5, "level": 1},
+            "",
+            {"prompt": [{"role": "user", "content": "hi"}], "answer": "ho"},
+        ],
+    )
     dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path))
     assert len(dataset) == 2 and dataset.dropped == 0
     first, second = dataset
-    assert (first.prompt_token_ids, first.text, first.answer, first.extra) == ([1] + ids("2+3"), "2+3", 5, {"level": 1})
-    assert (second.prompt_token_ids, second.text, second.answer, second.extra) == (ids("<user>hi<assistant>"), "<user>hi<assistant>", "ho", {})
+    assert (first.prompt_token_ids, first.text, first.answer, first.extra) == (
+        [1] + ids("2+3"),
+        "2+3",
+        5,
+        {"level": 1},
+    )
+    assert (second.prompt_token_ids, second.text, second.answer, second.extra) == (
+        ids("<user>hi<assistant>"),
+        "<user>hi<assistant>",
+        "ho",
+        {},
+    )
 
 
 def test_keys_can_be_named_and_the_answer_left_out(tmp_path):
@@ -40,14 +57,21 @@ def test_keys_can_be_named_and_the_answer_left_out(tmp_path):
 
 def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (3, 9, 4, 12)])
-    with pytest.raises(ValueError, match=r"line 2: 10 tokens, more than data.max_prompt_tokens=5; raise the limit or set data.overlong=drop"):
+    with pytest.raises(
+        ValueError,
+        match=r"line 2: 10 tokens, more than data.max_prompt_tokens=5; raise the limit or set data.overlong=drop",
+    ):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5))
     dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5, overlong="drop"))
     assert [prompt.text for prompt in dataset] == ["xxx", "xxxx"] and dataset.dropped == 2
     with pytest.raises(ValueError, match="all 4 rows are longer than data.max_prompt_tokens=2"):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"))
-    first = PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"), max_rows=3)
-    assert len(first) == 0 and first.notes == [f"{path}: 3 rows longer than data.max_prompt_tokens=2 left out (data.overlong=drop)"]
+    first = PromptDataset(
+        path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=2, overlong="drop"), max_rows=3
+    )
+    assert len(first) == 0 and first.notes == [
+        f"{path}: 3 rows longer than data.max_prompt_tokens=2 left out (data.overlong=drop)"
+    ]
     with pytest.raises(ValueError, match="data.overlong='cut'"):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, overlong="cut"))
 
@@ -55,7 +79,9 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
 def test_a_prompt_of_megabytes_is_too_long_before_it_is_tokenized(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"prompt": "x" * 10_000_000, "answer": ""}])
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"line 1: at least \d{6,7} tokens, more than data.max_prompt_tokens=1024"):
+    with pytest.raises(
+        ValueError, match=r"line 1: at least \d{6,7} tokens, more than data.max_prompt_tokens=1024"
+    ):
         PromptDataset(path, TOKENIZER, DataConfig(train=path))
     assert time.monotonic() - started < 1
 
@@ -64,11 +90,20 @@ def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"prompt": "ab", "answer": "", "response": "z"}])
     assert len(PromptDataset(path, TOKENIZER, DataConfig(train=path), vocab_size=ord("c"))) == 1
     for kind, config in ((PromptDataset, DataConfig), (DemonstrationDataset, SFTDataConfig)):
-        with pytest.raises(ValueError, match="line 1: the tokenizer in .* gives token .* vocab_size=98; use the model's own"):
+        with pytest.raises(
+            ValueError, match="line 1: the tokenizer in .* gives token .* vocab_size=98; use the model's own"
+        ):
             kind(path, TOKENIZER, config(train=path), vocab_size=ord("b"))
 
 
-@pytest.mark.parametrize(("keys", "said"), [({"prompt_key": ""}, "prompt_key is empty"), ({"answer_key": "prompt"}, "both 'prompt'"), ({"answer_key": "a.b"}, "no key 'a.b'")])
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"prompt_key": ""}, "prompt_key is empty"),
+        ({"answer_key": "prompt"}, "both 'prompt'"),
+        ({"answer_key": "a.b"}, "no key 'a.b'"),
+    ],
+)
 def test_keys_that_name_no_prompt_or_answer_are_refused(tmp_path, keys, said):
     path = write(tmp_path / "train.jsonl", [{"prompt": "a", "answer": ""}])
     with pytest.raises(ValueError, match=said):
@@ -83,7 +118,10 @@ def test_keys_that_name_no_prompt_or_answer_are_refused(tmp_path, keys, said):
         ([{"prompt": "a", "answer": ""}, "{'prompt'"], "line 2: not valid JSON"),
         ([["a"]], "is a JSON array, not JSON lines; write one object a line"),
         (["3"], "line 1: expected a JSON object, got int"),
-        ([{"question": "a", "answer": ""}], r"line 1: no key 'prompt' \(data.prompt_key\); the row has 'question', 'answer'"),
+        (
+            [{"question": "a", "answer": ""}],
+            r"line 1: no key 'prompt' \(data.prompt_key\); the row has 'question', 'answer'",
+        ),
         ([{"prompt": "a"}], "line 1: no key 'answer'"),
         ([{"prompt": 3, "answer": ""}], "line 1: a prompt must be a string"),
     ],
@@ -104,13 +142,20 @@ def test_unreadable_files_are_refused(tmp_path):
 
 
 def test_demonstrations_end_in_eos_and_obey_the_limit(tmp_path):
-    path = write(tmp_path / "sft.jsonl", [{"prompt": "ab", "response": "cd"}, {"prompt": "ab", "response": "cdefg"}])
+    path = write(
+        tmp_path / "sft.jsonl", [{"prompt": "ab", "response": "cd"}, {"prompt": "ab", "response": "cdefg"}]
+    )
     first, second = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))
     assert (first.prompt_token_ids, first.response_token_ids) == ([1] + ids("ab"), ids("cd") + [2])
     assert second.response_token_ids == ids("cdefg") + [2]
     with pytest.raises(ValueError, match="line 2: 9 tokens, more than data.max_tokens=8"):
         DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, max_tokens=8))
-    assert DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, max_tokens=8, overlong="drop")).dropped == 1
+    assert (
+        DemonstrationDataset(
+            path, TOKENIZER, SFTDataConfig(train=path, max_tokens=8, overlong="drop")
+        ).dropped
+        == 1
+    )
     path = write(tmp_path / "bad.jsonl", [{"prompt": "ab", "response": 5}])
     with pytest.raises(ValueError, match="line 1: 'response' must be a string, got 5"):
         DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))

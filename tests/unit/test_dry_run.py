@@ -55,7 +55,10 @@ def test_a_shape_stands_in_for_folders_and_prompts(ranks):
     ("given", "message"),
     [
         (settings(actor={"path": "llama9"}), "actor.path='llama9' is neither a folder nor a built-in shape"),
-        (settings(critic={"path": "/models/none"}, data={"train": __file__}), "critic.path='/models/none' is neither a folder nor"),
+        (
+            settings(critic={"path": "/models/none"}, data={"train": __file__}),
+            "critic.path='/models/none' is neither a folder nor",
+        ),
         (settings(data={"train": "/data/none.jsonl"}), "data.train='/data/none.jsonl' does not exist"),
         (settings(actor={"path": "llama3-8b", "layout": "tp3"}), "actor.layout='tp3'"),
         (settings(rollout={"tp": 16}), "rollout.tp=16 must divide the 8 ranks"),
@@ -77,7 +80,9 @@ def test_an_unknown_gpu_is_named(ranks):
 
 def test_supervised_runs_are_checked_too(ranks):
     ranks(4, 4)
-    assert "actor tp2dp2: 256 rows a step, about 128.0 a data-parallel rank" in supervised_plan({"actor": {"path": "llama3-8b", "layout": "tp2"}})
+    assert "actor tp2dp2: 256 rows a step, about 128.0 a data-parallel rank" in supervised_plan(
+        {"actor": {"path": "llama3-8b", "layout": "tp2"}}
+    )
     with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):
         supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}})
     with pytest.raises(ValueError, match="abacus"):
@@ -86,8 +91,13 @@ def test_supervised_runs_are_checked_too(ranks):
 
 def test_supervised_runs_are_planned_and_refused_too(ranks):
     ranks(4, 4)
-    fits, narrow = (supervised_plan({"actor": {"path": "llama3-8b", "layout": layout}}, gpu=gpu) for layout, gpu in (("tp2", "h200"), ("tp1", "h100")))
-    assert "It fits: " in fits and "seconds predicted" in fits and "optimizer 22.4" in fits  # 12 bytes of 8 billion parameters on two of the four GPUs, halved by dp
+    fits, narrow = (
+        supervised_plan({"actor": {"path": "llama3-8b", "layout": layout}}, gpu=gpu)
+        for layout, gpu in (("tp2", "h200"), ("tp1", "h100"))
+    )
+    assert (
+        "It fits: " in fits and "seconds predicted" in fits and "optimizer 22.4" in fits
+    )  # 12 bytes of 8 billion parameters on two of the four GPUs, halved by dp
     assert "It does not fit:\n  a step: " in narrow and "engine.recompute=full" in narrow
     large = SFTConfig()
     large.actor.path, large.actor.layout = "llama3-70b", "tp4"
@@ -97,7 +107,10 @@ def test_supervised_runs_are_planned_and_refused_too(ranks):
         assert case.actor.learns and case.packed_tokens == large.data.max_tokens - 1
         return check_supervised_fits(large, world_size=4, machine=machine, read=arch)
 
-    assert problems(None) == [] and "this run cannot fit 4 GPUs of 140 GiB: a step: " in problems(MACHINES["h200"])[0]
+    assert (
+        problems(None) == []
+        and "this run cannot fit 4 GPUs of 140 GiB: a step: " in problems(MACHINES["h200"])[0]
+    )
 
 
 def test_the_world_comes_from_the_environment(ranks, monkeypatch):
@@ -120,8 +133,20 @@ def test_the_world_comes_from_the_environment(ranks, monkeypatch):
 def test_the_whole_way_from_a_launcher(tmp_path):
     """As a user types it, without stand-ins."""
     hosts = hostfile(tmp_path / "hosts", nodes=4, slots=8)
-    command = ["bash", LAUNCH / "hostfile.sh", hosts, "recipes/llama3_70b_ppo.sh", "reward.path=llama3-8b", "reward.function=", "--dry-run", "--gpu", "h100"]
+    command = [
+        "bash",
+        LAUNCH / "hostfile.sh",
+        hosts,
+        "recipes/llama3_70b_ppo.sh",
+        "reward.path=llama3-8b",
+        "reward.function=",
+        "--dry-run",
+        "--gpu",
+        "h100",
+    ]
     run = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120)
     assert run.returncode == NO_ROOM and "It does not fit" in run.stdout, run.stderr
     assert run.stdout.count("NODE_RANK=") == 4 and "worker-3: ssh" in run.stdout
-    assert "dry run: 32 ranks, 8 a host" in run.stdout and "reward" in run.stdout and "32 x h100" in run.stdout
+    assert (
+        "dry run: 32 ranks, 8 a host" in run.stdout and "reward" in run.stdout and "32 x h100" in run.stdout
+    )

@@ -11,25 +11,46 @@ from safetensors.torch import load_file
 
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import CheckpointFolder, carry_files, load_parameters, write_index, write_safetensors
+from parallel.weights.files import (
+    CheckpointFolder,
+    carry_files,
+    load_parameters,
+    write_index,
+    write_safetensors,
+)
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import Block
 from parallel.weights.values import check_tied, not_finite
 
-SIZES = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24, norm_eps=1e-6, max_positions=64)
+SIZES = dict(
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+    norm_eps=1e-6,
+    max_positions=64,
+)
 ARCH = Architecture(model_type="qwen2", vocab_size=90, **SIZES)
 
 
 def random_tensors(arch=ARCH, head="lm", dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in hf_shapes(arch, head).items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in hf_shapes(arch, head).items()
+    }
 
 
 def write_folder(folder, tensors, *, arch=ARCH, files=2):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(arch.to_hf()))
     names = sorted(tensors)
-    file_of = {name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    file_of = {
+        name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors"
+        for i, name in enumerate(names)
+    }
     if files == 1:
         write_safetensors(folder / "model.safetensors", tensors)
         return folder
@@ -60,8 +81,12 @@ def test_reads_rectangles(tmp_path, files):
         for name, tensor in tensors.items():
             matrix = tensor.view(len(tensor), -1)
             rows, cols = (len(matrix) // 3, len(matrix)), (matrix.shape[1] // 4, matrix.shape[1])
-            assert torch.equal(folder.read(Block(name, rows, cols, row=5), torch.float32), matrix[slice(*rows), slice(*cols)])
-            assert torch.equal(folder.read(Block(name, (0, 1), (0, 1)), torch.bfloat16), matrix[:1, :1].bfloat16())
+            assert torch.equal(
+                folder.read(Block(name, rows, cols, row=5), torch.float32), matrix[slice(*rows), slice(*cols)]
+            )
+            assert torch.equal(
+                folder.read(Block(name, (0, 1), (0, 1)), torch.bfloat16), matrix[:1, :1].bfloat16()
+            )
         folder.check_shapes(hf_shapes(ARCH))
 
 
@@ -79,7 +104,9 @@ def test_load_parameters(tmp_path, stored, head):
         for p in parameters:
             expected = torch.zeros(p.shape).view(p.shape[0], -1)
             for b in p.blocks:
-                part = tensors[b.tensor].float().view(len(tensors[b.tensor]), -1)[slice(*b.rows), slice(*b.cols)]
+                part = (
+                    tensors[b.tensor].float().view(len(tensors[b.tensor]), -1)[slice(*b.rows), slice(*b.cols)]
+                )
                 expected[b.row : b.row + len(part), b.col : b.col + part.shape[1]] = part
             assert torch.equal(held[p.chunk, p.name], expected.view(p.shape)), p.name
     embedding = next(p for p in megatron_parameters(ARCH, layout, 1, spec="local") if "embedding" in p.name)
@@ -94,14 +121,18 @@ def test_a_value_head_that_the_folder_lacks_stays_as_it_was(folder):
     opened = CheckpointFolder(folder)
     opened.check_shapes(hf_shapes(ARCH, "token"), optional={"score.weight", "score.bias"})
     assert load_parameters(opened, parameters, held) == ["output_layer.weight", "output_layer.bias"]
-    assert (held[0, "output_layer.weight"] == 7).all() and not (held[0, "decoder.final_layernorm.weight"] == 7).all()
+    assert (held[0, "output_layer.weight"] == 7).all() and not (
+        held[0, "decoder.final_layernorm.weight"] == 7
+    ).all()
 
 
 def test_a_tied_copy_is_loaded_from_the_embedding(tmp_path):
     arch = Architecture(model_type="llama", vocab_size=64, tied=True, **SIZES)
     tensors = random_tensors(arch)
     folder = CheckpointFolder(write_folder(tmp_path / "model", tensors, arch=arch, files=1))
-    parameters = [p for p in megatron_parameters(arch, Layout(pp=2, ranks=(0, 1)), 1, spec="te") if not p.owner]
+    parameters = [
+        p for p in megatron_parameters(arch, Layout(pp=2, ranks=(0, 1)), 1, spec="te") if not p.owner
+    ]
     held = torch.empty(64, 16)
     load_parameters(folder, parameters, {(0, "output_layer.weight"): held})
     assert torch.equal(held, tensors["model.embed_tokens.weight"])
@@ -112,13 +143,19 @@ def test_missing_pieces_are_named(folder, tmp_path):
         CheckpointFolder(tmp_path / "nowhere")
     shard = folder / "model-00002-of-00002.safetensors"
     shard.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="lacks weight files that its index names: model-00002-of-00002.safetensors"):
+    with pytest.raises(
+        ValueError, match="lacks weight files that its index names: model-00002-of-00002.safetensors"
+    ):
         CheckpointFolder(folder)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json$"):
+    with pytest.raises(
+        ValueError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json$"
+    ):
         CheckpointFolder(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"found pytorch_model\.bin: save the model with transformers as safetensors"):
+    with pytest.raises(
+        ValueError, match=r"found pytorch_model\.bin: save the model with transformers as safetensors"
+    ):
         CheckpointFolder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
@@ -130,11 +167,16 @@ def test_a_truncated_file_is_named_with_its_sizes(folder):
     whole = shard.read_bytes()
     for size in (len(whole) - 1, len(whole) - 1000):
         shard.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=f"{shard.name} is truncated or garbled: its header describes {len(whole)} bytes and the file has {size}"):
+        with pytest.raises(
+            ValueError,
+            match=f"{shard.name} is truncated or garbled: its header describes {len(whole)} bytes and the file has {size}",
+        ):
             CheckpointFolder(folder)
     for size in (0, 5, 8, 100):
         shard.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=f"{shard.name} is truncated or no safetensors file: .* the file has {size}"):
+        with pytest.raises(
+            ValueError, match=f"{shard.name} is truncated or no safetensors file: .* the file has {size}"
+        ):
             CheckpointFolder(folder)
     shard.write_bytes(whole + b"x")
     with pytest.raises(ValueError, match=f"describes {len(whole)} bytes and the file has {len(whole) + 1}"):
@@ -169,8 +211,16 @@ def test_a_garbled_header_is_named(folder, header):
 
 def test_an_index_that_does_not_fit_its_files(folder):
     index = folder / "model.safetensors.index.json"
-    edit_json(index, lambda content: content["weight_map"].update({"model.ghost.weight": "model-00001-of-00002.safetensors"}))
-    with pytest.raises(ValueError, match=r"names tensors that their files do not hold: model\.ghost\.weight in model-00001-of-00002\.safetensors"):
+    edit_json(
+        index,
+        lambda content: content["weight_map"].update(
+            {"model.ghost.weight": "model-00001-of-00002.safetensors"}
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"names tensors that their files do not hold: model\.ghost\.weight in model-00001-of-00002\.safetensors",
+    ):
         CheckpointFolder(folder)
     for content in ('{"metadata": {}}', "[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": {}}}'):
         index.write_text(content)
@@ -178,9 +228,23 @@ def test_an_index_that_does_not_fit_its_files(folder):
             CheckpointFolder(folder)
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "sub/a.safetensors", "..\\a.safetensors", "weights.bin", "a\n.safetensors", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/secret.safetensors",
+        "sub/a.safetensors",
+        "..\\a.safetensors",
+        "weights.bin",
+        "a\n.safetensors",
+        "",
+    ],
+)
 def test_an_index_names_only_safetensors_files_of_its_folder(folder, name):
-    edit_json(folder / "model.safetensors.index.json", lambda content: content["weight_map"].update({"model.norm.weight": name}))
+    edit_json(
+        folder / "model.safetensors.index.json",
+        lambda content: content["weight_map"].update({"model.norm.weight": name}),
+    )
     with pytest.raises(ValueError, match="only safetensors files of its own folder are read"):
         CheckpointFolder(folder)
 
@@ -196,9 +260,16 @@ def test_files_may_be_symbolic_links(folder, tmp_path):
 def test_a_tensor_that_the_index_leaves_out_or_two_files_hold(folder):
     index = folder / "model.safetensors.index.json"
     edit_json(index, lambda content: content["weight_map"].pop("model.norm.weight"))
-    with pytest.raises(ValueError, match=r"leaves out tensors that its files hold.*: model\.norm\.weight in model-00002"):
+    with pytest.raises(
+        ValueError, match=r"leaves out tensors that its files hold.*: model\.norm\.weight in model-00002"
+    ):
         CheckpointFolder(folder)
-    edit_json(index, lambda content: content["weight_map"].update({"model.norm.weight": "model-00003-of-00003.safetensors"}))
+    edit_json(
+        index,
+        lambda content: content["weight_map"].update(
+            {"model.norm.weight": "model-00003-of-00003.safetensors"}
+        ),
+    )
     write_safetensors(folder / "model-00003-of-00003.safetensors", {"model.norm.weight": torch.zeros(16)})
     with pytest.raises(ValueError, match=r"names another file for them: model\.norm\.weight in model-00002"):
         CheckpointFolder(folder)
@@ -208,13 +279,20 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path):
     arch = Architecture(model_type="llama", vocab_size=90, tied=True, **SIZES)
     tensors = random_tensors(arch)
     embedding = tensors["model.embed_tokens.weight"]
-    for number, head in enumerate((embedding.clone(), embedding + 1e-6, embedding[:89].clone(), embedding.bfloat16(), torch.tensor(1.0))):
-        folder = CheckpointFolder(write_folder(tmp_path / str(number), tensors | {"lm_head.weight": head}, arch=arch))
+    for number, head in enumerate(
+        (embedding.clone(), embedding + 1e-6, embedding[:89].clone(), embedding.bfloat16(), torch.tensor(1.0))
+    ):
+        folder = CheckpointFolder(
+            write_folder(tmp_path / str(number), tensors | {"lm_head.weight": head}, arch=arch)
+        )
         folder.check_shapes(hf_shapes(arch))
         if number == 0:
             check_tied(folder)
         else:
-            with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors holds an lm_head\.weight that is not the embedding.*set tie_word_embeddings to false"):
+            with pytest.raises(
+                ValueError,
+                match=r"model-00001-of-00002\.safetensors holds an lm_head\.weight that is not the embedding.*set tie_word_embeddings to false",
+            ):
                 check_tied(folder)
 
 
@@ -230,7 +308,9 @@ def test_numbers_that_are_none_are_named_with_their_tensor_and_file(tmp_path, st
     tensors[name][3, 5] = value
     folder = CheckpointFolder(write_folder(tmp_path / "bad", tensors))
     problem, *others = not_finite(folder, sorted(folder.names), held_as)
-    assert not others and problem.startswith(f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {beyond};")
+    assert not others and problem.startswith(
+        f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {beyond};"
+    )
 
 
 def test_shapes_that_do_not_fit_the_config(tmp_path):
@@ -243,7 +323,10 @@ def test_shapes_that_do_not_fit_the_config(tmp_path):
     with pytest.raises(ValueError) as error:
         folder.check_shapes(hf_shapes(Architecture(model_type="qwen2", vocab_size=100, **SIZES)))
     text = str(error.value)
-    assert "model.embed_tokens.weight is [90, 16] and config.json describes [100, 16] (vocab_size=100, but 90 rows)" in text
+    assert (
+        "model.embed_tokens.weight is [90, 16] and config.json describes [100, 16] (vocab_size=100, but 90 rows)"
+        in text
+    )
     assert "lm_head.weight is [90, 16]" in text and "missing: model.layers.1.self_attn.k_proj.bias" in text
     assert "model.layers.0.mlp.up_proj.weight is [24, 17] and config.json describes [24, 16]" in text
     assert "unknown: model.layers.7.mlp.up_proj.weight" in text
@@ -253,7 +336,10 @@ def test_shapes_that_do_not_fit_the_config(tmp_path):
 
 def test_tensors_that_nothing_uses_are_accepted(tmp_path):
     arch = Architecture(model_type="llama", vocab_size=90, tied=True, **SIZES)
-    unused = {"lm_head.weight": torch.zeros(90, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    unused = {
+        "lm_head.weight": torch.zeros(90, 16),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
+    }
     folder = CheckpointFolder(write_folder(tmp_path / "model", random_tensors(arch) | unused, arch=arch))
     folder.check_shapes(hf_shapes(arch))
     folder.check_shapes(hf_shapes(arch, "sequence"), optional={"score.weight"})
@@ -262,7 +348,9 @@ def test_tensors_that_nothing_uses_are_accepted(tmp_path):
 def test_loading_refuses_what_is_not_there(tmp_path):
     tensors = random_tensors()
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:9].clone()
-    tensors["model.layers.0.mlp.down_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].to(torch.float8_e4m3fn)
+    tensors["model.layers.0.mlp.down_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].to(
+        torch.float8_e4m3fn
+    )
     del tensors["lm_head.weight"]
     folder = CheckpointFolder(write_folder(tmp_path / "model", tensors))
     parameters = {p.name: p for p in megatron_parameters(ARCH, Layout(), 0, spec="te")}
@@ -270,9 +358,13 @@ def test_loading_refuses_what_is_not_there(tmp_path):
     def load(name):
         load_parameters(folder, [parameters[name]], {(0, name): torch.zeros(parameters[name].shape)})
 
-    with pytest.raises(ValueError, match=r"lacks tensors of the model that its config\.json describes: lm_head\.weight"):
+    with pytest.raises(
+        ValueError, match=r"lacks tensors of the model that its config\.json describes: lm_head\.weight"
+    ):
         load("output_layer.weight")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* has shape \[9\], too small for rows 0-16"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight in .* has shape \[9\], too small for rows 0-16"
+    ):
         load("decoder.final_layernorm.weight")
     with pytest.raises(ValueError, match="dtype F8_E4M3; quantised weights are not supported"):
         load("decoder.layers.0.mlp.linear_fc2.weight")
@@ -300,11 +392,22 @@ def test_files_appear_whole_or_not_at_all(tmp_path):
     assert torch.equal(load_file(path)["a"], shared.view(2, 3).t())
     with pytest.raises(RuntimeError):
         write_safetensors(path, {"a": shared, "b": shared})  # two names for one storage
-    assert set(load_file(path)) == {"a", "b"} and [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert set(load_file(path)) == {"a", "b"} and [file.name for file in tmp_path.iterdir()] == [
+        "model.safetensors"
+    ]
 
 
 def test_carry_files(folder, tmp_path):
-    kept = ["generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt", "vocab.json"]
+    kept = [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "vocab.json",
+    ]
     for name in [*kept, "pytorch_model.bin", "training_args.bin", "README.md", "modeling_custom.py"]:
         (folder / name).write_text(name)
     carry_files(folder, tmp_path / "out" / "actor")
@@ -312,15 +415,25 @@ def test_carry_files(folder, tmp_path):
     assert (tmp_path / "out" / "actor" / "chat_template.jinja").read_text() == "chat_template.jinja"
     assert json.loads((tmp_path / "out" / "actor" / "config.json").read_text()) == ARCH.to_hf()
     carry_files(folder, tmp_path / "critic", config=ARCH.to_hf(head="token"))
-    assert json.loads((tmp_path / "critic" / "config.json").read_text())["architectures"] == ["Qwen2ForTokenClassification"]
+    assert json.loads((tmp_path / "critic" / "config.json").read_text())["architectures"] == [
+        "Qwen2ForTokenClassification"
+    ]
     carry_files(folder, folder)
     assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
 
 
 def test_a_folder_written_here_is_read_by_transformers(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
-    for head, auto in (("lm", AutoModelForCausalLM), ("token", AutoModelForTokenClassification), ("sequence", AutoModelForSequenceClassification)):
+    for head, auto in (
+        ("lm", AutoModelForCausalLM),
+        ("token", AutoModelForTokenClassification),
+        ("sequence", AutoModelForSequenceClassification),
+    ):
         tensors = random_tensors(head=head)
         folder = write_folder(tmp_path / head, tensors)
         carry_files(folder, folder, config=ARCH.to_hf(head=head, carry={"dtype": "float32"}))

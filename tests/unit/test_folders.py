@@ -20,7 +20,11 @@ SERVED_LLAMA = SERVED["llama"]
 def folders(tmp_path_factory):
     """An actor, a critic and a reward model as transformers writes them, and one tokenizer for all."""
     root = tmp_path_factory.mktemp("folders")
-    for name, head in (("actor", "ForCausalLM"), ("critic", "ForTokenClassification"), ("reward", "ForSequenceClassification")):
+    for name, head in (
+        ("actor", "ForCausalLM"),
+        ("critic", "ForTokenClassification"),
+        ("reward", "ForSequenceClassification"),
+    ):
         write_hf(root / name, "llama", head, **SERVED_LLAMA)
         write_tokenizer(root / name)
     return root
@@ -37,7 +41,11 @@ def copies(folders, tmp_path):
 
 
 def roles(root):
-    return {"actor": (str(root / "actor"), "lm"), "critic": (str(root / "critic"), "token"), "reward": (str(root / "reward"), "sequence")}
+    return {
+        "actor": (str(root / "actor"), "lm"),
+        "critic": (str(root / "critic"), "token"),
+        "reward": (str(root / "reward"), "sequence"),
+    }
 
 
 def edit(path, **changes):
@@ -73,11 +81,16 @@ def test_roles_of_a_run():
 
 
 def test_a_reward_model_has_a_score_head(folders, copies):
-    with pytest.raises(ValueError, match=r"actor has no score\.weight, so as a reward model it would give every row 0; name .* LlamaForSequenceClassification"):
+    with pytest.raises(
+        ValueError,
+        match=r"actor has no score\.weight, so as a reward model it would give every row 0; name .* LlamaForSequenceClassification",
+    ):
         check_weights(str(folders / "actor"), "sequence")
     edit_weights(copies / "reward", lambda tensors: tensors.pop("score.weight"))
     assert "reward.path=" in only_problem(copies) and "has no score.weight" in only_problem(copies)
-    with pytest.raises(ValueError, match=r"unknown: score\.bias"):  # a score a token, and a bias that no row's score has
+    with pytest.raises(
+        ValueError, match=r"unknown: score\.bias"
+    ):  # a score a token, and a bias that no row's score has
         check_weights(str(folders / "critic"), "sequence")
 
 
@@ -105,9 +118,17 @@ def test_a_smaller_vocabulary_is_refused(copies):
         file.unlink()
     assert inspect_folders(roles(copies), rollout=True).problems == []
     edit(copies / "reward" / "config.json", vocab_size=149)
-    edit_weights(copies / "reward", lambda tensors: tensors.update({"model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:149].clone()}))
+    edit_weights(
+        copies / "reward",
+        lambda tensors: tensors.update(
+            {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:149].clone()}
+        ),
+    )
     problem = only_problem(copies)
-    assert "has vocab_size=149, and the actor generates tokens below its vocab_size=150" in problem and "resize_token_embeddings(150)" in problem
+    assert (
+        "has vocab_size=149, and the actor generates tokens below its vocab_size=150" in problem
+        and "resize_token_embeddings(150)" in problem
+    )
 
 
 def test_another_tokenizer_is_refused(copies):
@@ -117,7 +138,9 @@ def test_another_tokenizer_is_refused(copies):
     words["w7"], words["w8"] = 8, 7
     path.write_text(json.dumps(content))
     problem = only_problem(copies)
-    assert problem.startswith(f"critic.path='{copies / 'critic'}': its tokenizer is not the actor's: 2 of the actor's 150 tokens have another id here")
+    assert problem.startswith(
+        f"critic.path='{copies / 'critic'}': its tokenizer is not the actor's: 2 of the actor's 150 tokens have another id here"
+    )
     assert "'w7', 7 for the actor and 8 here" in problem
     words["w7"], words["w8"], words["more"] = 7, 8, 150  # tokens of its own are no harm
     path.write_text(json.dumps(content))
@@ -128,11 +151,19 @@ def test_another_tokenizer_is_refused(copies):
 
 
 def test_values_that_are_no_numbers_are_found_by_the_ranks_together(copies):
-    edit_weights(copies / "critic", lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"].__setitem__((5, 6), torch.nan))
+    edit_weights(
+        copies / "critic",
+        lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"].__setitem__((5, 6), torch.nan),
+    )
     edit_weights(copies / "reward", lambda tensors: tensors["score.weight"].fill_(torch.inf))
     found = [find_not_finite(roles(copies), [torch.float32], place=rank, of=3) for rank in range(3)]
     told = sorted(problem.split(" holds ")[0] for problems in found for problem in problems)
-    assert told == sorted([f"model.layers.2.mlp.up_proj.weight in {copies}/critic/model.safetensors", f"score.weight in {copies}/reward/model.safetensors"])
+    assert told == sorted(
+        [
+            f"model.layers.2.mlp.up_proj.weight in {copies}/critic/model.safetensors",
+            f"score.weight in {copies}/reward/model.safetensors",
+        ]
+    )
 
 
 def test_a_head_size_that_vllm_does_not_serve_here(tmp_path, monkeypatch):
@@ -177,15 +208,33 @@ def test_what_vllm_or_transformers_cannot_read(copies, changes, words):
     assert words in only_problem(copies)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "\x00", '{"eos_token_id": 150}', '{"eos_token_id": [2, -1]}', '{"eos_token_id": "</s>"}', '{"eos_token_id": true}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{",
+        "\x00",
+        '{"eos_token_id": 150}',
+        '{"eos_token_id": [2, -1]}',
+        '{"eos_token_id": "</s>"}',
+        '{"eos_token_id": true}',
+    ],
+)
 def test_generation_settings_that_vllm_would_pass_over(copies, content):
     (copies / "actor" / "generation_config.json").write_text(content)
-    assert "generation_config.json" in only_problem(copies) and ("eos_token_id=" in only_problem(copies) or "is not a JSON object" in only_problem(copies))
+    assert "generation_config.json" in only_problem(copies) and (
+        "eos_token_id=" in only_problem(copies) or "is not a JSON object" in only_problem(copies)
+    )
     assert inspect_folders(roles(copies), rollout=False).problems == []
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"a"', b"{}x", b'{"a": ' * 10**5], ids=["empty", "list", "cut", "binary", "text", "tail", "deep"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{", b"\xff\xfe", b'"a"', b"{}x", b'{"a": ' * 10**5],
+    ids=["empty", "list", "cut", "binary", "text", "tail", "deep"],
+)
 def test_broken_tokenizer_files_are_named(folders, tmp_path, name, content):
     for file in (folders / "actor").glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -194,7 +243,17 @@ def test_broken_tokenizer_files_are_named(folders, tmp_path, name, content):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("change", [dict(eos_token=3), dict(pad_token=[]), dict(tokenizer_class=1), dict(model_max_length="x"), dict(extra_special_tokens=[1])], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(eos_token=3),
+        dict(pad_token=[]),
+        dict(tokenizer_class=1),
+        dict(model_max_length="x"),
+        dict(extra_special_tokens=[1]),
+    ],
+    ids=str,
+)
 def test_tokenizer_settings_of_another_type_are_named(folders, tmp_path, change):
     for file in (folders / "actor").glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())

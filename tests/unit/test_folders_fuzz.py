@@ -23,31 +23,102 @@ from verl_megatron.models.rope import rope_frequencies
 SLOWEST_S = 1.0
 LEAVES = [
     *(None, True, False, 0, 1, -1, 2, 3, 64, 4096, 10**6, 10**9, 10**30, -(10**400), 10**400),
-    *(0.0, 1.0, -0.5, 0.1, 1.5, 64.0, 1e-30, 1e300, "", "64", "silu", "gelu", "full_attention", "x" * 10**5, "\ud800", "\x00"),
-    *([], [0], [[]], [None] * 4, ["full_attention"] * 4, ["sliding_attention"] * 4, [0] * 10**5, {}, {"a": 1}, {"0": "LABEL_0"}),
+    *(
+        0.0,
+        1.0,
+        -0.5,
+        0.1,
+        1.5,
+        64.0,
+        1e-30,
+        1e300,
+        "",
+        "64",
+        "silu",
+        "gelu",
+        "full_attention",
+        "x" * 10**5,
+        "\ud800",
+        "\x00",
+    ),
+    *(
+        [],
+        [0],
+        [[]],
+        [None] * 4,
+        ["full_attention"] * 4,
+        ["sliding_attention"] * 4,
+        [0] * 10**5,
+        {},
+        {"a": 1},
+        {"0": "LABEL_0"},
+    ),
 ]
 ROPES = [
-    *({"rope_type": kind} for kind in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "", "x", 1, None, [], {})),
+    *(
+        {"rope_type": kind}
+        for kind in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "", "x", 1, None, [], {})
+    ),
     *({"type": kind, "factor": 2.0} for kind in ("linear", "yarn", "dynamic", "su")),
-    *({"rope_type": "yarn", "factor": 4.0, name: value} for name in ("beta_fast", "beta_slow", "mscale", "truncate", "attention_factor") for value in (0, -1.0, 1e300, "1", None)),
+    *(
+        {"rope_type": "yarn", "factor": 4.0, name: value}
+        for name in ("beta_fast", "beta_slow", "mscale", "truncate", "attention_factor")
+        for value in (0, -1.0, 1e300, "1", None)
+    ),
     *({"rope_type": "yarn", "factor": value} for value in (0, 0.5, 1, 2, 1e300, "2", True, None)),
-    *({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": value} for value in (0, 1, 64, 64.0, 10**30, "64")),
-    *({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": low, "high_freq_factor": 4.0} for low in (1.0, 4.0, 5.0, 0.0, "1")),
-    *({"rope_type": "default", "rope_theta": value} for value in (1e4, 10_000, 0, 1, -5.0, "1e4", True, 1e300, None)),
+    *(
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": value}
+        for value in (0, 1, 64, 64.0, 10**30, "64")
+    ),
+    *(
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": low, "high_freq_factor": 4.0}
+        for low in (1.0, 4.0, 5.0, 0.0, "1")
+    ),
+    *(
+        {"rope_type": "default", "rope_theta": value}
+        for value in (1e4, 10_000, 0, 1, -5.0, "1e4", True, 1e300, None)
+    ),
     {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
 ]
-UNKNOWN = ("logit_scale", "final_logit_softcapping", "use_qk_norm", "attn_bias", "num_experts", "hidden_dropout_prob", "", "a\nb", "é", "k" * 5000)
+UNKNOWN = (
+    "logit_scale",
+    "final_logit_softcapping",
+    "use_qk_norm",
+    "attn_bias",
+    "num_experts",
+    "hidden_dropout_prob",
+    "",
+    "a\nb",
+    "é",
+    "k" * 5000,
+)
 
 
 def mutations(count: int, seed: int):
     """(config.json, what was changed in it), each with one or two keys otherwise, gone or new."""
     draw = random.Random(seed)
-    sound = {name: make_hf(name).config.to_diff_dict() | {"model_type": FAMILIES[name][0].lower()} for name in FAMILIES}
+    sound = {
+        name: make_hf(name).config.to_diff_dict() | {"model_type": FAMILIES[name][0].lower()}
+        for name in FAMILIES
+    }
     for _ in range(count):
         config = json.loads(json.dumps(sound[draw.choice(sorted(sound))]))
         changed = []
         for _ in range(draw.choice((1, 1, 1, 2))):
-            key = draw.choice([*config, *config, *config, *FIXED, *LENGTHS, *OF_THE_HEAD, *UNKNOWN, *sorted(HARMLESS)[::7], "rope_scaling", "rope_theta"])
+            key = draw.choice(
+                [
+                    *config,
+                    *config,
+                    *config,
+                    *FIXED,
+                    *LENGTHS,
+                    *OF_THE_HEAD,
+                    *UNKNOWN,
+                    *sorted(HARMLESS)[::7],
+                    "rope_scaling",
+                    "rope_theta",
+                ]
+            )
             if key in ("rope_parameters", "rope_scaling") and draw.random() < 0.8:
                 config[key] = draw.choice(ROPES)
             elif key in config and draw.random() < 0.15:
@@ -76,7 +147,9 @@ def test_a_changed_config_is_refused_by_name_or_read_as_transformers_reads_it(tm
         arch, refusal = outcome(Architecture.from_hf, config)
         if arch is None:
             names = [key if key.isprintable() and len(key) <= 60 else repr(key)[:20] for key in changed]
-            assert any(name in refusal for name in names) or "head_dim" in refusal or "sliding_window" in refusal, (changed, refusal)
+            assert (
+                any(name in refusal for name in names) or "head_dim" in refusal or "sliding_window" in refusal
+            ), (changed, refusal)
             counts["refused"] += 1
             continue
         folder = tmp_path / str(number)
@@ -92,14 +165,43 @@ def test_a_changed_config_is_refused_by_name_or_read_as_transformers_reads_it(tm
 def compare(arch: Architecture, config, changed) -> None:
     """What decides the logits, against the model that transformers would build."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    ours = (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.tied, arch.norm_eps, arch.vocab_size)
-    theirs = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, head_dim, config.tie_word_embeddings, config.rms_norm_eps, config.vocab_size)
+    ours = (
+        arch.num_layers,
+        arch.num_heads,
+        arch.num_kv_heads,
+        arch.head_dim,
+        arch.tied,
+        arch.norm_eps,
+        arch.vocab_size,
+    )
+    theirs = (
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim,
+        config.tie_word_embeddings,
+        config.rms_norm_eps,
+        config.vocab_size,
+    )
     assert ours == theirs, changed
-    assert config.hidden_act == "silu" and not getattr(config, "attention_bias", False) and not getattr(config, "mlp_bias", False), changed
+    assert (
+        config.hidden_act == "silu"
+        and not getattr(config, "attention_bias", False)
+        and not getattr(config, "mlp_bias", False)
+    ), changed
     assert getattr(config, "is_causal", True) and not config.is_encoder_decoder, changed
-    if {"hidden_size", "num_attention_heads", "head_dim"} & set(changed) or "rope" in "".join(changed) or "max_position_embeddings" in changed:
+    if (
+        {"hidden_size", "num_attention_heads", "head_dim"} & set(changed)
+        or "rope" in "".join(changed)
+        or "max_position_embeddings" in changed
+    ):
         stem = type(config).__name__.removesuffix("Config")
-        module = getattr(__import__(f"transformers.models.{config.model_type}.modeling_{config.model_type}", fromlist=["_"]), f"{stem}RotaryEmbedding")
+        module = getattr(
+            __import__(
+                f"transformers.models.{config.model_type}.modeling_{config.model_type}", fromlist=["_"]
+            ),
+            f"{stem}RotaryEmbedding",
+        )
         rotary = module(config)
         frequencies, factor = rope_frequencies(arch)
         torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=0, atol=0)
@@ -143,7 +245,16 @@ def test_a_changed_index_is_refused_or_reads_the_same(folder):
         content = json.loads(path.read_text())
         table = content["weight_map"]
         key = draw.choice(sorted(table))
-        other = draw.choice([*LEAVES[:25], "../a.safetensors", "/dev/null", "config.json", ".", "model-00001-of-00002.safetensors"])
+        other = draw.choice(
+            [
+                *LEAVES[:25],
+                "../a.safetensors",
+                "/dev/null",
+                "config.json",
+                ".",
+                "model-00001-of-00002.safetensors",
+            ]
+        )
         change = draw.choice(("file", "name", "gone", "map", "metadata", "cut"))
         if change == "file":
             table[key] = other
@@ -156,7 +267,9 @@ def test_a_changed_index_is_refused_or_reads_the_same(folder):
         elif change == "map":
             content["weight_map"] = other
         text = json.dumps(content).encode()
-        refused += try_file(path, text[: draw.randrange(len(text))] if change == "cut" else text, folder, sound)
+        refused += try_file(
+            path, text[: draw.randrange(len(text))] if change == "cut" else text, folder, sound
+        )
     assert 70 < refused < 100, refused
 
 
@@ -168,13 +281,21 @@ def test_a_changed_header_is_refused_or_reads_the_same(folder):
     for _ in range(200):
         header = json.loads(whole[8 : 8 + size])
         key = draw.choice(sorted(header.keys() - {"__metadata__"}))
-        change = draw.choice(("dtype", "shape", "offsets", "entry", "metadata", "gone", "bytes", "cut", "none"))
+        change = draw.choice(
+            ("dtype", "shape", "offsets", "entry", "metadata", "gone", "bytes", "cut", "none")
+        )
         if change == "dtype":
-            header[key]["dtype"] = draw.choice(["F16", "F64", "I32", "U32", "F8_E4M3", "BOOL", "X", *LEAVES[:20]])
+            header[key]["dtype"] = draw.choice(
+                ["F16", "F64", "I32", "U32", "F8_E4M3", "BOOL", "X", *LEAVES[:20]]
+            )
         elif change == "shape":
-            header[key]["shape"] = draw.choice([[], [0], [-1], [2**63], [1.5], header[key]["shape"][::-1] + [1], *LEAVES])
+            header[key]["shape"] = draw.choice(
+                [[], [0], [-1], [2**63], [1.5], header[key]["shape"][::-1] + [1], *LEAVES]
+            )
         elif change == "offsets":
-            header[key]["data_offsets"] = draw.choice([[0, 0], [0], [4, 0], [0, 2**64], [0.0, 4.0], [-4, 4], *LEAVES])
+            header[key]["data_offsets"] = draw.choice(
+                [[0, 0], [0], [4, 0], [0, 2**64], [0.0, 4.0], [-4, 4], *LEAVES]
+            )
         elif change == "entry":
             header[key] = draw.choice(LEAVES)
         elif change == "metadata":

@@ -10,7 +10,14 @@ import zipfile
 
 import pytest
 
-from verl_megatron.data.json_lines import MAX_DEPTH, MAX_LINE_BYTES, file_problem, numbered_rows, read_rows, shown
+from verl_megatron.data.json_lines import (
+    MAX_DEPTH,
+    MAX_LINE_BYTES,
+    file_problem,
+    numbered_rows,
+    read_rows,
+    shown,
+)
 
 ROW = b'{"prompt": "a", "answer": 5}\n'
 

@@ -42,7 +42,14 @@ def test_k3_keeps_small_divergences_in_float32():
 
 def test_reference_kl_is_zero_outside_the_response_and_none_without_reference():
     mask = torch.tensor([[False, True, True, False]])
-    batch = RolloutBatch(torch.zeros(1), torch.zeros(1, 1), torch.zeros(1, 4), torch.ones(1, 4).bool(), mask, logprobs=torch.full((1, 4), -1.0))
+    batch = RolloutBatch(
+        torch.zeros(1),
+        torch.zeros(1, 1),
+        torch.zeros(1, 4),
+        torch.ones(1, 4).bool(),
+        mask,
+        logprobs=torch.full((1, 4), -1.0),
+    )
     assert reference_kl(batch, estimator="k1") is None
     batch.ref_logprobs = torch.tensor([[-9.0, -3.0, -0.5, -float("inf")]])
     assert reference_kl(batch, estimator="k1").tolist() == [[0.0, 2.0, -0.5, 0.0]]

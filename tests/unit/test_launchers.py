@@ -54,28 +54,71 @@ def test_a_number_that_is_none_runs_nothing(name, value, tmp_path):
     """Neither here nor, as a part of the line that it gets, on another host."""
     hosts = hostfile(tmp_path / "hosts", nodes=1, slots=2)
     for more in ([], ["--dry-run"]):
-        said = say("bash", LAUNCH / "hostfile.sh", hosts, RECIPE, *more, folder=tmp_path, **{name: value.format(tmp_path / "ran")}, **GIVEN)
-        assert said.code == 2 and f"{name}=" in said.stderr and "has to be a whole number" in said.stderr and not said.calls
+        said = say(
+            "bash",
+            LAUNCH / "hostfile.sh",
+            hosts,
+            RECIPE,
+            *more,
+            folder=tmp_path,
+            **{name: value.format(tmp_path / "ran")},
+            **GIVEN,
+        )
+        assert (
+            said.code == 2
+            and f"{name}=" in said.stderr
+            and "has to be a whole number" in said.stderr
+            and not said.calls
+        )
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("NODE_RANK", "a[$(touch {})]"), ("NODE_RANK", "2"), ("MAX_RESTARTS", "x"), ("MASTER_PORT", "65536"), ("NODE_ADDR", "-x"), ("MASTER_ADDR", "a b")],
+    [
+        ("NODE_RANK", "a[$(touch {})]"),
+        ("NODE_RANK", "2"),
+        ("MAX_RESTARTS", "x"),
+        ("MASTER_PORT", "65536"),
+        ("NODE_ADDR", "-x"),
+        ("MASTER_ADDR", "a b"),
+    ],
 )
 def test_what_a_node_is_told_is_checked(name, value, tmp_path):
-    told = {"NNODES": "2", "GPUS": "8", "MASTER_ADDR": "worker-0", "MASTER_PORT": "1234"} | GIVEN | {name: value.format(tmp_path / "ran")}
+    told = (
+        {"NNODES": "2", "GPUS": "8", "MASTER_ADDR": "worker-0", "MASTER_PORT": "1234"}
+        | GIVEN
+        | {name: value.format(tmp_path / "ran")}
+    )
     said = say("bash", RECIPE, folder=tmp_path, **told)
-    assert said.code == 2 and said.stderr.startswith(f"error: {name}=") and not said.calls and not (tmp_path / "ran").exists()
+    assert (
+        said.code == 2
+        and said.stderr.startswith(f"error: {name}=")
+        and not said.calls
+        and not (tmp_path / "ran").exists()
+    )
 
 
 @pytest.mark.parametrize("launcher", ["local.sh", "hostfile.sh", "slurm.sbatch", "ray.py"])
-@pytest.mark.parametrize("recipe", [["recipes/nope.sh"], ["recipes/nope.sh", "--dry-run"], ["--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "recipe", [["recipes/nope.sh"], ["recipes/nope.sh", "--dry-run"], ["--dry-run"]], ids=" ".join
+)
 def test_a_recipe_that_does_not_exist_is_named_with_those_that_do(launcher, recipe, tmp_path):
     before = [hostfile(tmp_path / "hosts", nodes=2, slots=8)] if launcher == "hostfile.sh" else []
-    said = say(sys.executable if launcher == "ray.py" else "bash", LAUNCH / launcher, *before, *recipe, folder=tmp_path)
+    said = say(
+        sys.executable if launcher == "ray.py" else "bash",
+        LAUNCH / launcher,
+        *before,
+        *recipe,
+        folder=tmp_path,
+    )
     assert said.code and not said.stdout and not said.calls
-    assert re.fullmatch(rf"\S+: recipe '{recipe[0]}' does not exist; choose one of (recipes/\S+\.sh ?)+\n", said.stderr) and RECIPE in said.stderr
+    assert (
+        re.fullmatch(
+            rf"\S+: recipe '{recipe[0]}' does not exist; choose one of (recipes/\S+\.sh ?)+\n", said.stderr
+        )
+        and RECIPE in said.stderr
+    )
 
 
 def test_one_of_several_nodes_says_what_is_wrong(tmp_path):
@@ -83,7 +126,16 @@ def test_one_of_several_nodes_says_what_is_wrong(tmp_path):
     (tmp_path / "ssh").write_text('shift; exec bash -c "$*"')
     hosts = hostfile(tmp_path / "hosts", nodes=3, slots=8)
     refused = {"FAIL": "--dry-run", "FAIL_STATUS": "2"} | GIVEN
-    said = say("bash", LAUNCH / "hostfile.sh", hosts, RECIPE, folder=tmp_path, SSH=f"bash {tmp_path}/ssh", LOGS=str(tmp_path / "logs"), **refused)
+    said = say(
+        "bash",
+        LAUNCH / "hostfile.sh",
+        hosts,
+        RECIPE,
+        folder=tmp_path,
+        SSH=f"bash {tmp_path}/ssh",
+        LOGS=str(tmp_path / "logs"),
+        **refused,
+    )
     assert said.code == 2 and not any(call.starts_ranks for call in said.calls)
     assert said.stdout.count("asked to fail") == 1 and "worker-0: error: asked to fail" in said.stdout
     (tmp_path / "bin/sleep").symlink_to("/bin/true")
@@ -95,16 +147,46 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
     """The lines of a dry run, carried out here one after the other in an empty environment, as ssh would."""
     hosts = hostfile(tmp_path / "hosts", nodes=3, slots=4)
     carried = GIVEN | {"NCCL_DEBUG": "WARN", "EDITOR": "none"}
-    said = say("bash", LAUNCH / "hostfile.sh", hosts, RECIPE, "reward.function=a b", "--dry-run", folder=tmp_path, SSH="ssh -p 99", MAX_RESTARTS="3", **carried)
+    said = say(
+        "bash",
+        LAUNCH / "hostfile.sh",
+        hosts,
+        RECIPE,
+        "reward.function=a b",
+        "--dry-run",
+        folder=tmp_path,
+        SSH="ssh -p 99",
+        MAX_RESTARTS="3",
+        **carried,
+    )
     assert said.code == 0, said.stderr
     lines = [line for line in said.stdout.splitlines() if line.startswith("worker-")]
     assert len(lines) == 3
     for node, line in enumerate(lines):
         before, _, command = line.partition(f": ssh -p 99 worker-{node} ")
         assert before == f"worker-{node}" and "NCCL_DEBUG='WARN'" in command and "EDITOR" not in command
-        call = say("env", "-i", f"RECORD={tmp_path}/record", "bash", "-c", command.replace("'--dry-run'", "actor.lr=1"), folder=tmp_path).calls[-1].arguments
-        assert option(call, "--nproc-per-node") == "4" and option(call, "--nnodes") == "3" and option(call, "--max-restarts") == "3"
-        assert option(call, "--rdzv-endpoint") == "worker-0:29500" and option(call, "--local-addr") == f"worker-{node}"
+        call = (
+            say(
+                "env",
+                "-i",
+                f"RECORD={tmp_path}/record",
+                "bash",
+                "-c",
+                command.replace("'--dry-run'", "actor.lr=1"),
+                folder=tmp_path,
+            )
+            .calls[-1]
+            .arguments
+        )
+        assert (
+            option(call, "--nproc-per-node") == "4"
+            and option(call, "--nnodes") == "3"
+            and option(call, "--max-restarts") == "3"
+        )
+        assert (
+            option(call, "--rdzv-endpoint") == "worker-0:29500"
+            and option(call, "--local-addr") == f"worker-{node}"
+        )
         assert option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
         assert {"actor.path=/models/it's mine", "reward.function=a b"} <= set(call)
 
@@ -123,14 +205,25 @@ def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
         (tmp_path / "bin" / name).chmod(0o755)
     copy = tmp_path / "job"
     copy.write_text((ROOT / LAUNCH / "slurm.sbatch").read_text())
-    told = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "70001", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+    told = {
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_ID": "70001",
+        "SLURM_JOB_NODELIST": "gpu[1-2]",
+    }
     said = say("bash", copy, RECIPE, "actor.layout=tp8pp2sp", folder=tmp_path, **told | GIVEN)
     assert said.code == 0, said.stderr
     started = [call for call in said.calls if call.starts_ranks]
     assert len(started) == 2
     for node, call in enumerate(started):
-        assert option(call.arguments, "--nnodes") == "2" and option(call.arguments, "--rdzv-endpoint") == "gpu1:20001"
-        assert option(call.arguments, "--local-addr") == f"gpu{node + 1}" and option(call.arguments, "--rdzv-id") == "70001"
+        assert (
+            option(call.arguments, "--nnodes") == "2"
+            and option(call.arguments, "--rdzv-endpoint") == "gpu1:20001"
+        )
+        assert (
+            option(call.arguments, "--local-addr") == f"gpu{node + 1}"
+            and option(call.arguments, "--rdzv-id") == "70001"
+        )
         assert option(call.arguments, "--rdzv-conf") == f"is_host={int(node == 0)}"
 
 
@@ -139,18 +232,29 @@ def test_pods_agree_on_the_world(tmp_path):
     job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
     gpus = int(job["spec"]["nprocPerNode"])
-    pods = [spec["template"]["spec"] for spec in (replicas["Master"], replicas["Worker"]) for _ in range(spec["replicas"])]
-    assert replicas["Master"]["replicas"] == 1 and {spec["restartPolicy"] for spec in replicas.values()} == {"Never"}
+    pods = [
+        spec["template"]["spec"]
+        for spec in (replicas["Master"], replicas["Worker"])
+        for _ in range(spec["replicas"])
+    ]
+    assert replicas["Master"]["replicas"] == 1 and {spec["restartPolicy"] for spec in replicas.values()} == {
+        "Never"
+    }
     for node, pod in enumerate(pods):
         (container,) = pod["containers"]
         assert container["name"] == "pytorch" and container["resources"]["limits"]["nvidia.com/gpu"] == gpus
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in pod["volumes"]
+        }
         own = {entry["name"]: entry.get("value", f"of-pod-{node}") for entry in container["env"]}
         command = container["command"] + container["args"]
         told = operator(len(pods), gpus, node) | own
         call = say(*command, folder=tmp_path, **told).calls[-1].arguments
         assert option(call, "--nnodes") == str(len(pods)) and option(call, "--nproc-per-node") == str(gpus)
-        assert option(call, "--rdzv-endpoint") == "llama3-70b-ppo-master-0:23456" and option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
+        assert (
+            option(call, "--rdzv-endpoint") == "llama3-70b-ppo-master-0:23456"
+            and option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
+        )
         assert option(call, "--local-addr") == f"of-pod-{node}" and f"actor.path={own['MODEL']}" in call
         planned = say(*command, "--dry-run", folder=tmp_path, **told).calls[-1]
         assert (planned.world_size, planned.local_world_size) == (str(len(pods) * gpus), str(gpus))
@@ -159,7 +263,10 @@ def test_pods_agree_on_the_world(tmp_path):
 def test_pods_have_time_to_save():
     """A pod waits longer than torchrun waits for its ranks, and torchrun longer than a rank for itself."""
     job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
-    grace = {spec["template"]["spec"]["terminationGracePeriodSeconds"] for spec in job["spec"]["pytorchReplicaSpecs"].values()}
+    grace = {
+        spec["template"]["spec"]["terminationGracePeriodSeconds"]
+        for spec in job["spec"]["pytorchReplicaSpecs"].values()
+    }
     waits = re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / LAUNCH / "local.sh").read_text())[1]
     assert min(grace) > int(waits) > signature(Preemption).parameters["grace_s"].default
 

@@ -16,7 +16,13 @@ def layouts_of(world: int) -> list[Layout]:
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 12])
 def test_coordinates_follow_megatrons_order(world):
     for layout in layouts_of(world):
-        places = [(pp, dp, cp, tp) for pp in range(layout.pp) for dp in range(layout.dp) for cp in range(layout.cp) for tp in range(layout.tp)]
+        places = [
+            (pp, dp, cp, tp)
+            for pp in range(layout.pp)
+            for dp in range(layout.dp)
+            for cp in range(layout.cp)
+            for tp in range(layout.tp)
+        ]
         for rank, (pp, dp, cp, tp) in enumerate(places):
             place = layout.coordinates(rank)
             assert (place.pp, place.dp, place.cp, place.tp) == (pp, dp, cp, tp)
@@ -24,14 +30,23 @@ def test_coordinates_follow_megatrons_order(world):
 
 
 @pytest.mark.parametrize("world", [1, 4, 8])
-@pytest.mark.parametrize("axes", [("tp",), ("dp",), ("pp",), ("cp",), ("dp", "cp"), ("tp", "pp"), ("tp", "cp", "dp", "pp")])
+@pytest.mark.parametrize(
+    "axes", [("tp",), ("dp",), ("pp",), ("cp",), ("dp", "cp"), ("tp", "pp"), ("tp", "cp", "dp", "pp")]
+)
 def test_groups_partition_the_ranks_and_differ_on_their_axes_only(world, axes):
     for layout in layouts_of(world):
         groups = layout.group_ranks(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(world))
         for group in groups:
             assert len(group) == math.prod(getattr(layout, axis) for axis in axes)
-            fixed = {tuple(getattr(layout.coordinates(rank), axis) for axis in ("tp", "cp", "dp", "pp") if axis not in axes) for rank in group}
+            fixed = {
+                tuple(
+                    getattr(layout.coordinates(rank), axis)
+                    for axis in ("tp", "cp", "dp", "pp")
+                    if axis not in axes
+                )
+                for rank in group
+            }
             assert len(fixed) == 1
 
 
@@ -52,7 +67,9 @@ def test_compact_form_is_read_back(world):
 
 def test_parts_in_any_order():
     eight = tuple(range(8))
-    assert Layout.parse("pp2 TP2 vpp3 sp", eight) == Layout(tp=2, pp=2, vpp=3, dp=2, sequence_parallel=True, ranks=eight)
+    assert Layout.parse("pp2 TP2 vpp3 sp", eight) == Layout(
+        tp=2, pp=2, vpp=3, dp=2, sequence_parallel=True, ranks=eight
+    )
     assert not Layout.parse("sp", (0,)).sequence_parallel  # nothing to split over one rank
 
 
@@ -76,7 +93,9 @@ def test_refused_layouts(text, ranks, names):
 @pytest.mark.parametrize(("pp", "vpp", "layers"), [(1, 1, 5), (2, 1, 6), (2, 3, 12), (4, 2, 8)])
 def test_layers_are_dealt_chunk_by_chunk(pp, vpp, layers):
     dealt = Layout(pp=pp, vpp=vpp, ranks=tuple(range(pp))).layers_of(layers)
-    assert [layer for chunk in range(vpp) for stage in range(pp) for layer in dealt[stage, chunk]] == list(range(layers))
+    assert [layer for chunk in range(vpp) for stage in range(pp) for layer in dealt[stage, chunk]] == list(
+        range(layers)
+    )
     assert {len(part) for part in dealt.values()} == {layers // (pp * vpp)}
 
 
@@ -95,7 +114,10 @@ def test_uneven_stages():
         Layout(pp=2, stage_layers=(6,), ranks=(0, 1))
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("", (0, 1, 2, 3)), ("1", (1,)), ("0-2", (0, 1, 2)), ("cuda:0-1, 3", (0, 1, 3)), ("1,3", (1, 3))])
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("", (0, 1, 2, 3)), ("1", (1,)), ("0-2", (0, 1, 2)), ("cuda:0-1, 3", (0, 1, 3)), ("1,3", (1, 3))],
+)
 def test_devices(text, ranks):
     assert parse_devices(text, 4) == ranks
 

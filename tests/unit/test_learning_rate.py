@@ -9,7 +9,11 @@ import verl_megatron.models  # noqa: F401  prepares Megatron-Core for a CPU
 from verl_megatron.config import EngineConfig
 from verl_megatron.roles.learning_rate import make_scheduler
 
-SHAPES = {"constant": lambda x: 1.0, "linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2}
+SHAPES = {
+    "constant": lambda x: 1.0,
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+}
 
 
 @pytest.mark.parametrize("schedule", SHAPES)
@@ -31,7 +35,9 @@ def test_rates(schedule, warmup_steps, total_steps):
 def test_a_decay_to_zero_leaves_every_step_a_rate():
     for total_steps in (1, 5):
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
-        scheduler = make_scheduler(optimizer, EngineConfig(schedule="cosine"), lr=1.0, total_steps=total_steps)
+        scheduler = make_scheduler(
+            optimizer, EngineConfig(schedule="cosine"), lr=1.0, total_steps=total_steps
+        )
         rates = []
         for _ in range(total_steps):
             scheduler.step(1)

@@ -15,21 +15,36 @@ from verl_megatron.models.log_prob_kernels import Tuning
 # Logits over temperature reach 20, where float32 numbers are 2e-6 apart; so exponentials are that far off, of their own size. bfloat16 is
 # rounded to once, to within 2^-8; Triton's interpreter cuts off instead, 2^-7 at most.
 LOGIT = 2e-6
-GRADIENT, INTERPRETED = {torch.float32: 3e-6, torch.bfloat16: 2**-8 + 3e-6}, {torch.float32: 3e-6, torch.bfloat16: 2**-7 + 3e-6}
+GRADIENT, INTERPRETED = (
+    {torch.float32: 3e-6, torch.bfloat16: 2**-8 + 3e-6},
+    {torch.float32: 3e-6, torch.bfloat16: 2**-7 + 3e-6},
+)
 # Narrower than a block of 64, whole blocks, both and a rest; rows that begin at odd places; no token and one; with tokens of other shards.
 SHAPES = [(5, 1), (3, 40), (4, 128), (7, 129), (6, 1001), (1, 333), (0, 70)]
 
 
 def cases():
     for number, ((tokens, columns), dtype, temperature) in enumerate(product(SHAPES, GRADIENT, (1.0, 0.6))):
-        yield Case(tokens=tokens, columns=columns, padding=number % 3, dtype=dtype, temperature=temperature, seed=number, device=torch.device("cpu"))
+        yield Case(
+            tokens=tokens,
+            columns=columns,
+            padding=number % 3,
+            dtype=dtype,
+            temperature=temperature,
+            seed=number,
+            device=torch.device("cpu"),
+        )
 
 
 def close(ours, theirs, *, atol):
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: f"{case.tokens}x{case.columns}+{case.padding}-{case.dtype}-{case.temperature}")
+@pytest.mark.parametrize(
+    "case",
+    list(cases()),
+    ids=lambda case: f"{case.tokens}x{case.columns}+{case.padding}-{case.dtype}-{case.temperature}",
+)
 def test_pytorch_is_what_autograd_makes_of_log_softmax(case):
     stats_4N = kernels.stats(case.logits_NV, case.labels_N, case.temperature)
     logprob_N, entropy_N, factors_4N, grad_NV = truth(case)
@@ -41,22 +56,34 @@ def test_pytorch_is_what_autograd_makes_of_log_softmax(case):
     around = case.padding_is_untouched()
     grad = kernels.grad_logits_(case.logits_NV, case.labels_N, case.temperature, factors_4N.float())
     assert grad.data_ptr() == case.logits_NV.data_ptr() and around()
-    torch.testing.assert_close(grad.double(), grad_NV, rtol=GRADIENT[case.dtype], atol=LOGIT)  # p − 1 for a sure label leaves p's error
+    torch.testing.assert_close(
+        grad.double(), grad_NV, rtol=GRADIENT[case.dtype], atol=LOGIT
+    )  # p − 1 for a sure label leaves p's error
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_shards_together_are_the_whole(temperature):
     torch.manual_seed(0)
     logits_NV, labels_N = 3 * torch.randn(9, 100), torch.randint(0, 100, (9,))
-    shards = [kernels.stats(logits_NV[:, at : at + 25], labels_N - at, temperature) for at in range(0, 100, 25)]
-    whole_4N, top_N = kernels.stats(logits_NV, labels_N, temperature), torch.stack([shard[0] for shard in shards]).amax(0)
+    shards = [
+        kernels.stats(logits_NV[:, at : at + 25], labels_N - at, temperature) for at in range(0, 100, 25)
+    ]
+    whole_4N, top_N = (
+        kernels.stats(logits_NV, labels_N, temperature),
+        torch.stack([shard[0] for shard in shards]).amax(0),
+    )
     close(top_N, whole_4N[0], atol=0)
     for number in (1, 2):
-        close(sum(shard[number] * (shard[0] - top_N).exp() for shard in shards), whole_4N[number], atol=2e-5)  # sums of up to 100
+        close(
+            sum(shard[number] * (shard[0] - top_N).exp() for shard in shards), whole_4N[number], atol=2e-5
+        )  # sums of up to 100
     close(sum(shard[3] for shard in shards), whole_4N[3], atol=0)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="no Triton here: the kernels run where there are GPUs, and in its interpreter")
+@pytest.mark.skipif(
+    kernels.triton is None,
+    reason="no Triton here: the kernels run where there are GPUs, and in its interpreter",
+)
 def test_the_kernels_in_tritons_interpreter():
     run_interpreted(__file__)
 

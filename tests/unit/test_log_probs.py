@@ -19,7 +19,10 @@ def by_hand(hidden, weight, labels, *, vocab_size, temperature):
 def run(function, hidden, weight, **options):
     """Both values and the gradients of hidden states and weight, of a random sum of the values."""
     generator = torch.Generator().manual_seed(1)
-    labels, factors = torch.randint(0, VOCAB_SIZE, (TOKENS,), generator=generator), torch.randn(2, TOKENS, generator=generator)
+    labels, factors = (
+        torch.randint(0, VOCAB_SIZE, (TOKENS,), generator=generator),
+        torch.randn(2, TOKENS, generator=generator),
+    )
     hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
     logprobs, entropy = function(hidden, weight, labels, vocab_size=VOCAB_SIZE, **options)
     (factors[0] * logprobs + factors[1] * entropy).sum().backward()
@@ -43,12 +46,16 @@ def test_bfloat16_is_rounded_at_the_logits_and_their_gradient(chunk_tokens):
     ours = run(token_log_probs, *inputs, temperature=1.0, chunk_tokens=chunk_tokens)
     assert [each.dtype for each in ours] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
     for mine, theirs in zip(ours, run(by_hand, *(each.float() for each in inputs), temperature=1.0)):
-        assert (mine.float() - theirs).norm() < 2e-2 * theirs.norm()  # logits of size 8 are rounded by up to 2^-6
+        assert (
+            mine.float() - theirs
+        ).norm() < 2e-2 * theirs.norm()  # logits of size 8 are rounded by up to 2^-6
 
 
 def test_no_tokens():
     hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
-    logprobs, entropy = token_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=30, temperature=1.0)
+    logprobs, entropy = token_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=30, temperature=1.0
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.shape == entropy.shape == (0,) and not weight.grad.any()
 
@@ -65,7 +72,9 @@ def shards() -> None:
         torch.manual_seed(0)
         hidden, weight = torch.randn(TOKENS, 8), torch.randn(2 * rows, 8)
         own = slice(rank * rows, (rank + 1) * rows)
-        ours = run(token_log_probs, hidden, weight[own], temperature=0.7, chunk_tokens=5, group=dist.group.WORLD)
+        ours = run(
+            token_log_probs, hidden, weight[own], temperature=0.7, chunk_tokens=5, group=dist.group.WORLD
+        )
         dist.all_reduce(ours[2])  # LanguageHead's part
         theirs = run(by_hand, hidden, weight, temperature=0.7)
         torch.testing.assert_close(ours, (*theirs[:3], theirs[3][own]), **FLOAT32)

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from verl_megatron.algorithms.losses import PolicyTokens, cross_entropy, importance_weights, policy_loss, value_loss
+from verl_megatron.algorithms.losses import (
+    PolicyTokens,
+    cross_entropy,
+    importance_weights,
+    policy_loss,
+    value_loss,
+)
 from verl_megatron.config import AlgorithmConfig
 
 
@@ -18,7 +24,13 @@ def policy_case(count: int = 40, seed: int = 0):
         return scale * torch.randn(count, generator=generator, dtype=torch.float64)
 
     old = -1.5 + normal(0.5)
-    tokens = PolicyTokens(torch.arange(count), old, normal(1.0), ref_logprobs_N=old + normal(0.4), rollout_logprobs_N=old + normal(0.5))
+    tokens = PolicyTokens(
+        torch.arange(count),
+        old,
+        normal(1.0),
+        ref_logprobs_N=old + normal(0.4),
+        rollout_logprobs_N=old + normal(0.5),
+    )
     return (old + normal(0.4)).requires_grad_(), normal(0.1).add(1.0).requires_grad_(), tokens
 
 
@@ -34,23 +46,37 @@ def naive_policy_loss(logprobs, entropy, tokens, config, kl_coef):
             limited = torch.tensor(1 - config.clip_low, dtype=torch.float64)
         else:
             limited = ratio
-        objective = ratio * advantage if (ratio * advantage).item() < (limited * advantage).item() else limited * advantage
+        objective = (
+            ratio * advantage
+            if (ratio * advantage).item() < (limited * advantage).item()
+            else limited * advantage
+        )
         weight = 1.0
         if config.importance_cap > 0:
-            weight = min(math.exp(tokens.old_logprobs_N[i] - tokens.rollout_logprobs_N[i]), config.importance_cap)
+            weight = min(
+                math.exp(tokens.old_logprobs_N[i] - tokens.rollout_logprobs_N[i]), config.importance_cap
+            )
         total = total - weight * objective - config.entropy_coef * entropy[i]
         if config.kl_in == "loss":
             d = logprobs[i] - tokens.ref_logprobs_N[i]
-            total = total + kl_coef * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl_estimator]
+            total = (
+                total + kl_coef * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl_estimator]
+            )
     return total
 
 
 def test_a_log_ratio_beyond_float32_leaves_loss_and_gradient_finite():
     logprobs = torch.tensor([-1.0, -100.0, -0.5], requires_grad=True)
-    old = torch.tensor([-1.0, -1.0, -120.0])  # exp(119.5) is infinite in float32, and infinity times 0 is no number
-    tokens = PolicyTokens(torch.zeros(3, dtype=torch.int64), old, torch.tensor([1.0, 0.0, 0.0]), ref_logprobs_N=old.flip(0))
+    old = torch.tensor(
+        [-1.0, -1.0, -120.0]
+    )  # exp(119.5) is infinite in float32, and infinity times 0 is no number
+    tokens = PolicyTokens(
+        torch.zeros(3, dtype=torch.int64), old, torch.tensor([1.0, 0.0, 0.0]), ref_logprobs_N=old.flip(0)
+    )
     for estimator in ("k2", "k3"):
-        loss_N, _ = policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="loss", kl_estimator=estimator), 0.1)
+        loss_N, _ = policy_loss(
+            logprobs, None, tokens, AlgorithmConfig(kl_in="loss", kl_estimator=estimator), 0.1
+        )
         (gradient,) = torch.autograd.grad(loss_N.sum(), logprobs)
         assert torch.isfinite(loss_N).all() and torch.isfinite(gradient).all()
 
@@ -92,13 +118,17 @@ def test_policy_loss_does_not_depend_on_the_micro_batches():
         else:
             merged.merge(part_sums)
     torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(torch.autograd.grad(parts, logprobs)[0], torch.autograd.grad(whole, logprobs)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(parts, logprobs)[0], torch.autograd.grad(whole, logprobs)[0]
+    )
     assert reduced(merged) == pytest.approx(reduced(sums))
 
 
 def test_policy_metrics():
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    new = old + torch.tensor([0.0, 0.5, -0.5, 0.5])  # inside; clipped; lowered where the advantage is positive: no clip; no clip
+    new = old + torch.tensor(
+        [0.0, 0.5, -0.5, 0.5]
+    )  # inside; clipped; lowered where the advantage is positive: no clip; no clip
     tokens = PolicyTokens(torch.arange(4), old, torch.tensor([1.0, 1.0, 1.0, -1.0]))
     _, sums = policy_loss(new, torch.full((4,), 2.0), tokens, AlgorithmConfig(), 0.0)
     metrics = reduced(sums)
@@ -118,19 +148,27 @@ def test_before_the_first_update_the_ratio_is_one_and_the_gradient_the_policy_gr
     loss_N.sum().backward()
     torch.testing.assert_close(logprobs.grad, -tokens.advantages_N)
     metrics = reduced(sums)
-    assert metrics["policy/ratio_max"] == 1 and metrics["policy/clip_fraction"] == 0 and metrics["policy/approx_kl"] == 0
+    assert (
+        metrics["policy/ratio_max"] == 1
+        and metrics["policy/clip_fraction"] == 0
+        and metrics["policy/approx_kl"] == 0
+    )
 
 
 def test_kl_in_the_reward_leaves_the_loss_alone():
     logprobs, entropy, tokens = policy_case()
     with_reference, _ = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(kl_in="reward"), 10.0)
     tokens.ref_logprobs_N = None
-    assert torch.equal(with_reference, policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="reward"), 10.0)[0])
+    assert torch.equal(
+        with_reference, policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="reward"), 10.0)[0]
+    )
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():
     old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    tokens = PolicyTokens(torch.arange(3), old, torch.ones(3), rollout_logprobs_N=torch.tensor([-1.0, -200.0, 0.0]))
+    tokens = PolicyTokens(
+        torch.arange(3), old, torch.ones(3), rollout_logprobs_N=torch.tensor([-1.0, -200.0, 0.0])
+    )
     weights = importance_weights(tokens, cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, math.exp(-1.0)]))
     assert not weights.requires_grad

@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("toy")
-    subprocess.run([sys.executable, ROOT / "tools/make_toy.py", out], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, ROOT / "tools/make_toy.py", out], check=True, capture_output=True, timeout=60
+    )
     return out
 
 
@@ -40,7 +42,9 @@ def test_model_is_a_llama_folder_in_two_shards(toy):
     assert model.config.model_type == "llama"
     assert 2e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
     config = model.config
-    assert config.num_hidden_layers % 2 == config.num_attention_heads % 2 == config.num_key_value_heads % 2 == 0  # tp2, pp2
+    assert (
+        config.num_hidden_layers % 2 == config.num_attention_heads % 2 == config.num_key_value_heads % 2 == 0
+    )  # tp2, pp2
     assert model.generation_config.eos_token_id == config.eos_token_id
     tokens = torch.tensor([[config.bos_token_id, 5, 6]])
     assert torch.isfinite(model(tokens).logits).all()
@@ -78,4 +82,6 @@ def test_demonstrations_are_right_as_often_as_promised(toy):
 def test_rows_follow_the_seed():
     assert make_rows(1) == make_rows(1)
     assert make_rows(1)["val"] != make_rows(2)["val"]
-    assert demonstration_of(WORDS[:ITEMS], random.Random(3)) == demonstration_of(WORDS[:ITEMS], random.Random(3))
+    assert demonstration_of(WORDS[:ITEMS], random.Random(3)) == demonstration_of(
+        WORDS[:ITEMS], random.Random(3)
+    )

@@ -26,9 +26,16 @@ def over_ranks(parts: list[Sums]) -> dict[str, float]:
     union = [name for part in parts for name in [*part._totals, *part._maxima]]
     sent_sums, sent_maxima = [], []
     for part in parts:
-        part.reduce(all_sum=lambda x: sent_sums.append(x) or x, all_max=lambda x: sent_maxima.append(x) or x, all_names=lambda names: union)
+        part.reduce(
+            all_sum=lambda x: sent_sums.append(x) or x,
+            all_max=lambda x: sent_maxima.append(x) or x,
+            all_names=lambda names: union,
+        )
     total, maximum = torch.stack(sent_sums).sum(0), torch.stack(sent_maxima).amax(0)
-    results = [part.reduce(all_sum=lambda x: total, all_max=lambda x: maximum, all_names=lambda names: union) for part in parts]
+    results = [
+        part.reduce(all_sum=lambda x: total, all_max=lambda x: maximum, all_names=lambda names: union)
+        for part in parts
+    ]
     assert all(result == results[0] for result in results)
     return results[0]
 
@@ -44,7 +51,12 @@ def test_sums_divide_global_totals_by_global_counts():
     second.max("ratio", torch.tensor(-1.0))
     second.max("below zero", -3.0)
     # third saw nothing and takes part all the same
-    assert over_ranks([first, second, third]) == {"loss": 1.0, "only here": 2.5, "ratio": 2.5, "below zero": -3.0}
+    assert over_ranks([first, second, third]) == {
+        "loss": 1.0,
+        "only here": 2.5,
+        "ratio": 2.5,
+        "below zero": -3.0,
+    }
 
 
 def test_sums_merge_like_adding_one_by_one():
@@ -102,9 +114,16 @@ def test_phase_timer_adds_up_and_starts_over():
 
 def test_batch_sums_match_a_loop():
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
-    logprobs, sampler, reference = (torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    logprobs, sampler, reference = (
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    )
     batch = RolloutBatch(torch.arange(3), torch.zeros(3, 1), torch.zeros(3, 4), torch.ones(3, 4).bool(), mask)
-    batch.rewards, batch.logprobs, batch.rollout_logprobs, batch.ref_logprobs = torch.tensor([1.0, 0.0, 0.5]), logprobs, sampler, reference
+    batch.rewards, batch.logprobs, batch.rollout_logprobs, batch.ref_logprobs = (
+        torch.tensor([1.0, 0.0, 0.5]),
+        logprobs,
+        sampler,
+        reference,
+    )
     tokens = [(b, t) for b in range(3) for t in range(4) if mask[b, t]]
     gaps = [abs(logprobs[i] - sampler[i]).item() for i in tokens]
     assert alone(batch_sums(batch, kl_estimator="k1")) == pytest.approx(
@@ -123,7 +142,12 @@ def test_batch_sums_match_a_loop():
 
 def test_iteration_metrics_have_the_documented_keys():
     seconds = {"rollout": 2.0, "critic_update": 0.5, "actor_update": 1.0, "reshard": 0.25}
-    costs = iteration_metrics(seconds, response_tokens=300, reshard_bytes=77, memory_bytes={"rollout": 2 * 2**20, "actor_update": 3 * 2**20})
+    costs = iteration_metrics(
+        seconds,
+        response_tokens=300,
+        reshard_bytes=77,
+        memory_bytes={"rollout": 2 * 2**20, "actor_update": 3 * 2**20},
+    )
     assert costs == {
         "rollout/throughput_tokens_per_sec": 150.0,
         "train/step_time_ms": 3750.0,
@@ -170,17 +194,49 @@ def test_resuming_drops_later_rows_and_a_cut_line_and_appends(tmp_path):
         path.write_text(path.read_text()[:-3])  # killed while writing
     with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4, first_step=2) as tracker:
         tracker.log(2, {"reward/mean": 20.0, "new": 1.0})
-    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 20.0)]
-    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "20.0", "1.0")]
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 20.0),
+    ]
+    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [
+        ("0", "0.0", ""),
+        ("1", "1.0", ""),
+        ("2", "20.0", "1.0"),
+    ]
 
 
 GARBAGE = {
-    "metrics.jsonl": [b"{}", b'{"step": "1"}', b'{"step": 1, "x": "text"}', b'{"step": 1e3}', b"[1]", b"\xff\xfe", b"\0" * 9, b"[" * 100_000, b'{"step": -1}', b"text", b""],
-    "metrics.csv": [b"1,2", b"one,0.5,,", b"\xff,1,2,3", b"\0", b'"', b"", b"-1,1,1,1", b"1" * 30 + b",1,1,1", b"x" * 200_000 + b",,,"],
+    "metrics.jsonl": [
+        b"{}",
+        b'{"step": "1"}',
+        b'{"step": 1, "x": "text"}',
+        b'{"step": 1e3}',
+        b"[1]",
+        b"\xff\xfe",
+        b"\0" * 9,
+        b"[" * 100_000,
+        b'{"step": -1}',
+        b"text",
+        b"",
+    ],
+    "metrics.csv": [
+        b"1,2",
+        b"one,0.5,,",
+        b"\xff,1,2,3",
+        b"\0",
+        b'"',
+        b"",
+        b"-1,1,1,1",
+        b"1" * 30 + b",1,1,1",
+        b"x" * 200_000 + b",,,",
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in GARBAGE.items() for line in lines])
+@pytest.mark.parametrize(
+    ("name", "line"), [(name, line) for name, lines in GARBAGE.items() for line in lines]
+)
 def test_lines_that_are_no_rows_are_put_aside_and_the_rows_stay(tmp_path, capsys, name, line):
     with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4) as tracker:
         for step in range(3):
@@ -194,10 +250,21 @@ def test_lines_that_are_no_rows_are_put_aside_and_the_rows_stay(tmp_path, capsys
             read_metrics(tmp_path)
     with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4, first_step=2) as tracker:
         tracker.log(2, {"reward/mean": 5.0, "new": 1.0})
-    assert capsys.readouterr().out == f"warning: {path} had 1 lines that are no rows of metrics; it is now {path}.damaged\n"
+    assert (
+        capsys.readouterr().out
+        == f"warning: {path} had 1 lines that are no rows of metrics; it is now {path}.damaged\n"
+    )
     assert (tmp_path / f"{name}.damaged").read_bytes() == spoiled
-    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 5.0)]
-    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [("0", "0.0", ""), ("1", "1.0", ""), ("2", "5.0", "1.0")]
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 5.0),
+    ]
+    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [
+        ("0", "0.0", ""),
+        ("1", "1.0", ""),
+        ("2", "5.0", "1.0"),
+    ]
 
 
 def test_files_that_are_garbage_from_end_to_end_are_put_aside(tmp_path, capsys):
@@ -218,13 +285,21 @@ def test_a_disk_that_takes_no_rows_is_told_in_a_sentence(tmp_path, sink):
         path = next(tmp_path.iterdir())
         path.unlink()
         path.symlink_to("/dev/full")
-        with pytest.raises(ValueError, match=rf"{tmp_path} does not take what the run writes \(.*No space left on device.*\); make room"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{tmp_path} does not take what the run writes \(.*No space left on device.*\); make room",
+        ):
             tracker.log(1, {"x": 1.0})
 
 
 def test_console_prints_one_line_per_iteration_above_the_bar_of_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    metrics = {"reward/mean": 0.5, "kl/ref": 0.0123, "rollout/response_tokens_mean": 12.34, "rollout/throughput_tokens_per_sec": 1234.5}
+    metrics = {
+        "reward/mean": 0.5,
+        "kl/ref": 0.0123,
+        "rollout/response_tokens_mean": 12.34,
+        "rollout/throughput_tokens_per_sec": 1234.5,
+    }
     with MetricsTracker(tmp_path, ["console"], total_steps=8, first_step=3) as tracker:
         tracker.log(3, metrics | {"time/rollout_s": 1.25, "time/actor_update_s": 2.0})
         tracker.log(3, {"validation/accuracy": 0.625})
@@ -251,7 +326,10 @@ def test_console_line_leaves_out_what_was_not_measured():
 
 def test_console_line_says_how_many_rewards_failed():
     assert console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 0.0}) == "step 1/2: reward 0.500"
-    assert console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 1 / 64}) == "step 1/2: reward 0.500, failed rewards 1.6%"
+    assert (
+        console_line(1, 2, {"reward/mean": 0.5, "reward/failed": 1 / 64})
+        == "step 1/2: reward 0.500, failed rewards 1.6%"
+    )
 
 
 def test_a_reward_s_own_metrics_never_take_the_run_s_names():
@@ -291,9 +369,23 @@ def test_unknown_and_missing_sinks_are_refused_by_name(tmp_path, monkeypatch):
 def test_report_draws_a_picture_of_what_there_is(tmp_path):
     rows = [
         {"step": 0, "validation/accuracy": 0.3},
-        {"step": 1, "reward/mean": 0.4, "kl/ref": 0.0, "policy/approx_kl": 0.1, "policy/entropy": 1.0, "time/rollout_s": 1.0},
+        {
+            "step": 1,
+            "reward/mean": 0.4,
+            "kl/ref": 0.0,
+            "policy/approx_kl": 0.1,
+            "policy/entropy": 1.0,
+            "time/rollout_s": 1.0,
+        },
         {"step": 1, "time/validation_s": 1.0, "validation/accuracy": 0.5},
-        {"step": 2, "reward/mean": None, "kl/ref": 0.1, "policy/approx_kl": 0.1, "time/rollout_s": 1.0, "time/update_s": 2.0},
+        {
+            "step": 2,
+            "reward/mean": None,
+            "kl/ref": 0.1,
+            "policy/approx_kl": 0.1,
+            "time/rollout_s": 1.0,
+            "time/update_s": 2.0,
+        },
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = draw_report(tmp_path)

@@ -69,13 +69,19 @@ def test_context_parallel_ranks_hold_the_outer_and_the_inner_pieces(batch):
 @pytest.mark.parametrize("last_token", [False, True])
 @pytest.mark.parametrize(("cp", "multiple"), [(2, 1), (2, 2), (4, 1), (3, 2)])
 def test_context_parallel_ranks_together_ask_each_question_once(batch, cp, multiple, last_token):
-    parts = [pack(batch, [0, 1, 2], cp=cp, cp_rank=rank, multiple_of=multiple, last_token=last_token) for rank in range(cp)]
+    parts = [
+        pack(batch, [0, 1, 2], cp=cp, cp_rank=rank, multiple_of=multiple, last_token=last_token)
+        for rank in range(cp)
+    ]
     assert len({part.tokens.size(1) for part in parts}) == 1 and parts[0].tokens.size(1) % multiple == 0
     assert all(length % (2 * cp) == 0 for length in parts[0].lengths)
     assert sorted(sum(map(asked, parts), [])) == sorted(asked(pack(batch, [0, 1, 2], last_token=last_token)))
 
 
-@pytest.mark.parametrize(("sizes", "packed", "length"), [({}, 1, 1), ({"multiple_of": 4}, 4, 4), ({"cp": 2}, 2, 4), ({"cp": 2, "multiple_of": 2}, 4, 8)])
+@pytest.mark.parametrize(
+    ("sizes", "packed", "length"),
+    [({}, 1, 1), ({"multiple_of": 4}, 4, 4), ({"cp": 2}, 2, 4), ({"cp": 2, "multiple_of": 2}, 4, 8)],
+)
 def test_an_empty_micro_batch_is_filler_and_asks_nothing(batch, sizes, packed, length):
     micro = pack(batch, [], fields=("advantages",), **sizes)
     assert micro.tokens.tolist() == [[0] * packed]
@@ -104,7 +110,9 @@ def test_a_row_without_response_asks_nothing():
 
 def test_micro_batches_copied_together_are_what_they_were(batch):
     """Also one without questions, and a row of a reward model's."""
-    packed = [pack(batch, rows, fields=("advantages",)) for rows in ([0, 1], [], [2])] + [pack(batch, [1], last_token=True)]
+    packed = [pack(batch, rows, fields=("advantages",)) for rows in ([0, 1], [], [2])] + [
+        pack(batch, [1], last_token=True)
+    ]
     copies = to_device(packed)
     for micro, copy in zip(packed, copies, strict=True):
         assert copy.lengths == micro.lengths and copy.fields.keys() == micro.fields.keys()

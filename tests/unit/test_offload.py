@@ -26,7 +26,11 @@ def owned(device: torch.device, *, seed: int = 0) -> list[Tensor]:
     """Tensors of several dtypes and sizes with storages of their own, one of them empty."""
     generator = torch.Generator().manual_seed(seed)
     sizes = ((3,), (40, 25), (7, 11, 2), (0,), (1300,))
-    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    return [
+        torch.randn(size, generator=generator).to(device, dtype)
+        for size in sizes
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ]
 
 
 def nbytes(tensors: list[Tensor]) -> list[int]:
@@ -43,14 +47,22 @@ def go_round(mover: Offload, **tensors: list[Tensor]) -> None:
 def test_kept_tensors_and_their_views_come_back_bitwise_and_dropped_ones_zeroed(device):
     keep, drop, stay = owned(device, seed=1), owned(device, seed=2), owned(device, seed=3)
     want, left = [tensor.clone() for tensor in keep], [tensor.clone() for tensor in stay]
-    views = [(tensor.view(-1)[1:-1], expected.view(-1)[1:-1]) for tensor, expected in zip(keep, want) if tensor.numel()]
+    views = [
+        (tensor.view(-1)[1:-1], expected.view(-1)[1:-1])
+        for tensor, expected in zip(keep, want)
+        if tensor.numel()
+    ]
     sizes = nbytes(keep), nbytes(drop), nbytes(stay)
     mover = Offload(device)
     for _ in range(3):
         mover.offload_async(keep=keep, drop=drop, stay=stay)
         assert mover.residence is Residence.LEAVING and (nbytes(keep), nbytes(drop)) == sizes[:2]
         mover.wait_offload()
-        assert mover.residence is Residence.ON_HOST and not any(nbytes(keep) + nbytes(drop)) and nbytes(stay) == sizes[2]
+        assert (
+            mover.residence is Residence.ON_HOST
+            and not any(nbytes(keep) + nbytes(drop))
+            and nbytes(stay) == sizes[2]
+        )
         mover.onload_async()
         assert mover.residence is Residence.RETURNING and not any(tensor.any() for tensor in drop)
         mover.wait()
@@ -64,7 +76,11 @@ def test_kept_tensors_and_their_views_come_back_bitwise_and_dropped_ones_zeroed(
 def test_a_storage_moves_once_and_not_at_all_if_something_of_it_stays(device):
     buffer, model = torch.arange(1000.0, device=device), torch.arange(500.0, device=device)
     mover = Offload(device)
-    mover.offload_async(keep=[buffer[:10], model[:7], buffer[500:].view(2, -1), buffer], drop=[buffer[20:], model], stay=[model[100:200]])
+    mover.offload_async(
+        keep=[buffer[:10], model[:7], buffer[500:].view(2, -1), buffer],
+        drop=[buffer[20:], model],
+        stay=[model[100:200]],
+    )
     assert mover.device_bytes == mover.host_bytes == 4000
     mover.wait_offload()
     assert nbytes([buffer, model]) == [0, 2000]
@@ -158,13 +174,18 @@ def test_host_memory_is_pinned_until_its_owner_is_gone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     owners = [Offload(torch.device("cpu")) for _ in range(2)]
     memories = [host.host_memory(size, owner) for size, owner in zip((3, 9000), owners)]
-    assert {memory.data_ptr(): len(memory) for memory in memories} == runtime.registered and not any(address % mmap.PAGESIZE for address in runtime.registered)
+    assert {memory.data_ptr(): len(memory) for memory in memories} == runtime.registered and not any(
+        address % mmap.PAGESIZE for address in runtime.registered
+    )
     memories[1].fill_(7)
     view = memories[0][1:]
     del memories[0], owners[0]
     assert list(runtime.registered.values()) == [9000] and not view.any() and (memories[0] == 7).all()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(failure=2))
-    with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); set reshard.offload=none and run.async_save=false"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be pinned \(CUDA error 2\); set reshard.offload=none and run.async_save=false",
+    ):
         host.host_memory(8, owners[0])
 
 
@@ -172,7 +193,10 @@ def test_host_memory_is_pinned_until_its_owner_is_gone(monkeypatch):
 @NO_GPU
 def test_on_a_gpu_the_memory_is_free_and_copies_run_beside_and_in_order():
     device, mebibyte = torch.device("cuda:0"), 2**20
-    keep, drop = [torch.empty(128 * mebibyte, device=device) for _ in range(4)], [torch.empty(256 * mebibyte, device=device)]
+    keep, drop = (
+        [torch.empty(128 * mebibyte, device=device) for _ in range(4)],
+        [torch.empty(256 * mebibyte, device=device)],
+    )
     busy, mover = torch.randn(8192, 8192, device=device), Offload(device)
 
     def delay() -> None:
@@ -192,19 +216,27 @@ def test_on_a_gpu_the_memory_is_free_and_copies_run_beside_and_in_order():
         mover.offload_async(keep=keep, drop=drop, stay=[busy])
         mover.wait_offload()
         assert mover.device_bytes == 3072 * mebibyte
-        assert abs(torch.cuda.mem_get_info()[0] - free_before - mover.device_bytes) <= 64 * mebibyte  # the driver takes some for a new stream
-        taken = torch.full((768 * mebibyte,), 7.0, device=device)  # memory that comes back with work still queued on it
+        assert (
+            abs(torch.cuda.mem_get_info()[0] - free_before - mover.device_bytes) <= 64 * mebibyte
+        )  # the driver takes some for a new stream
+        taken = torch.full(
+            (768 * mebibyte,), 7.0, device=device
+        )  # memory that comes back with work still queued on it
         delay()
         taken.fill_(9)
         del taken
         mover.onload_async()
         mover.wait()
-        assert [(tensor == 10 * round_ + number).all().item() for number, tensor in enumerate(keep)] == [True] * 4
+        assert [(tensor == 10 * round_ + number).all().item() for number, tensor in enumerate(keep)] == [
+            True
+        ] * 4
         assert not drop[0].any()
     assert all(block.is_pinned() for block in mover._blocks) and mover.host_bytes == 2048 * mebibyte
 
 
-@pytest.mark.parametrize(("what", "sleep", "problem"), [("all", True, False), ("none", False, False), ("grads", False, True)])
+@pytest.mark.parametrize(
+    ("what", "sleep", "problem"), [("all", True, False), ("none", False, False), ("grads", False, True)]
+)
 def test_offloading_needs_a_vllm_that_sleeps(what, sleep, problem):
     config = TrainerConfig()
     config.reshard.offload, config.rollout.sleep = what, sleep

@@ -33,7 +33,10 @@ def test_balance_deals_every_row_once_and_leaves_no_bin_empty(seed):
 def test_balance_is_close_to_the_best_split(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 50) for _ in range(7)]
-    best = min(max(sums([[row for row in range(7) if bins[row] == b] for b in range(3)], lengths)) for bins in product(range(3), repeat=7))
+    best = min(
+        max(sums([[row for row in range(7) if bins[row] == b] for b in range(3)], lengths))
+        for bins in product(range(3), repeat=7)
+    )
     assert max(sums(balance(lengths, 3), lengths)) <= 1.2 * best
 
 
@@ -81,7 +84,9 @@ def test_micro_batches_of_nothing():
     assert micro_batches([], tokens_per_micro_batch=8, multiple_of=4) == []
 
 
-@pytest.mark.parametrize("settings", [dict(tokens_per_micro_batch=0), dict(tokens_per_micro_batch=1, multiple_of=0)])
+@pytest.mark.parametrize(
+    "settings", [dict(tokens_per_micro_batch=0), dict(tokens_per_micro_batch=1, multiple_of=0)]
+)
 def test_micro_batches_refuse_no_budget(settings):
     with pytest.raises(ValueError, match="at least 1"):
         micro_batches([1], **settings)

@@ -14,7 +14,14 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 
-TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 500}
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+}
 
 
 def tiny(name: str = "llama3-8b", **changed) -> Architecture:
@@ -27,8 +34,16 @@ def layouts(train: str, rollout: str, world: int) -> tuple[Layout, Layout]:
 
 def planned(arch: Architecture, train: Layout, rollout: Layout, ranks_per_host: int) -> Plan:
     source = {rank: megatron_parameters(arch, train, rank, spec="local") for rank in train.ranks}
-    destination = {rank: vllm_parameters(arch, rollout.tp, rollout.coordinates(rank).tp) for rank in rollout.ranks}
-    return compile_plan(source=source, destination=destination, element_bytes=1, window_bytes=2**24, host_of=lambda rank: rank // ranks_per_host)
+    destination = {
+        rank: vllm_parameters(arch, rollout.tp, rollout.coordinates(rank).tp) for rank in rollout.ranks
+    }
+    return compile_plan(
+        source=source,
+        destination=destination,
+        element_bytes=1,
+        window_bytes=2**24,
+        host_of=lambda rank: rank // ranks_per_host,
+    )
 
 
 def busiest(arch: Architecture, train: Layout, rollout: Layout, ranks_per_host: int) -> tuple[int, int]:
@@ -46,7 +61,10 @@ def orders_of(layout: Layout) -> list[Layout]:
     found = []
     for order in permutations(AXES):
         places = product(*(range(getattr(layout, axis)) for axis in reversed(order)))
-        rank_at = {tuple(index[order[::-1].index(axis)] for axis in reversed(AXES)): rank for index, rank in zip(places, sorted(layout.ranks))}
+        rank_at = {
+            tuple(index[order[::-1].index(axis)] for axis in reversed(AXES)): rank
+            for index, rank in zip(places, sorted(layout.ranks))
+        }
         ordered = replace(layout, ranks=tuple(rank_at[index] for index in sorted(rank_at)))
         if ordered not in found:
             found.append(ordered)
@@ -64,7 +82,15 @@ def random_cases(count: int) -> list[tuple]:
         tp, cp, pp, rollout = (draw.choice([1, 2, 4]) for _ in range(4))
         if world % (tp * cp * pp) == world % rollout == 0:
             vpp = "vpp2" * (pp == 2 and draw.random() < 0.5)
-            cases.append((f"tp{tp}cp{cp}pp{pp}{vpp}", f"tp{rollout}", world, draw.choice([world, world // 2]), draw.choice(["llama3-8b", "llama3-1b", "qwen2.5-7b"])))
+            cases.append(
+                (
+                    f"tp{tp}cp{cp}pp{pp}{vpp}",
+                    f"tp{rollout}",
+                    world,
+                    draw.choice([world, world // 2]),
+                    draw.choice(["llama3-8b", "llama3-1b", "qwen2.5-7b"]),
+                )
+            )
     return cases
 
 
@@ -72,10 +98,22 @@ def random_cases(count: int) -> list[tuple]:
 def test_no_order_of_the_axes_moves_less(train, rollout, world, ranks_per_host, family):
     arch, before = tiny(family), layouts(train, rollout, world)
     chosen = place(arch, *before, ranks_per_host=ranks_per_host)
-    allowed = [[o for o in orders_of(side) if all(spans(o, axis, ranks_per_host) <= spans(side, axis, ranks_per_host) for axis in ("tp", "cp", "dp"))] for side in before]
+    allowed = [
+        [
+            o
+            for o in orders_of(side)
+            if all(
+                spans(o, axis, ranks_per_host) <= spans(side, axis, ranks_per_host)
+                for axis in ("tp", "cp", "dp")
+            )
+        ]
+        for side in before
+    ]
     least = min(busiest(arch, *pair, ranks_per_host) for pair in product(*allowed))
     for pair in (before, chosen):
-        assert busiest_elements(arch, *pair, ranks_per_host=ranks_per_host) == busiest(arch, *pair, ranks_per_host)
+        assert busiest_elements(arch, *pair, ranks_per_host=ranks_per_host) == busiest(
+            arch, *pair, ranks_per_host
+        )
     if ranks_per_host == world:
         assert busiest(arch, *chosen, ranks_per_host) == least
     assert busiest(arch, *chosen, ranks_per_host) <= least  # over hosts an axis may also be cut
@@ -97,7 +135,9 @@ def test_named_examples(train, rollout, world, train_ranks, rollout_ranks, befor
     sides = layouts(train, rollout, world)
     chosen = place(arch, *sides, ranks_per_host=8)
     assert [side.ranks for side in chosen] == [train_ranks, rollout_ranks]
-    shard = sum(block[0] * block[1] for p in vllm_parameters(arch, sides[1].tp, 0) if len(block := p.shape) == 2)
+    shard = sum(
+        block[0] * block[1] for p in vllm_parameters(arch, sides[1].tp, 0) if len(block := p.shape) == 2
+    )
     norms = 64 * (2 * 4 + 1)  # held by some ranks and not by others
     for pair, share in ((sides, before), (chosen, after)):
         assert busiest(arch, *pair, 8)[1] == pytest.approx(share * shard, abs=norms)
@@ -117,7 +157,9 @@ def test_tensor_parallel_groups_stay_in_their_host():
 def test_data_parallel_groups_stay_in_their_host():
     """A stage a host: both could hold every stage, but then gradients would be reduced between them. Within its host a rank still finds all there is."""
     arch, before = tiny(num_key_value_heads=8), layouts("tp2pp2", "tp8", 16)
-    whole_model = replace(before[0], ranks=tuple(4 * dp + 2 * pp + tp for pp, dp, tp in product(range(2), range(4), range(2))))
+    whole_model = replace(
+        before[0], ranks=tuple(4 * dp + 2 * pp + tp for pp, dp, tp in product(range(2), range(4), range(2)))
+    )
     assert busiest(arch, whole_model, before[1], 8)[0] == 0 and spans(whole_model, "dp", 8) == 2
     chosen = place(arch, *before, ranks_per_host=8)
     assert spans(chosen[0], "dp", 8) == 1
@@ -130,10 +172,18 @@ def test_every_host_is_laid_out_as_one_host_alone_would_be():
     arch = tiny(num_key_value_heads=8)
     train, rollout = place(arch, *layouts("tp2", "tp4", 16), ranks_per_host=4)
     assert busiest(arch, train, rollout, 4) == (0, 0) and spans(train, "tp", 4) == 1
-    assert train.group_ranks("tp") == [[first, first + 2] for host in range(4) for first in (4 * host, 4 * host + 1)]
+    assert train.group_ranks("tp") == [
+        [first, first + 2] for host in range(4) for first in (4 * host, 4 * host + 1)
+    ]
 
 
-SIXTEEN = [("tp2pp2", "tp4", 8), ("tp2cp2pp2", "tp4", 4), ("tp4", "tp2", 16), ("tp2cp2", "tp8", 8), ("tp2", "tp2", 8)]
+SIXTEEN = [
+    ("tp2pp2", "tp4", 8),
+    ("tp2cp2pp2", "tp4", 4),
+    ("tp4", "tp2", 16),
+    ("tp2cp2", "tp8", 8),
+    ("tp2", "tp2", 8),
+]
 
 
 @pytest.mark.parametrize("train, rollout, ranks_per_host", SIXTEEN)
@@ -152,7 +202,9 @@ def test_groups_increase_and_the_choice_repeats(train, rollout, ranks_per_host):
 def test_partial_and_given_ranks():
     """Sets stay; ranks in an order of the user's stay too; apart from each other nothing can be gained."""
     arch = tiny()
-    train, rollout = place(arch, Layout.parse("tp2pp2", (2, 3, 4, 5)), Layout.parse("tp4", tuple(range(8))), ranks_per_host=8)
+    train, rollout = place(
+        arch, Layout.parse("tp2pp2", (2, 3, 4, 5)), Layout.parse("tp4", tuple(range(8))), ranks_per_host=8
+    )
     assert sorted(train.ranks) == [2, 3, 4, 5] and sorted(rollout.ranks) == list(range(8))
     given = Layout.parse("tp2pp2", (1, 0, 3, 2))
     assert place(arch, given, Layout.parse("tp4", (0, 1, 2, 3)), ranks_per_host=8)[0] == given
@@ -172,7 +224,10 @@ def test_words_and_refusals():
     arch = tiny()
     before = layouts("tp2pp2", "tp4", 4)
     assert described(*before) == "as usual in Megatron; as usual in vLLM"
-    assert described(*place(arch, *before, ranks_per_host=4)) == "neighbours along pp are 1 apart, along tp are 2 apart in Megatron; as usual in vLLM"
+    assert (
+        described(*place(arch, *before, ranks_per_host=4))
+        == "neighbours along pp are 1 apart, along tp are 2 apart in Megatron; as usual in vLLM"
+    )
     with pytest.raises(ValueError, match="tp=3 must divide"):
         place(arch, *layouts("tp3", "tp1", 3), ranks_per_host=4)
     with pytest.raises(ValueError, match="rollout layout tp2pp2 names more.*write tp2"):

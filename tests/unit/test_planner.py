@@ -10,7 +10,16 @@ from parallel.weights.shapes import shape
 from tests.planned import H200, actor_alone, arch, case_of, run_config
 from verl_megatron.checks.settings import structured
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import MACHINES, Machine, check_fits, find_machine, plan_memory, plan_seconds, report, search
+from verl_megatron.planner import (
+    MACHINES,
+    Machine,
+    check_fits,
+    find_machine,
+    plan_memory,
+    plan_seconds,
+    report,
+    search,
+)
 from verl_megatron.planner.activations import training_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import problems_of
@@ -32,7 +41,9 @@ class Measured:
     iteration: float | None = None
 
 
-def grpo_config(layout: str, prompts: int, *, mode: str = "keep", offload: str = "none", **settings) -> TrainerConfig:
+def grpo_config(
+    layout: str, prompts: int, *, mode: str = "keep", offload: str = "none", **settings
+) -> TrainerConfig:
     """The 8B GRPO recipe: 8 answers to each prompt."""
     config = run_config(layout, rows=prompts, **settings)
     config.algorithm.name, config.algorithm.kl_coef, config.algorithm.kl_in = "grpo", 0.001, "loss"
@@ -43,7 +54,15 @@ def grpo_config(layout: str, prompts: int, *, mode: str = "keep", offload: str =
 
 def long_rows() -> TrainerConfig:
     """recipes/llama3.1_8b_grpo_16k.sh on two GPUs, 15,360 tokens of prompt and 1,024 of response."""
-    config = grpo_config("tp2sp", 4, offload="optimizer", model="llama3.1-8b", rollout=2, share=0.59, tokens_per_micro_batch=16384)
+    config = grpo_config(
+        "tp2sp",
+        4,
+        offload="optimizer",
+        model="llama3.1-8b",
+        rollout=2,
+        share=0.59,
+        tokens_per_micro_batch=16384,
+    )
     config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.mini_batches = 15360, 1024, 2
     return config
 
@@ -113,7 +132,9 @@ MEASURED = {
     ),
     "grpo, pp2vpp4, swap": Measured(
         gpus=2,
-        config=grpo_config("pp2vpp4", 16, mode="swap", offload="grads", rollout=2, tokens_per_micro_batch=4096),
+        config=grpo_config(
+            "pp2vpp4", 16, mode="swap", offload="grads", rollout=2, tokens_per_micro_batch=4096
+        ),
         gib=dict(rollout=124.9, log_probs=69.3, actor_update=105.0),
         seconds=dict(rollout=3.96, log_probs=3.67, actor_update=6.11),
         iteration=14.2,
@@ -149,24 +170,34 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize(("name", "phase"), [(name, phase) for name, run in MEASURED.items() for phase in run.gib])
+@pytest.mark.parametrize(
+    ("name", "phase"), [(name, phase) for name, run in MEASURED.items() for phase in run.gib]
+)
 def test_memory_is_within_ten_percent_of_the_measured(name, phase):
     run = MEASURED[name]
-    assert plan_memory(case_of(run.config, run.gpus), H200).phase_bytes(phase) / GIB == pytest.approx(run.gib[phase], rel=0.10)
+    assert plan_memory(case_of(run.config, run.gpus), H200).phase_bytes(phase) / GIB == pytest.approx(
+        run.gib[phase], rel=0.10
+    )
 
 
-@pytest.mark.parametrize(("name", "phase"), [(name, phase) for name, run in MEASURED.items() for phase in run.seconds])
+@pytest.mark.parametrize(
+    ("name", "phase"), [(name, phase) for name, run in MEASURED.items() for phase in run.seconds]
+)
 def test_seconds_are_within_fifteen_percent_of_the_measured(name, phase):
     run = MEASURED[name]
     case = case_of(run.config, run.gpus)
-    assert plan_seconds(case, H200, plan_memory(case, H200)).seconds[phase] == pytest.approx(run.seconds[phase], rel=0.15)
+    assert plan_seconds(case, H200, plan_memory(case, H200)).seconds[phase] == pytest.approx(
+        run.seconds[phase], rel=0.15
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, run in MEASURED.items() if run.iteration])
 def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
     run = MEASURED[name]
     case = case_of(run.config, run.gpus)
-    assert plan_seconds(case, H200, plan_memory(case, H200)).iteration == pytest.approx(run.iteration, rel=0.15)
+    assert plan_seconds(case, H200, plan_memory(case, H200)).iteration == pytest.approx(
+        run.iteration, rel=0.15
+    )
 
 
 # tools/bench_handover.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no optimizer: it does not learn.
@@ -177,7 +208,9 @@ HANDOVERS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "gpus", "rollout", "mode", "learns", "awake", "asleep"), HANDOVERS)
+@pytest.mark.parametrize(
+    ("model", "layout", "gpus", "rollout", "mode", "learns", "awake", "asleep"), HANDOVERS
+)
 def test_the_memory_of_a_hand_over(model, layout, gpus, rollout, mode, learns, awake, asleep):
     config = run_config(layout, model=model, rollout=rollout)
     config.reshard.mode = mode
@@ -223,13 +256,17 @@ ENGINES = [
 
 @pytest.mark.parametrize(("layout", "dtype", "tokens", "log_probs", "step", "gib"), ENGINES)
 def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
-    config = run_config(layout, rows=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens)
+    config = run_config(
+        layout, rows=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens
+    )
     config.algorithm.mini_batches = 1
     case = actor_alone(config, 2)
     actor = replace(case.actor, learns=True)
     assert infer_seconds(case, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
     assert step_seconds(case, H200, actor) == pytest.approx(step, rel=0.15)
-    assert max(training_bytes(case, actor, stage) for stage in range(actor.layout.pp)) / GIB == pytest.approx(gib, rel=0.12)
+    assert max(training_bytes(case, actor, stage) for stage in range(actor.layout.pp)) / GIB == pytest.approx(
+        gib, rel=0.12
+    )
 
 
 def test_layers_of_transformer_engine_reach_the_measured_share():
@@ -262,14 +299,19 @@ def test_the_search_offers_what_fits_when_it_is_planned_again(gpu, gpus):
 def test_every_layout_of_one_host_was_tried():
     result = search(run_config(rows=512), world_size=4, machine=H200, read=arch)
     tried = {candidate.case.actor.layout for candidate in (*result.fitting, *result.refused)}
-    assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {(tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4}
+    assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {
+        (tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4
+    }
 
 
 def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
     """Of every candidate that fits, after a change of the base."""
     base = run_config(rows=512)
     change(base)
-    return [candidate.settings for candidate in search(base, world_size=gpus, machine=H200, read=arch, **machine).fitting]
+    return [
+        candidate.settings
+        for candidate in search(base, world_size=gpus, machine=H200, read=arch, **machine).fitting
+    ]
 
 
 def test_the_search_offers_what_a_run_accepts():
@@ -281,7 +323,9 @@ def test_the_search_offers_what_a_run_accepts():
 
     assert {settings["reshard.offload"] for settings in settings_offered(awake)} == {"none"}
     assert {settings["reshard.mode"] for settings in settings_offered(half)} == {"keep"}
-    assert {settings["rollout.tp"] for settings in settings_offered(lambda config: None, 12, ranks_per_host=6)} == {1, 2}  # not across a host's border
+    assert {
+        settings["rollout.tp"] for settings in settings_offered(lambda config: None, 12, ranks_per_host=6)
+    } == {1, 2}  # not across a host's border
 
 
 def test_a_large_reward_model_is_split():
@@ -292,7 +336,9 @@ def test_a_large_reward_model_is_split():
         return change
 
     assert {settings["reward.layout"] for settings in settings_offered(scored("tp1"))} == {"tp8sp"}
-    assert all("reward.layout" not in settings for settings in settings_offered(scored("tp4pp2")))  # chosen by the user
+    assert all(
+        "reward.layout" not in settings for settings in settings_offered(scored("tp4pp2"))
+    )  # chosen by the user
 
 
 @pytest.fixture
@@ -310,13 +356,19 @@ def test_a_run_without_room_is_refused_with_runs_that_have_it(folder):
     assert len(lines) == 3
     for line in lines:
         settings = dict(setting.split("=") for setting in line)
-        assert not check_fits(structured(nested(config, settings), TrainerConfig), world_size=8, machine=MACHINES["h100"])
+        assert not check_fits(
+            structured(nested(config, settings), TrainerConfig), world_size=8, machine=MACHINES["h100"]
+        )
 
 
 def nested(config: TrainerConfig, settings: dict[str, str]) -> dict[str, dict]:
     """What a recipe of `config` with these settings says."""
     sections = {
-        "data": {"train": "", "max_prompt_tokens": config.data.max_prompt_tokens, "prompts_per_iteration": config.data.prompts_per_iteration},
+        "data": {
+            "train": "",
+            "max_prompt_tokens": config.data.max_prompt_tokens,
+            "prompts_per_iteration": config.data.prompts_per_iteration,
+        },
         "actor": {"path": config.actor.path},
         "critic": {"path": config.critic.path},
         "rollout": {"max_tokens": config.rollout.max_tokens},
@@ -337,7 +389,10 @@ def test_the_report_tells_memory_seconds_and_the_verdict(folder):
     config = run_config(model=str(folder))
     text = report(config, world_size=4)
     assert "It fits" in text and "seconds predicted" in text and "ranks 0-1" in text
-    assert all(phase in text for phase in ("weights_awake", "rollout", "log_probs", "values", "critic_update", "actor_update"))
+    assert all(
+        phase in text
+        for phase in ("weights_awake", "rollout", "log_probs", "values", "critic_update", "actor_update")
+    )
     assert "It does not fit:\n" in report(config, world_size=4, gpu="h100")
     with pytest.raises(ValueError, match="gpu 'tpu' is not known; choose one of h200"):
         report(config, world_size=4, gpu="tpu")
@@ -348,7 +403,9 @@ def test_the_report_tells_memory_seconds_and_the_verdict(folder):
 
 def test_a_machine_file_changes_what_it_names(tmp_path):
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"base": "h100", "name": "mine", "copy_rate": 3e12, "measured": {"products": {}}}))
+    file.write_text(
+        json.dumps({"base": "h100", "name": "mine", "copy_rate": 3e12, "measured": {"products": {}}})
+    )
     assert find_machine(str(file)) == replace(MACHINES["h100"], name="mine", copy_rate=3e12)
 
 

@@ -25,7 +25,13 @@ from verl_megatron.planner.training import group_rate, pipeline_seconds
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 
 TIED = [("llama3-1b", "tp2pp4"), ("llama3-1b", "tp4"), ("qwen2.5-1.5b", "tp2pp2vpp2")]
-SPLITS = [*TIED, ("llama3-8b", "tp2pp2"), ("llama3-8b", "tp8sp"), ("qwen2.5-7b", "pp4"), ("llama3-70b", "tp8pp4")]
+SPLITS = [
+    *TIED,
+    ("llama3-8b", "tp2pp2"),
+    ("llama3-8b", "tp8sp"),
+    ("qwen2.5-7b", "pp4"),
+    ("llama3-70b", "tp8pp4"),
+]
 
 
 @pytest.mark.parametrize("head", ["lm", "token", "sequence"])
@@ -34,7 +40,9 @@ def test_elements_are_those_of_the_weight_map(model, text, head):
     layout = Layout.parse(text, ranks=tuple(range(32)))
     role = PlannedRole.of(name="actor", arch=arch(model), layout=layout, head=head, learns=True)
     for stage in range(layout.pp):
-        parameters = megatron_parameters(arch(model), layout, layout.rank_of(pp=stage, tp=layout.tp - 1), spec="te", head=head)
+        parameters = megatron_parameters(
+            arch(model), layout, layout.rank_of(pp=stage, tp=layout.tp - 1), spec="te", head=head
+        )
         assert role.elements[stage] == sum(prod(parameter.shape) for parameter in parameters)
 
 
@@ -49,7 +57,13 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
     for stage in range(layout.pp):
         mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
-        (laid,) = arrangements(source={0: mine}, destination={0: theirs}, memory={0: megatron_addresses(mine, 2)}, element_bytes=2, in_place=False)
+        (laid,) = arrangements(
+            source={0: mine},
+            destination={0: theirs},
+            memory={0: megatron_addresses(mine, 2)},
+            element_bytes=2,
+            in_place=False,
+        )
         assert own_rollout_bytes(case, stage) == laid[0].own_bytes
 
 
@@ -57,7 +71,11 @@ def test_states_of_a_learning_model():
     """2 + 4 + 12 bytes a parameter, the last over dp; in float32 4 + 4 + 8."""
     case = case_of(run_config("tp2sp"), 4)
     n = case.actor.elements[0]
-    assert (held(case, case.actor, 0).weights, held(case, case.actor, 0).gradients, held(case, case.actor, 0).optimizer) == (2 * n, 4 * n, 6 * n)
+    assert (
+        held(case, case.actor, 0).weights,
+        held(case, case.actor, 0).gradients,
+        held(case, case.actor, 0).optimizer,
+    ) == (2 * n, 4 * n, 6 * n)
     whole = case_of(run_config("tp2sp", distributed_optimizer=False), 4)
     assert held(whole, whole.actor, 0).optimizer == 12 * n
     single = case_of(run_config("tp2sp", dtype="float32"), 4)
@@ -76,15 +94,21 @@ def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float
     return most / vpp
 
 
-@pytest.mark.parametrize(("pp", "vpp", "count"), [(1, 1, 4), (4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 4, 4), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("pp", "vpp", "count"), [(1, 1, 4), (4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 4, 4), (4, 4, 4)]
+)
 def test_micro_batches_in_flight_are_those_of_the_schedule(pp, vpp, count):
     layout = Layout(pp=pp, vpp=vpp, ranks=tuple(range(pp)))
     role = PlannedRole.of(name="actor", arch=arch("llama3-8b"), layout=layout, head="lm", learns=True)
     for stage in range(pp):
-        assert micro_batches_in_flight(role, stage, count) == in_flight_by_schedule(pp=pp, vpp=vpp, stage=stage, count=count)
+        assert micro_batches_in_flight(role, stage, count) == in_flight_by_schedule(
+            pp=pp, vpp=vpp, stage=stage, count=count
+        )
 
 
-@pytest.mark.parametrize(("stages", "count"), [([1.0, 1.0], 8), ([2.0, 3.0, 2.0], 5), ([1.0] * 4, 1), ([4.0, 1.0], 3)])
+@pytest.mark.parametrize(
+    ("stages", "count"), [([1.0, 1.0], 8), ([2.0, 3.0, 2.0], 5), ([1.0] * 4, 1), ([4.0, 1.0], 3)]
+)
 def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count):
     """Forward only: a stage begins a micro-batch when it and the stage before are done."""
     done = [0.0] * len(stages)
@@ -93,31 +117,53 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
         for place_, seconds in enumerate(stages):
             ready = done[place_] = max(ready, done[place_]) + seconds
     layout = Layout(pp=len(stages), ranks=tuple(range(len(stages))))
-    role = PlannedRole.of(name="actor", arch=replace(arch("llama3-8b"), num_layers=12), layout=layout, head="lm", learns=True)
+    role = PlannedRole.of(
+        name="actor", arch=replace(arch("llama3-8b"), num_layers=12), layout=layout, head="lm", learns=True
+    )
     assert pipeline_seconds(role, count, stages) == pytest.approx(done[-1])
 
 
-@pytest.mark.parametrize(("rows", "tokens", "layout", "budget"), [(256, 512, "tp2sp", 8192), (64, 1000, "tp1", 5000), (192, 5000, "tp2pp2vpp2", 8192), (128, 3000, "tp2cp2", 4096)])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "layout", "budget"),
+    [
+        (256, 512, "tp2sp", 8192),
+        (64, 1000, "tp1", 5000),
+        (192, 5000, "tp2pp2vpp2", 8192),
+        (128, 3000, "tp2cp2", 4096),
+    ],
+)
 def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
     case = case_of(run_config(layout, rows=rows, tokens=tokens, tokens_per_micro_batch=budget), 8)
     role = case.actor
     mine = [2 * tokens] * -(-rows // 4 // role.layout.dp)
-    packed = micro_batches(mine, tokens_per_micro_batch=budget * role.layout.cp, multiple_of=role.layout.pp if role.layout.vpp > 1 else 1)
+    packed = micro_batches(
+        mine,
+        tokens_per_micro_batch=budget * role.layout.cp,
+        multiple_of=role.layout.pp if role.layout.vpp > 1 else 1,
+    )
     assert case.micro_batches(role) == (len(packed), max(map(len, packed)))
 
 
 @pytest.mark.parametrize(
     ("limit", "cached", "said"),
-    [(256, 128, "128 of a replica's 128 rows at once"), (64, 128, "rows at once (rollout.max_num_seqs)"), (256, 100, "100 of a replica's 128 rows at once (the KV cache")],
+    [
+        (256, 128, "128 of a replica's 128 rows at once"),
+        (64, 128, "rows at once (rollout.max_num_seqs)"),
+        (256, 100, "100 of a replica's 128 rows at once (the KV cache"),
+    ],
 )
 def test_what_keeps_rows_waiting_is_named(limit, cached, said):
     config = run_config(rows=256, rollout=2)
     config.rollout.max_num_seqs = limit
     case = case_of(config, 4)
-    assert said in rows_together(case, cached * (case.prompt_tokens + case.response_tokens) * kv_bytes_per_token(case))
+    assert said in rows_together(
+        case, cached * (case.prompt_tokens + case.response_tokens) * kv_bytes_per_token(case)
+    )
 
 
-@pytest.mark.parametrize(("rows", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)])
+@pytest.mark.parametrize(
+    ("rows", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)]
+)
 def test_rows_at_once_are_those_a_replica_draws_first(rows, gpus, tp, limit):
     config = run_config("tp2sp", rows=rows, rollout=tp)
     config.rollout.max_num_seqs = limit
@@ -156,24 +202,41 @@ def test_generation_without_cuda_graphs_or_in_float32_takes_longer():
 
 def test_groups_that_do_not_divide_a_host_cross_its_border():
     def rate(span, hosts, each):
-        return group_rate(case_of(run_config("tp1", rollout=1), hosts * each, ranks_per_host=each), H200, span=span)
+        return group_rate(
+            case_of(run_config("tp1", rollout=1), hosts * each, ranks_per_host=each), H200, span=span
+        )
 
     assert rate(4, 1, 6) == rate(2, 8, 6) == rate(4, 2, 8) == H200.same_host_rate
     assert rate(4, 8, 6) == H200.other_host_rate
 
 
-@pytest.mark.parametrize(("layout", "rollout", "gpus"), [("tp2pp2", 2, 16), ("tp4pp2", 8, 16), ("tp8", 8, 16), ("tp2pp2", 4, 8), ("tp8pp4", 8, 32)])
+@pytest.mark.parametrize(
+    ("layout", "rollout", "gpus"),
+    [("tp2pp2", 2, 16), ("tp4pp2", 8, 16), ("tp8", 8, 16), ("tp2pp2", 4, 8), ("tp8pp4", 8, 32)],
+)
 def test_weights_come_from_other_hosts_where_the_best_placement_has_to_take_them_there(layout, rollout, gpus):
     case = actor_alone(run_config(layout, model="llama3-70b", rollout=rollout), gpus)
-    placed = place(case.actor.arch, case.actor.layout, Layout.parse(f"tp{rollout}", tuple(range(gpus))), ranks_per_host=8)
-    assert case.resharding_crosses_hosts == (busiest_elements(case.actor.arch, *placed, ranks_per_host=8)[0] > 0)
+    placed = place(
+        case.actor.arch, case.actor.layout, Layout.parse(f"tp{rollout}", tuple(range(gpus))), ranks_per_host=8
+    )
+    assert case.resharding_crosses_hosts == (
+        busiest_elements(case.actor.arch, *placed, ranks_per_host=8)[0] > 0
+    )
 
 
-@pytest.mark.parametrize(("train", "rollout", "gpus"), [("tp2pp2", 4, 4), ("tp4", 2, 4), ("tp2", 4, 4), ("pp4", 4, 4), ("tp8pp4", 8, 32)])
+@pytest.mark.parametrize(
+    ("train", "rollout", "gpus"),
+    [("tp2pp2", 4, 4), ("tp4", 2, 4), ("tp2", 4, 4), ("pp4", 4, 4), ("tp8pp4", 8, 32)],
+)
 def test_moved_bytes_are_those_of_the_best_placement(train, rollout, gpus):
     """The formula counts classes of tensors, so norms and rounding differ."""
     case = actor_alone(run_config(train, model="llama3-70b", rollout=rollout), gpus)
-    placed = place(arch("llama3-70b"), case.actor.layout, Layout.parse(f"tp{rollout}", ranks=tuple(range(gpus))), ranks_per_host=gpus)
+    placed = place(
+        arch("llama3-70b"),
+        case.actor.layout,
+        Layout.parse(f"tp{rollout}", ranks=tuple(range(gpus))),
+        ranks_per_host=gpus,
+    )
     elements = busiest_elements(arch("llama3-70b"), *placed, ranks_per_host=gpus)[1]
     assert moved_bytes(case) == pytest.approx(2 * elements, rel=0.15)
 
@@ -187,7 +250,10 @@ def test_mfu_is_the_share_of_the_vendors_rate():
     assert time.mfu("critic_update") == pytest.approx(flops / time.seconds["critic_update"] / 4 / 989e12)
 
 
-@pytest.mark.parametrize(("change", "phase"), [({"recompute": "full"}, "actor_update"), ({"tokens_per_micro_batch": 4096}, "actor_update")])
+@pytest.mark.parametrize(
+    ("change", "phase"),
+    [({"recompute": "full"}, "actor_update"), ({"tokens_per_micro_batch": 4096}, "actor_update")],
+)
 def test_what_saves_activations_costs_time(change, phase):
     plain, saving = (case_of(run_config("tp2sp", **engine), 4) for engine in ({}, change))
     before, after = (plan_memory(case, H200) for case in (plain, saving))
@@ -199,7 +265,11 @@ def test_offload_frees_the_rollout_and_takes_host_memory():
     config = run_config("tp2pp2sp")
     before = plan_memory(case_of(config, 4), H200)
     after = plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200)
-    states = sum(getattr(held(case_of(config, 4), role, 0), part) for role in case_of(config, 4).roles for part in ("gradients", "optimizer"))
+    states = sum(
+        getattr(held(case_of(config, 4), role, 0), part)
+        for role in case_of(config, 4).roles
+        for part in ("gradients", "optimizer")
+    )
     assert before.phase_bytes("rollout") - after.phase_bytes("rollout") == pytest.approx(states)
     assert after.host_bytes > before.host_bytes + 4 * 40 * GIB
 
@@ -209,27 +279,41 @@ def test_a_checkpoint_is_written_from_host_memory():
     plain = plan_memory(case_of(config, 4), H200).host_bytes
     config.run.save_interval = 50
     case = case_of(config, 4)
-    models = sum(max(role.elements) * role.layout.tp for role in case.roles if role.learns)  # each once, whatever dp
+    models = sum(
+        max(role.elements) * role.layout.tp for role in case.roles if role.learns
+    )  # each once, whatever dp
     assert plan_memory(case, H200).host_bytes - plain == pytest.approx(12 * models)
 
 
 def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
     config = run_config("tp2pp2sp")
     case = case_of(config, 4)
-    before, after = plan_memory(case, H200), plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200)
+    before, after = (
+        plan_memory(case, H200),
+        plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200),
+    )
     for phase, resting in (("critic_update", case.actor), ("actor_update", case.roles[1])):
-        away = max(held(case, resting, stage).gradients + held(case, resting, stage).optimizer for stage in range(2))
+        away = max(
+            held(case, resting, stage).gradients + held(case, resting, stage).optimizer for stage in range(2)
+        )
         assert before.phase_bytes(phase) - after.phase_bytes(phase) == pytest.approx(away, rel=0.02), phase
 
 
 def test_fp8_keeps_copies_of_the_layers_weights_while_it_computes():
-    plain, fp8 = (plan_memory(case_of(run_config("tp2pp2sp", **engine), 4), H200) for engine in ({}, {"dtype": "fp8"}))
+    plain, fp8 = (
+        plan_memory(case_of(run_config("tp2pp2sp", **engine), 4), H200) for engine in ({}, {"dtype": "fp8"})
+    )
     layers = 16 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336) / 2  # parameters of a rank
-    for phase, copies in (("log_probs", 2), ("actor_update", 2)):  # of actor and reference; as they are and transposed
+    for phase, copies in (
+        ("log_probs", 2),
+        ("actor_update", 2),
+    ):  # of actor and reference; as they are and transposed
         assert fp8.phase_bytes(phase) - plain.phase_bytes(phase) == pytest.approx(copies * layers, rel=0.01)
 
 
-@pytest.mark.parametrize(("layers", "pp"), [(126, 16), (126, 4), (126, 64), (80, 16), (28, 8), (30, 4), (5, 4), (33, 2)])
+@pytest.mark.parametrize(
+    ("layers", "pp"), [(126, 16), (126, 4), (126, 64), (80, 16), (28, 8), (30, 4), (5, 4), (33, 2)]
+)
 def test_uneven_stages_are_what_megatron_allows(layers, pp):
     """All layers, at least one each, and only the first and the last differ from the others."""
     stages = uneven_stages(layers, pp)
@@ -248,5 +332,9 @@ def test_ranks_without_a_model_hold_vllm_alone(offload):
     config.actor.devices, config.critic.devices, config.reshard.offload = "0-1", "0-1", offload
     busy, idle = plan_memory(case_of(config, 4), H200).kinds
     assert (busy.ranks, idle.ranks) == ((0, 1), (2, 3))
-    assert not any(idle.phases[phase].get(part) for phase in idle.phases for part in ("weights", "gradients", "optimizer"))
+    assert not any(
+        idle.phases[phase].get(part)
+        for phase in idle.phases
+        for part in ("weights", "gradients", "optimizer")
+    )
     assert idle.phases["rollout"]["kv cache"] == busy.phases["rollout"]["kv cache"] > 0

@@ -21,10 +21,16 @@ def test_the_table_the_reasons_and_three_recipe_lines(capsys):
     text = planned(capsys, "--model", "llama3-8b", "--gpus", "4", "--gpu", "h100", "--best", "4")
     table, rest = text.split("\n\n", 1)
     assert len(table.splitlines()) == 1 + 4
-    assert all(phase in table.splitlines()[0] for phase in ("rollout", "log_probs", "values", "critic_update", "actor_update", "MFU", "GiB"))
+    assert all(
+        phase in table.splitlines()[0]
+        for phase in ("rollout", "log_probs", "values", "critic_update", "actor_update", "MFU", "GiB")
+    )
     assert "do not fit 79.1 GiB (h100)" in rest and "critic_update" in rest
     first = rest.split("the first:\n")[1]
-    assert all(part in first.splitlines()[0] for part in ("weights", "gradients", "optimizer", "activations", "vllm weights", "kv cache"))
+    assert all(
+        part in first.splitlines()[0]
+        for part in ("weights", "gradients", "optimizer", "activations", "vllm weights", "kv cache")
+    )
     assert "host memory" in first and "seconds predicted" in first
     lines = rest.split("recipe lines:\n")[1].split("\n\n")[0].splitlines()
     assert len(lines) == 3 and all(f"{name}=" in line for line in lines for name in ALWAYS_SAID)
@@ -32,7 +38,18 @@ def test_the_table_the_reasons_and_three_recipe_lines(capsys):
 
 def test_settings_and_json(capsys, tmp_path):
     file = tmp_path / "plan.json"
-    arguments = ("--model", "qwen2.5-7b", "--gpus", "4", "--algorithm", "grpo", "--rows", "512", "--json", str(file))
+    arguments = (
+        "--model",
+        "qwen2.5-7b",
+        "--gpus",
+        "4",
+        "--algorithm",
+        "grpo",
+        "--rows",
+        "512",
+        "--json",
+        str(file),
+    )
     with_reference = planned(capsys, *arguments)
     plain = json.loads(file.read_text())
     planned(capsys, *arguments, "algorithm.kl_coef=0")
@@ -40,25 +57,59 @@ def test_settings_and_json(capsys, tmp_path):
     assert "critic" not in with_reference and "data.samples_per_prompt=8" in with_reference
     best = plain["fitting"][0]
     assert best["iteration_seconds"] == pytest.approx(sum(best["seconds"].values()))
-    assert best["peak_bytes"] == max(sum(parts.values()) for kind in best["memory"] for parts in kind["phases"].values())
+    assert best["peak_bytes"] == max(
+        sum(parts.values()) for kind in best["memory"] for parts in kind["phases"].values()
+    )
     assert without["fitting"][0]["seconds"]["log_probs"] < 0.6 * best["seconds"]["log_probs"]
 
 
 def test_a_plan_beside_what_a_run_measured(capsys, tmp_path):
     rows = [{"step": 0, "validation/accuracy": 0.5}]
-    rows += [{"step": step, "time/rollout_s": 6.0 + step, "memory/actor_update_mb": 1024.0 * 98, "train/step_time_ms": 26_300.0} for step in (1, 2, 3, 4)]
+    rows += [
+        {
+            "step": step,
+            "time/rollout_s": 6.0 + step,
+            "memory/actor_update_mb": 1024.0 * 98,
+            "train/step_time_ms": 26_300.0,
+        }
+        for step in (1, 2, 3, 4)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = ("--model", "llama3-8b", "--gpus", "4", "--rows", "256", "--prompt", "512", "--response", "512", "--compare", str(tmp_path))
-    layout = ("actor.layout=tp2pp2sp", "critic.layout=tp2pp2sp", "rollout.tp=2", "rollout.gpu_memory_utilization=0.4")
+    run = (
+        "--model",
+        "llama3-8b",
+        "--gpus",
+        "4",
+        "--rows",
+        "256",
+        "--prompt",
+        "512",
+        "--response",
+        "512",
+        "--compare",
+        str(tmp_path),
+    )
+    layout = (
+        "actor.layout=tp2pp2sp",
+        "critic.layout=tp2pp2sp",
+        "rollout.tp=2",
+        "rollout.gpu_memory_utilization=0.4",
+    )
     lines = {line.split()[0]: line.split()[1:] for line in planned(capsys, *run, *layout).splitlines()}
-    assert lines["actor_update"][1:3] == ["98.00", "GiB"] and abs(float(lines["actor_update"][3].rstrip("%"))) < 10
+    assert (
+        lines["actor_update"][1:3] == ["98.00", "GiB"]
+        and abs(float(lines["actor_update"][3].rstrip("%"))) < 10
+    )
     assert lines["rollout"][1:3] == ["9.00", "s"]  # the median of the last three
     assert lines["iteration"][1:3] == ["26.30", "s"]
 
 
 def test_a_folder_is_read(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(plan.shape("llama3-1b")))
-    by_name, by_folder = (planned(capsys, "--model", model, "--gpus", "1", "--rows", "64") for model in ("llama3-1b", str(tmp_path)))
+    by_name, by_folder = (
+        planned(capsys, "--model", model, "--gpus", "1", "--rows", "64")
+        for model in ("llama3-1b", str(tmp_path))
+    )
     assert by_name == by_folder and "rollout.tp=1" in by_name
 
 
@@ -72,27 +123,60 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nothing-here", "--gpus", "8"], "--model: 'nothing-here' is neither a folder nor a built-in shape"),
+        (
+            ["--model", "nothing-here", "--gpus", "8"],
+            "--model: 'nothing-here' is neither a folder nor a built-in shape",
+        ),
         (["--model", "llama3-8b", "--gpus", "8", "--critic", "nope"], "--critic: 'nope' is neither"),
         (["--model", "llama3-8b", "--gpus", "12"], "--gpus 12 are no whole hosts of 8"),
-        (["--model", "llama3-8b", "--gpus", "8", "engine.recompute"], "settings engine.recompute: no value is given"),
-        (["--model", "llama3-8b", "--gpus", "8", "data.prompts_per_iteration=77"], "77 rows do not split into algorithm.mini_batches=4"),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "engine.recompute"],
+            "settings engine.recompute: no value is given",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "data.prompts_per_iteration=77"],
+            "77 rows do not split into algorithm.mini_batches=4",
+        ),
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),
         (["--model", "llama3-8b", "--gpus", "0"], "'0' is not accepted"),
-        (["--model", "llama3-8b", "--gpus", "8", "actor.layout=tp2", "reshard.mode=swap"], "actor.layout, reshard.mode: this is what the search chooses"),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "actor.layout=tp2", "reshard.mode=swap"],
+            "actor.layout, reshard.mode: this is what the search chooses",
+        ),
         (["--model", "llama3-8b", "--gpus", "8", "actor.devices=0-99"], "actor"),
-        (["--model", "llama3-8b", "--gpus", "8", "reward.path=/nope"], "reward.path: '/nope' is neither a folder nor a built-in shape"),
-        (["--model", "llama3-8b", "--gpus", "8", "--prompt", "1024", "--response", "15360"], "rows of 16384 tokens, more than the model's 8192 positions"),
-        (["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples", "1"], "compares a row with no other"),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "reward.path=/nope"],
+            "reward.path: '/nope' is neither a folder nor a built-in shape",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--prompt", "1024", "--response", "15360"],
+            "rows of 16384 tokens, more than the model's 8192 positions",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples", "1"],
+            "compares a row with no other",
+        ),
         (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),
-        (["--model", "llama3-8b", "--gpus", "8", "--rows", "10"], "--rows 10 must be a multiple of --mini-batches 4"),
-        (["--model", "llama3-8b", "--gpus", "8", "--rows", "12", "--samples", "8"], "--rows 12 must be a multiple of --samples 8"),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--rows", "10"],
+            "--rows 10 must be a multiple of --mini-batches 4",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--rows", "12", "--samples", "8"],
+            "--rows 12 must be a multiple of --samples 8",
+        ),
         (["--model", "llama3-8b", "--gpus", "8", "--algorithm", "ppp"], "algorithm.name='ppp' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "engine.speed=3"], "engine.speed is no setting"),
         (["--model", "llama3-8b", "--gpus", "8", "rollout.top_p=7"], "rollout.top_p=7.0 lies outside"),
-        (["--model", "llama3-8b", "--gpus", "8", "--compare", "/nowhere"], "--compare /nowhere holds no metrics.jsonl"),
-        (["--model", "llama3-8b", "--gpus", "8", "--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--compare", "/nowhere"],
+            "--compare /nowhere holds no metrics.jsonl",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--json", "/nowhere/x.json"],
+            "--json /nowhere/x.json cannot be written",
+        ),
     ],
 )
 def test_bad_input_ends_with_one_line(capsys, arguments, message):
@@ -115,4 +199,8 @@ def test_calibration_on_two_ranks_is_a_machine_that_plans_read(tmp_path):
         assert getattr(machine, f"{way}_launch_s") == (seconds if seconds > 0 else usual)
     assert set(measured["links"]) == {"all_gather", "all_reduce", "next_rank"}
     assert machine.decode_step_s == MACHINES["h200"].decode_step_s  # not measured: as the base
-    assert 1e7 < machine.same_host_rate < 1e12 and 1e9 < machine.layer_flops < 1e14 and 1e-6 < machine.collective_s < 0.1
+    assert (
+        1e7 < machine.same_host_rate < 1e12
+        and 1e9 < machine.layer_flops < 1e14
+        and 1e-6 < machine.collective_s < 0.1
+    )

@@ -89,7 +89,9 @@ def test_ends_by_itself_when_the_grace_is_over(capfd):
         os.kill(pid, signal.SIGTERM)
         assert end_of(pid) == EXIT_STATUS
     said = capfd.readouterr().err
-    assert said.index("rank 0: SIGTERM; the run ends after this iteration, or in 0.5 s") < said.index("0.5 s of grace are over")
+    assert said.index("rank 0: SIGTERM; the run ends after this iteration, or in 0.5 s") < said.index(
+        "0.5 s of grace are over"
+    )
 
 
 def test_a_run_that_is_saving_is_not_ended_by_its_grace():
@@ -156,7 +158,10 @@ def test_refuses_no_grace(grace_s):
         Preemption(grace_s=grace_s)
 
 
-@pytest.mark.parametrize(("version", "variable", "expected"), [("2.13.0+cpu", "40", 35), ("2.13.0", None, 25), ("2.11.0", "40", 25), ("2.12.1", "3", 1)])
+@pytest.mark.parametrize(
+    ("version", "variable", "expected"),
+    [("2.13.0+cpu", "40", 35), ("2.13.0", None, 25), ("2.11.0", "40", 25), ("2.12.1", "3", 1)],
+)
 def test_the_usual_grace_is_below_what_torchrun_waits(monkeypatch, version, variable, expected):
     monkeypatch.setattr("torch.__version__", TorchVersion(version))
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "GRACE_S"):

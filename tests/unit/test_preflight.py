@@ -33,7 +33,11 @@ def folder(made, tmp_path) -> Path:
 def config_of(schema: type, folder: Path):
     config = schema()
     config.run.output_dir, config.run.track_metrics = folder / "out", ["console"]
-    config.actor.path, config.data.train, config.data.validation = folder / "model", folder / "train.jsonl", folder / "validation.jsonl"
+    config.actor.path, config.data.train, config.data.validation = (
+        folder / "model",
+        folder / "train.jsonl",
+        folder / "validation.jsonl",
+    )
     if schema is TrainerConfig:
         config.data.max_prompt_tokens, config.rollout.max_tokens = 32, 8
     else:
@@ -88,7 +92,9 @@ def test_each_file_is_named(schema, inspect, how, words, dry, folder):
     for rows in (None, SAMPLE_ROWS):
         problems = inspect(config_of(schema, folder), world_size=2, rows=rows)
         expected = words if dry or rows is None else []
-        assert len(problems) == len(expected) and all(word in problem for word, problem in zip(expected, problems)), problems
+        assert len(problems) == len(expected) and all(
+            word in problem for word, problem in zip(expected, problems)
+        ), problems
 
 
 def test_settings_come_before_files(folder):
@@ -113,9 +119,17 @@ def test_reward_models_are_looked_into(folder, made):
 def test_a_dry_run_looks_at_what_is_there(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    settings = {"actor": {"path": str(folder / "model")}, "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32}, "rollout": {"max_tokens": 8}}
+    settings = {
+        "actor": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        "rollout": {"max_tokens": 8},
+    }
     settings["run"] = {"output_dir": str(folder / "out")}
-    supervised = {"actor": settings["actor"], "run": settings["run"], "data": {"train": str(folder / "train.jsonl"), "max_tokens": 64}}
+    supervised = {
+        "actor": settings["actor"],
+        "run": settings["run"],
+        "data": {"train": str(folder / "train.jsonl"), "max_tokens": 64},
+    }
     assert "It fits" in training_plan(settings) and "It fits" in supervised_plan(supervised)
     spoil(folder, "data")
     for plan, given in ((training_plan, settings), (supervised_plan, supervised)):

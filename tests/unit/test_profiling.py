@@ -7,8 +7,19 @@ import torch
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import BETWEEN, PhaseProfiler, Span, idle_between, idle_lines, meanwhile
 
-KERNELS = [Span(10, 20, "a"), Span(12, 15, "inside a"), Span(20, 22, "b"), Span(50, 60, "c"), Span(61, 70, "d")]
-OPERATORS = [Span(0, 100, "step"), Span(25, 48, "aten::item"), Span(30, 45, "cudaStreamSynchronize"), Span(46, 47, "short")]
+KERNELS = [
+    Span(10, 20, "a"),
+    Span(12, 15, "inside a"),
+    Span(20, 22, "b"),
+    Span(50, 60, "c"),
+    Span(61, 70, "d"),
+]
+OPERATORS = [
+    Span(0, 100, "step"),
+    Span(25, 48, "aten::item"),
+    Span(30, 45, "cudaStreamSynchronize"),
+    Span(46, 47, "short"),
+]
 
 
 def test_the_gaps_between_kernels_are_named_after_those_that_end_them():
@@ -19,12 +30,18 @@ def test_the_gaps_between_kernels_are_named_after_those_that_end_them():
 def test_idle_time_counts_for_the_innermost_operator():
     assert meanwhile(idle_between(KERNELS), OPERATORS) == {"cudaStreamSynchronize": 28, "step": 1}
     assert meanwhile(idle_between(KERNELS), OPERATORS[2:]) == {"cudaStreamSynchronize": 28, BETWEEN: 1}
-    assert meanwhile([Span(46.2, 46.4, "x"), Span(47.5, 47.7, "y")], OPERATORS).keys() == {"short", "aten::item"}
+    assert meanwhile([Span(46.2, 46.4, "x"), Span(47.5, 47.7, "y")], OPERATORS).keys() == {
+        "short",
+        "aten::item",
+    }
 
 
 def test_the_text_says_how_long_the_gpu_was_idle():
     first, *rest = idle_lines(KERNELS, OPERATORS)
-    assert "0.000 s of 0.000 (48.3%), 2 times" in first and [line.split()[-1] for line in rest] == ["cudaStreamSynchronize", "step"]
+    assert "0.000 s of 0.000 (48.3%), 2 times" in first and [line.split()[-1] for line in rest] == [
+        "cudaStreamSynchronize",
+        "step",
+    ]
 
 
 def test_a_phase_is_profiled_the_second_time_it_comes_and_for_so_long(tmp_path):
@@ -41,7 +58,12 @@ def test_a_phase_is_profiled_the_second_time_it_comes_and_for_so_long(tmp_path):
                 products["long"] += 1
                 profiler.beat()
             ones @ ones
-    assert sorted(path.name for path in profiler.folder.iterdir()) == ["long_rank3.json", "long_rank3.txt", "short_rank3.json", "short_rank3.txt"]
+    assert sorted(path.name for path in profiler.folder.iterdir()) == [
+        "long_rank3.json",
+        "long_rank3.txt",
+        "short_rank3.json",
+        "short_rank3.txt",
+    ]
     text = (profiler.folder / "short_rank3.txt").read_text()
     assert text.startswith("short on rank 3, the first 0.0") and "aten::mm" in text
     text = (profiler.folder / "long_rank3.txt").read_text()

@@ -81,8 +81,14 @@ def test_every_launcher_plans_every_recipe(run, launcher, tmp_path_factory, tmp_
     before, told = {
         "alone": (["bash"], size),
         "local": (["bash", LAUNCH / "local.sh"], size),
-        "hostfile": (["bash", LAUNCH / "hostfile.sh", hostfile(tmp_path / "hosts", nodes=nodes, slots=gpus)], {}),
-        "slurm": (["bash", LAUNCH / "slurm.sbatch"], {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": str(gpus)}),
+        "hostfile": (
+            ["bash", LAUNCH / "hostfile.sh", hostfile(tmp_path / "hosts", nodes=nodes, slots=gpus)],
+            {},
+        ),
+        "slurm": (
+            ["bash", LAUNCH / "slurm.sbatch"],
+            {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": str(gpus)},
+        ),
         "ray": ([sys.executable, LAUNCH / "ray.py"], size),
         "kubernetes": (["bash"], operator(nodes, gpus)),
     }[launcher]
@@ -107,10 +113,14 @@ def test_the_quickstart_plans_its_one_node_of_several(launcher, tmp_path):
         "hostfile": (["bash", LAUNCH / "hostfile.sh", hostfile(tmp_path / "hosts", nodes=2, slots=8)], {}),
         "kubernetes": (["bash"], operator(nodes=4, gpus=8, node=3)),
     }[launcher]
-    said = say(*before, "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **told)
+    said = say(
+        *before, "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **told
+    )
     assert said.code == 0, said.stderr
     assert "quickstart.sh runs on one node only" in said.stdout and said.stdout.count("node 0 of 1: ") == 2
-    assert all(call.world_size == call.local_world_size for call in said.calls if "--dry-run" in call.arguments)
+    assert all(
+        call.world_size == call.local_world_size for call in said.calls if "--dry-run" in call.arguments
+    )
 
 
 def write_toy(folder) -> None:
@@ -131,57 +141,110 @@ def test_the_quickstart_starts_a_rank_on_each_visible_gpu(visible, ranks, tmp_pa
     smi.chmod(0o755)
     write_toy(tmp_path / "toy")
     seen = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    said = say("bash", "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **seen)
-    assert said.code == 0 and f"quickstart: {ranks} ranks on" in said.stdout and said.calls[-1].world_size == str(ranks), said
+    said = say(
+        "bash", "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **seen
+    )
+    assert (
+        said.code == 0
+        and f"quickstart: {ranks} ranks on" in said.stdout
+        and said.calls[-1].world_size == str(ranks)
+    ), said
 
 
 def test_own_model_and_settings_come_last(tmp_path):
     given = {"MODEL": "/models/mine", "DATA": "/data/mine.jsonl", "CRITIC_MODEL": "/models/critic"}
     said = say("bash", "recipes/llama3_70b_ppo.sh", "actor.lr=2e-6", "--dry-run", folder=tmp_path, **given)
     arguments = said.calls[-1].arguments
-    assert {"actor.path=/models/mine", "data.train=/data/mine.jsonl", "critic.path=/models/critic"} <= set(arguments)
+    assert {"actor.path=/models/mine", "data.train=/data/mine.jsonl", "critic.path=/models/critic"} <= set(
+        arguments
+    )
     assert arguments[-2:] == ("actor.lr=2e-6", "--dry-run")
 
 
 def test_random_weights_are_made_once(tmp_path):
     scratch = tmp_path / "scratch"
-    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
-    checked, *made = [call.arguments for call in said.calls if call.arguments[0] != "-m" or "--dry-run" in call.arguments]
+    said = say(
+        "bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b"
+    )
+    checked, *made = [
+        call.arguments for call in said.calls if call.arguments[0] != "-m" or "--dry-run" in call.arguments
+    ]
     assert "--dry-run" in checked, "weights are made before the settings are looked at"
     made = [arguments[1:] for arguments in made if "--dry-run" not in arguments]
-    assert made == [(f"{scratch}/llama3-70b", "--shape", "llama3-70b"), (f"{scratch}/llama3-8b", "--shape", "llama3-8b", "--rows", "1")]
-    assert {f"actor.path={scratch}/llama3-70b/model", f"critic.path={scratch}/llama3-8b/model"} <= set(said.calls[-1].arguments)
+    assert made == [
+        (f"{scratch}/llama3-70b", "--shape", "llama3-70b"),
+        (f"{scratch}/llama3-8b", "--shape", "llama3-8b", "--rows", "1"),
+    ]
+    assert {f"actor.path={scratch}/llama3-70b/model", f"critic.path={scratch}/llama3-8b/model"} <= set(
+        said.calls[-1].arguments
+    )
     for name in ("llama3-70b", "llama3-8b"):
         (scratch / name).mkdir()
         (scratch / name / "reward.py").touch()
-    again = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
+    again = say(
+        "bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b"
+    )
     assert again.calls == said.calls[-2:], "nothing but a look at the settings and the start"
 
 
 @pytest.mark.parametrize(("status", "made"), [("2", False), ("3", True)])
 def test_no_weights_are_made_for_settings_that_are_refused(status, made, tmp_path):
     """Want of room (3) is that of the GPU which a dry run supposes: what is here may have more."""
-    said = say("bash", "recipes/llama3_8b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), FAIL="--dry-run", FAIL_STATUS=status)
-    assert (said.code == 0) == made and any("make_random.py" in call.arguments[0] for call in said.calls) == made, said
+    said = say(
+        "bash",
+        "recipes/llama3_8b_ppo.sh",
+        folder=tmp_path,
+        SCRATCH=str(tmp_path / "scratch"),
+        FAIL="--dry-run",
+        FAIL_STATUS=status,
+    )
+    assert (said.code == 0) == made and any(
+        "make_random.py" in call.arguments[0] for call in said.calls
+    ) == made, said
     if not made:
         assert said.code == 2 and "asked to fail" in said.stderr
 
 
 @pytest.mark.parametrize(("status", "starts"), [("2", False), ("3", True)])
-@pytest.mark.parametrize("given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"])
+@pytest.mark.parametrize(
+    "given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"]
+)
 def test_nothing_starts_with_settings_that_are_refused(given, status, starts, tmp_path):
     (tmp_path / "llama3-8b").mkdir()
     (tmp_path / "llama3-8b/reward.py").touch()
-    said = say("bash", "recipes/llama3_8b_ppo.sh", "actor.lr=2", folder=tmp_path, SCRATCH=str(tmp_path), FAIL="--dry-run", FAIL_STATUS=status, **given)
+    said = say(
+        "bash",
+        "recipes/llama3_8b_ppo.sh",
+        "actor.lr=2",
+        folder=tmp_path,
+        SCRATCH=str(tmp_path),
+        FAIL="--dry-run",
+        FAIL_STATUS=status,
+        **given,
+    )
     checked, *started = said.calls
-    assert checked.arguments[-2:] == ("actor.lr=2", "--dry-run") and (checked.world_size, checked.local_world_size) == ("4", "4")
+    assert checked.arguments[-2:] == ("actor.lr=2", "--dry-run") and (
+        checked.world_size,
+        checked.local_world_size,
+    ) == ("4", "4")
     assert [call.starts_ranks for call in started] == [True] * starts
     assert (said.code, said.stderr) == ((0, "") if starts else (2, "error: asked to fail\n"))
 
 
 def test_the_quickstart_looks_at_all_settings_before_it_trains(tmp_path):
-    said = say("bash", "recipes/quickstart.sh", folder=tmp_path, OUT=str(tmp_path / "toy"), FAIL="verl_megatron.train", FAIL_STATUS="2")
-    assert said.code == 2 and said.stderr.endswith("error: asked to fail\n") and not any(call.starts_ranks for call in said.calls)
+    said = say(
+        "bash",
+        "recipes/quickstart.sh",
+        folder=tmp_path,
+        OUT=str(tmp_path / "toy"),
+        FAIL="verl_megatron.train",
+        FAIL_STATUS="2",
+    )
+    assert (
+        said.code == 2
+        and said.stderr.endswith("error: asked to fail\n")
+        and not any(call.starts_ranks for call in said.calls)
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,32 +260,67 @@ def test_what_does_not_exist_is_said_in_one_line(settings, given, message, tmp_p
     """Without a stand-in for python."""
     write_toy(tmp_path)
     told = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path / "train.jsonl")} | given
-    run = subprocess.run(["bash", "recipes/llama3_8b_grpo.sh", *settings], cwd=ROOT, env=environment(**told), text=True, capture_output=True, timeout=60)
-    assert run.returncode == 2 and re.fullmatch(rf"(\w+\.py: )?error: {message}.*\n", run.stderr) and not run.stdout, run
+    run = subprocess.run(
+        ["bash", "recipes/llama3_8b_grpo.sh", *settings],
+        cwd=ROOT,
+        env=environment(**told),
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert (
+        run.returncode == 2
+        and re.fullmatch(rf"(\w+\.py: )?error: {message}.*\n", run.stderr)
+        and not run.stdout
+    ), run
 
 
 @pytest.mark.parametrize("shape_name", ["llama3-70b", "llama3-8b"])
 def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
-    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), NNODES="1", CRITIC="8b", FAIL=f"--shape {shape_name}")
+    said = say(
+        "bash",
+        "recipes/llama3_70b_ppo.sh",
+        folder=tmp_path,
+        SCRATCH=str(tmp_path / "scratch"),
+        NNODES="1",
+        CRITIC="8b",
+        FAIL=f"--shape {shape_name}",
+    )
     assert said.code and "make_random.py" in said.calls[-1].arguments[0]
 
 
 @pytest.mark.parametrize(
     ("script", "given", "message"),
     [
-        ("llama3_8b_ppo", {"MODEL": "/models/mine"}, r"DATA is not set; name the .jsonl file on which MODEL=/models/mine is trained"),
+        (
+            "llama3_8b_ppo",
+            {"MODEL": "/models/mine"},
+            r"DATA is not set; name the .jsonl file on which MODEL=/models/mine is trained",
+        ),
         ("sft", {"DATA": "mine.jsonl"}, r"MODEL has to name"),
         ("llama3_8b_ppo", {"GPUS": "four"}, r"GPUS=four has to be a whole number from 1 "),
         ("llama3_8b_ppo", {"GPUS": "0"}, r"GPUS=0 has to be a whole number from 1 "),
         ("llama3_8b_ppo", {"GPUS": "9" * 30}, r"GPUS=9+ has to be a whole number from 1 "),
         ("llama3_8b_ppo", {"NNODES": "08"}, r"NNODES=08 has to be a whole number"),
-        ("llama3_8b_ppo", {"NODE_RANK": "x[$(touch ran)]"}, r"NODE_RANK=x.* has to be a whole number from 0 "),
+        (
+            "llama3_8b_ppo",
+            {"NODE_RANK": "x[$(touch ran)]"},
+            r"NODE_RANK=x.* has to be a whole number from 0 ",
+        ),
         ("llama3_8b_ppo", {"NODE_RANK": "4", "NNODES": "4"}, r"NODE_RANK=4 must be below NNODES=4"),
         ("llama3_8b_ppo", {"MAX_RESTARTS": "-1"}, r"MAX_RESTARTS=-1 has to be a whole number"),
-        ("llama3_8b_ppo", {"MASTER_PORT": "70000"}, r"MASTER_PORT=70000 has to be a whole number from 1 to 65535"),
+        (
+            "llama3_8b_ppo",
+            {"MASTER_PORT": "70000"},
+            r"MASTER_PORT=70000 has to be a whole number from 1 to 65535",
+        ),
         ("llama3_8b_ppo", {"MASTER_ADDR": "a b"}, r"MASTER_ADDR=a b has to be the name"),
         ("llama3_8b_ppo", {"GRACE_S": "soon"}, r"GRACE_S=soon must be greater than 0"),
-        ("llama3_70b_ppo", {"NNODES": "1", "MODEL": "/models/mine", "DATA": "mine.jsonl", "CRITIC": "9b"}, r"CRITIC=9b is not known; choose 8b or 70b"),
+        (
+            "llama3_70b_ppo",
+            {"NNODES": "1", "MODEL": "/models/mine", "DATA": "mine.jsonl", "CRITIC": "9b"},
+            r"CRITIC=9b is not known; choose 8b or 70b",
+        ),
         ("quickstart", {"NNODES": "2"}, r"one node"),
     ],
 )
@@ -231,19 +329,33 @@ def test_wrong_variables_are_named(script, given, message, tmp_path):
     assert said.code == 2 and re.fullmatch(f"error: .*{message}.*\n", said.stderr) and not said.calls
 
 
-@pytest.mark.parametrize("given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"])
+@pytest.mark.parametrize(
+    "given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"]
+)
 def test_several_nodes_need_an_address(given, tmp_path):
-    said = say("bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), **given)
-    assert said.code == 2 and "needs MASTER_ADDR" in said.stderr and not said.calls and not (tmp_path / "scratch").exists()
+    said = say(
+        "bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), **given
+    )
+    assert (
+        said.code == 2
+        and "needs MASTER_ADDR" in said.stderr
+        and not said.calls
+        and not (tmp_path / "scratch").exists()
+    )
 
 
 def test_a_plan_needs_no_data(tmp_path):
     write_toy(tmp_path)
-    said = say("bash", "recipes/llama3_8b_grpo.sh", "--dry-run", folder=tmp_path, MODEL=str(tmp_path / "model"))
+    said = say(
+        "bash", "recipes/llama3_8b_grpo.sh", "--dry-run", folder=tmp_path, MODEL=str(tmp_path / "model")
+    )
     assert said.code == 0 and not said.stderr
     assert f"from {tmp_path}/model" in plan_of(said.calls[-1].arguments, ("4", "4"))
 
 
 def test_a_plan_of_supervised_training_speaks_of_no_random_weights(tmp_path):
     said = say("bash", "recipes/sft.sh", "--dry-run", folder=tmp_path)
-    assert said.stderr == "MODEL is not set: planned for the shape llama3-8b, with rows as long as the recipe allows\n"
+    assert (
+        said.stderr
+        == "MODEL is not set: planned for the shape llama3-8b, with rows as long as the recipe allows\n"
+    )

@@ -13,7 +13,14 @@ from parallel.runtime.environment import NUMBERS, TEXTS, check_environment, chec
 from parallel.runtime.refusal import LINE, VALUE, RefusalError, agree, nearest, readable, shown
 from tests.worlds import ROOT
 
-WORLD = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+WORLD = {
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture
@@ -26,7 +33,11 @@ def environment(monkeypatch):
 # ---- words ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["x" * 10_000_000, list(range(1_000_000)), 10**5000, {"a": "\0" * 999}], ids=["text", "list", "number", "dict"])
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10_000_000, list(range(1_000_000)), 10**5000, {"a": "\0" * 999}],
+    ids=["text", "list", "number", "dict"],
+)
 def test_long_values_are_cut(value):
     assert len(shown(value)) <= VALUE and shown("tp2") == "'tp2'" and shown([1, 2]) == "[1, 2]"
 
@@ -46,7 +57,11 @@ def test_the_nearest_name():
 # ---- environment ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in ("x", "-1", "1.5", "9" * 5000, "٢", "1 ")] + [("RANK", "200000"), ("MASTER_PORT", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in NUMBERS for value in ("x", "-1", "1.5", "9" * 5000, "٢", "1 ")]
+    + [("RANK", "200000"), ("MASTER_PORT", "0")],
+)
 def test_numbers_are_numbers(name, value, environment):
     environment.setenv(name, value)
     with pytest.raises(ValueError, match=f"^{name}='.* must be a whole number from") as error:
@@ -59,7 +74,11 @@ def test_numbers_are_numbers(name, value, environment):
     [
         ("OMP_NUM_THREADS", ["1", "4,2"], ["0", "many", "-1"]),
         ("GRACE_S", ["30", "0.5"], ["0", "0.0", "soon", "-1", "1e3", "9" * 99]),
-        ("CUDA_VISIBLE_DEVICES", ["0", "0,1", "-1", "NoDevFiles", "GPU-3fa2b1c0-aaaa,1", "MIG-aa/0/1"], ["all", "0;1", "cuda:0", "0,,1"]),
+        (
+            "CUDA_VISIBLE_DEVICES",
+            ["0", "0,1", "-1", "NoDevFiles", "GPU-3fa2b1c0-aaaa,1", "MIG-aa/0/1"],
+            ["all", "0;1", "cuda:0", "0,,1"],
+        ),
         ("MASTER_ADDR", ["127.0.0.1", "node-1.cluster", "::1"], ["a b", "$(x)", "a" * 300]),
     ],
 )
@@ -104,12 +123,21 @@ def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> li
     """(exit status, stderr, torchrun's error file) of each rank of a world of plain processes."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
-    base = {name: value for name, value in os.environ.items() if name not in NUMBERS} | {"PYTHONPATH": str(ROOT), "STORE": str(tmp_path / "store")}
+    base = {name: value for name, value in os.environ.items() if name not in NUMBERS} | {
+        "PYTHONPATH": str(ROOT),
+        "STORE": str(tmp_path / "store"),
+    }
     running = []
     for rank in range(count):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(count), "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error_{rank}.json")}
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error_{rank}.json"),
+        }
         own |= {"TORCHELASTIC_RUN_ID": "test"} if torchrun else {}
-        running.append(subprocess.Popen([sys.executable, file], env=base | own, stderr=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen([sys.executable, file], env=base | own, stderr=subprocess.PIPE, text=True)
+        )
     ended = []
     running[0].wait(timeout=60)
     time.sleep(0.5)
@@ -117,7 +145,13 @@ def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> li
         process.terminate()  # as torchrun does when one has ended
         text = process.communicate(timeout=60)[1]
         report = tmp_path / f"error_{rank}.json"
-        ended.append((process.returncode, text, json.loads(report.read_text())["message"]["message"] if report.exists() else ""))
+        ended.append(
+            (
+                process.returncode,
+                text,
+                json.loads(report.read_text())["message"]["message"] if report.exists() else "",
+            )
+        )
     return ended
 
 
@@ -130,7 +164,11 @@ SETTING = """
 
 def test_one_sentence_and_torchruns_report(tmp_path):
     ((code, said, report),) = ranks(SETTING, tmp_path, count=1)
-    assert code == 2 and said.startswith("error: temprature is no setting of RolloutConfig, did you mean") and said.count("\n") == 1
+    assert (
+        code == 2
+        and said.startswith("error: temprature is no setting of RolloutConfig, did you mean")
+        and said.count("\n") == 1
+    )
     assert said == f"error: {report}\n"
 
 

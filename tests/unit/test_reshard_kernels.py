@@ -1,13 +1,21 @@
 """Tables of tiles are expanded by hand, and the kernels run in Triton's interpreter where there is Triton."""
 
-
 import numpy as np
 import pytest
 import torch
 
 from parallel.reshard import kernels
 from parallel.reshard.checksum import BITS, checksum
-from parallel.reshard.kernels import COPIED, COPY, SUMMED, Checksums, Copies, Tuning, checksum_tiles, copy_tiles
+from parallel.reshard.kernels import (
+    COPIED,
+    COPY,
+    SUMMED,
+    Checksums,
+    Copies,
+    Tuning,
+    checksum_tiles,
+    copy_tiles,
+)
 from tests.gpu.kernels_check import SMALL, Memory
 from tests.interpreter import run_interpreted
 
@@ -17,21 +25,44 @@ CPU = torch.device("cpu")
 
 
 def copied(pairs, labels=None):
-    return np.array([(*kernels._rectangle(source), *kernels._rectangle(destination)[:2], label) for (destination, source), label in zip(pairs, labels or [0] * len(pairs))], COPIED)
+    return np.array(
+        [
+            (*kernels._rectangle(source), *kernels._rectangle(destination)[:2], label)
+            for (destination, source), label in zip(pairs, labels or [0] * len(pairs))
+        ],
+        COPIED,
+    )
 
 
 def summed(slices):
-    return np.array([(*kernels._rectangle(slice_RC), slice_RC.element_size(), slot) for slot, slice_RC in enumerate(slices)], SUMMED)
+    return np.array(
+        [
+            (*kernels._rectangle(slice_RC), slice_RC.element_size(), slot)
+            for slot, slice_RC in enumerate(slices)
+        ],
+        SUMMED,
+    )
 
 
 def expand_copy(launches, memory: Memory) -> np.ndarray:
     """Do what the tables say, byte by byte; returns how often each byte was written."""
-    data, base, written = memory.bytes.numpy(), memory.bytes.data_ptr(), np.zeros(len(memory.bytes), dtype=np.int64)
+    data, base, written = (
+        memory.bytes.numpy(),
+        memory.bytes.data_ptr(),
+        np.zeros(len(memory.bytes), dtype=np.int64),
+    )
     for tiles in launches:
         for source, destination, source_stride, destination_stride, rows, cols in tiles.table.tolist():
-            assert (source | destination) % tiles.unit == 0 and 0 < rows <= tiles.rows and 0 < cols * tiles.unit <= tiles.columns * tiles.element
+            assert (
+                (source | destination) % tiles.unit == 0
+                and 0 < rows <= tiles.rows
+                and 0 < cols * tiles.unit <= tiles.columns * tiles.element
+            )
             for row in range(rows):
-                read, write = source - base + row * source_stride * tiles.unit, destination - base + row * destination_stride * tiles.unit
+                read, write = (
+                    source - base + row * source_stride * tiles.unit,
+                    destination - base + row * destination_stride * tiles.unit,
+                )
                 data[write : write + cols * tiles.unit] = data[read : read + cols * tiles.unit]
                 written[write : write + cols * tiles.unit] += 1
     return written
@@ -43,8 +74,14 @@ def expand_checksum(launches, count: int, memory: Memory, tuning: Tuning) -> tor
     for tiles in launches:
         lanes = tiles.unit // tiles.element
         for address, stride, rows, cols, first_row, first_col, slot in tiles.table.tolist():
-            assert address % tiles.unit == 0 and 0 < rows <= tiles.rows * tuning.steps and 0 < cols * lanes <= tiles.columns
-            bits_RC = memory.view(address - base, (rows, cols * lanes), stride * lanes, BITS[tiles.element]).to(torch.int64)
+            assert (
+                address % tiles.unit == 0
+                and 0 < rows <= tiles.rows * tuning.steps
+                and 0 < cols * lanes <= tiles.columns
+            )
+            bits_RC = memory.view(
+                address - base, (rows, cols * lanes), stride * lanes, BITS[tiles.element]
+            ).to(torch.int64)
             weight_R = (torch.arange(first_row + 1, first_row + 1 + rows) * kernels.ROW_FACTOR) | 1
             weight_C = (torch.arange(first_col + 1, first_col + 1 + cols * lanes) * kernels.COLUMN_FACTOR) | 1
             sums_N[slot] += (bits_RC * weight_R[:, None] * weight_C).sum()
@@ -57,24 +94,36 @@ def test_tiles_copy_each_byte_once_and_no_other(seed, tuning):
     memory = Memory(seed=seed, size=2**21, device=CPU)
     pairs = [memory.pair() for _ in range(60)]
     expected = memory.after(pairs)
-    written = expand_copy(copy_tiles(copied(pairs, labels=[number % 3 for number in range(60)]), tuning), memory)
+    written = expand_copy(
+        copy_tiles(copied(pairs, labels=[number % 3 for number in range(60)]), tuning), memory
+    )
     assert torch.equal(memory.bytes, expected)
-    assert written.max() == 1 and written.sum() == sum(destination.numel() * destination.element_size() for destination, _ in pairs)
+    assert written.max() == 1 and written.sum() == sum(
+        destination.numel() * destination.element_size() for destination, _ in pairs
+    )
 
 
 @pytest.mark.parametrize("tuning", [kernels.CHECKSUM, SMALL], ids=["default", "small"])
 def test_tiles_sum_to_the_checksum(tuning):
     memory = Memory(seed=5, size=2**21, device=CPU)
     slices = [source for _, source in (memory.pair() for _ in range(60)) if source.numel()]
-    assert torch.equal(expand_checksum(checksum_tiles(summed(slices), tuning), len(slices), memory, tuning), torch.stack([checksum(s) for s in slices]))
+    assert torch.equal(
+        expand_checksum(checksum_tiles(summed(slices), tuning), len(slices), memory, tuning),
+        torch.stack([checksum(s) for s in slices]),
+    )
 
 
 def test_aligned_rectangles_take_one_launch_of_full_tiles():
-    pairs = [(torch.empty(64, 2048, dtype=torch.bfloat16), torch.empty(64, 4096, dtype=torch.bfloat16)[:, 2048:]) for _ in range(3)]
+    pairs = [
+        (torch.empty(64, 2048, dtype=torch.bfloat16), torch.empty(64, 4096, dtype=torch.bfloat16)[:, 2048:])
+        for _ in range(3)
+    ]
     pairs += [(torch.empty(24, 1000), torch.empty(24, 1000))]  # dense: flattened, whatever its width
     (tiles,) = copy_tiles(copied(pairs), COPY)
     sizes = tiles.table[:, 4] * tiles.table[:, 5] * tiles.unit
-    assert (tiles.unit, tiles.element) == (16, 8) and (sizes == COPY.rows * COPY.row_bytes).sum() == 3 * 64 * 4096 // 16384 + 24 * 4000 // 16384
+    assert (tiles.unit, tiles.element) == (16, 8) and (
+        sizes == COPY.rows * COPY.row_bytes
+    ).sum() == 3 * 64 * 4096 // 16384 + 24 * 4000 // 16384
     assert len(sizes) == 3 * 16 + 5 + 2  # the dense one ends with 7 rows of a tile and a part of a row
 
 
@@ -99,24 +148,45 @@ def test_labels_proceed_together():
 
 def test_a_large_table_names_every_byte_once():
     rectangles_N = np.zeros(10_000, COPIED)
-    rectangles_N["rows"], rectangles_N["width"], rectangles_N["source_stride"], rectangles_N["destination_stride"] = 192, 4096, 4096, 8192
-    rectangles_N["source"], rectangles_N["destination"] = np.arange(10_000) * 2**20, 2**40 + np.arange(10_000) * 2**21
+    (
+        rectangles_N["rows"],
+        rectangles_N["width"],
+        rectangles_N["source_stride"],
+        rectangles_N["destination_stride"],
+    ) = 192, 4096, 4096, 8192
+    rectangles_N["source"], rectangles_N["destination"] = (
+        np.arange(10_000) * 2**20,
+        2**40 + np.arange(10_000) * 2**21,
+    )
     rectangles_N["label"] = np.arange(10_000) % 8
     (tiles,) = copy_tiles(rectangles_N, COPY)
-    assert len(tiles.table) == 10_000 * 48 == len(tiles.table[:, 1].unique()) and (tiles.table[:, 4] * tiles.table[:, 5]).sum() * 16 == 10_000 * 192 * 4096
+    assert (
+        len(tiles.table) == 10_000 * 48 == len(tiles.table[:, 1].unique())
+        and (tiles.table[:, 4] * tiles.table[:, 5]).sum() * 16 == 10_000 * 192 * 4096
+    )
 
 
 def test_copies_and_checksums_on_a_cpu():
     source = torch.randn(6, 10)
     wide, cast, column = torch.zeros(6, 20), torch.zeros(6, 10, dtype=torch.bfloat16), torch.zeros(6, 1)
-    copies = Copies([(wide[:, 5:15], source), (cast, source), (column, source[:, 3:4])], device=CPU, groups=[0, 1, 1])
+    copies = Copies(
+        [(wide[:, 5:15], source), (cast, source), (column, source[:, 3:4])], device=CPU, groups=[0, 1, 1]
+    )
     sums = Checksums([wide[:, 5:15], cast, column], device=CPU)
     for _ in range(2):  # replayed: what the tensors hold by then
         source.normal_()
         copies.run()
-        assert torch.equal(wide[:, 5:15], source) and torch.equal(cast, source.bfloat16()) and torch.equal(column, source[:, 3:4])
+        assert (
+            torch.equal(wide[:, 5:15], source)
+            and torch.equal(cast, source.bfloat16())
+            and torch.equal(column, source[:, 3:4])
+        )
         assert not wide[:, :5].any() and not wide[:, 15:].any()
-        assert sums.run().tolist() == [checksum(source).item(), checksum(cast).item(), checksum(column).item()]
+        assert sums.run().tolist() == [
+            checksum(source).item(),
+            checksum(cast).item(),
+            checksum(column).item(),
+        ]
     Copies([], device=CPU).run()
     assert Checksums([], device=CPU).run().shape == (0,)
 
@@ -131,7 +201,10 @@ def test_refusals():
             build(torch.empty(3, 2).T)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="no Triton here: the kernels run where there are GPUs, and in its interpreter")
+@pytest.mark.skipif(
+    kernels.triton is None,
+    reason="no Triton here: the kernels run where there are GPUs, and in its interpreter",
+)
 def test_the_kernels_in_tritons_interpreter():
     run_interpreted(__file__)
 

@@ -20,7 +20,11 @@ from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
 from tests.unit.test_reshard_plan import filled, numbered
 
 ELEMENT_BYTES = 8
-TOYS = [Toy(hidden=32, ffn=64, head_dim=8, vocab=64), Toy(hidden=16, groups=8, vocab=41), Toy(tied=True, groups=1)]
+TOYS = [
+    Toy(hidden=32, ffn=64, head_dim=8, vocab=64),
+    Toy(hidden=16, groups=8, vocab=41),
+    Toy(tied=True, groups=1),
+]
 LOST = -9
 
 
@@ -48,13 +52,22 @@ class Machine:
                 space, first = memory[rank][p.chunk, p.name]
                 sizes[space] = max(sizes.get(space, 0), first // ELEMENT_BYTES + prod(p.shape))
             self.memory[rank] = {space: np.full(size, LOST) for space, size in sizes.items()}
-        self.source = {rank: {(p.chunk, p.name): self.view(rank, memory[rank][p.chunk, p.name], p) for p in shards} for rank, shards in source.items()}
+        self.source = {
+            rank: {(p.chunk, p.name): self.view(rank, memory[rank][p.chunk, p.name], p) for p in shards}
+            for rank, shards in source.items()
+        }
         self.destination = {}
         for rank, shards in destination.items():
             laid = found.addresses[rank]
-            views = {(p.chunk, p.name): self.view(rank, laid[p.chunk, p.name], p) if (p.chunk, p.name) in laid else None for p in shards}
+            views = {
+                (p.chunk, p.name): self.view(rank, laid[p.chunk, p.name], p)
+                if (p.chunk, p.name) in laid
+                else None
+                for p in shards
+            }
             self.destination[rank] = {
-                key: np.full(matrix_shape(p.shape), LOST) if view is None else view for (key, view), p in zip(views.items(), shards)
+                key: np.full(matrix_shape(p.shape), LOST) if view is None else view
+                for (key, view), p in zip(views.items(), shards)
             }
 
     def view(self, rank, address, parameter):
@@ -73,7 +86,10 @@ class Machine:
         for t, values in zip(plan.direct, read):
             at(destination, t.destination_rank, t.destination, t.shape)[:] = values
         for window in plan.windows:
-            packed = {pair: [at(source, t.source_rank, t.source, t.shape).copy() for t in message] for pair, message in window.items()}
+            packed = {
+                pair: [at(source, t.source_rank, t.source, t.shape).copy() for t in message]
+                for pair, message in window.items()
+            }
             for pair, message in window.items():
                 for t, values in zip(message, packed[pair]):
                     at(destination, t.destination_rank, t.destination, t.shape)[:] = values
@@ -86,7 +102,13 @@ def check(source, destination, shapes, memory_of, *, in_place, peer_memory, wind
     tensors = numbered(shapes)
     memory = {rank: memory_of(shards) for rank, shards in source.items()}
     found = overlay(
-        source=source, destination=destination, memory=memory, element_bytes=ELEMENT_BYTES, window_bytes=window_bytes, in_place=in_place, peer_memory=peer_memory
+        source=source,
+        destination=destination,
+        memory=memory,
+        element_bytes=ELEMENT_BYTES,
+        window_bytes=window_bytes,
+        in_place=in_place,
+        peer_memory=peer_memory,
     )
     machine = Machine(source, destination, memory, found)
     for rank, shards in source.items():
@@ -104,11 +126,15 @@ def check(source, destination, shapes, memory_of, *, in_place, peer_memory, wind
                 assert np.array_equal(machine.source[rank][key], values), (rank, key)
     for plan in filter(None, (found.forth, found.back)):
         assert plan.peak_extra_bytes <= window_bytes
-        assert not peer_memory or all(t.source_rank == t.destination_rank or t in plan.direct or plan.pulled for t in plan.transfers())
+        assert not peer_memory or all(
+            t.source_rank == t.destination_rank or t in plan.direct or plan.pulled for t in plan.transfers()
+        )
     for rank, addresses in found.addresses.items():
         sizes = {(p.chunk, p.name): prod(p.shape) * ELEMENT_BYTES for p in destination[rank]}
         spans = sorted((space, start, start + sizes[key]) for key, (space, start) in addresses.items())
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:])), "two parameters share memory"
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:])), (
+            "two parameters share memory"
+        )
     return found
 
 
@@ -122,13 +148,30 @@ def test_every_layout_out_and_back(memory_of, in_place):
                 layout = replace(layout, ranks=(0, 2, 1, 3) if tp == 2 else (0, 1, 2, 3))
                 source = {rank: megatron_like(toy, layout, rank) for rank in layout.ranks}
                 destination = {rank: vllm_like(toy, tp, rank % tp) for rank in range(4)}
-                check(source, destination, toy.shapes(), memory_of, in_place=in_place, peer_memory=peer_memory)
+                check(
+                    source, destination, toy.shapes(), memory_of, in_place=in_place, peer_memory=peer_memory
+                )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(model_cases(), st.booleans(), st.sampled_from([flat, scattered]), st.sampled_from([2**12, 2**14, 2**18]))
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    model_cases(), st.booleans(), st.sampled_from([flat, scattered]), st.sampled_from([2**12, 2**14, 2**18])
+)
 def test_random_models_out_and_back(case, in_place, memory_of, window_bytes):
-    check(case.source, case.destination, case.shapes, memory_of, in_place=in_place, peer_memory=case.peer_memory, window_bytes=window_bytes)
+    check(
+        case.source,
+        case.destination,
+        case.shapes,
+        memory_of,
+        in_place=in_place,
+        peer_memory=case.peer_memory,
+        window_bytes=window_bytes,
+    )
 
 
 def test_a_window_below_two_rows_is_refused():
@@ -137,7 +180,17 @@ def test_a_window_below_two_rows_is_refused():
         check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=1000)
 
 
-SIZES = dict(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, intermediate_size=512, vocab_size=1024, norm_eps=1e-5, max_positions=64)
+SIZES = dict(
+    hidden_size=256,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=512,
+    vocab_size=1024,
+    norm_eps=1e-5,
+    max_positions=64,
+)
 
 
 def real(train, tp, *, ranks=(0, 1, 2, 3), **changes):
@@ -148,7 +201,9 @@ def real(train, tp, *, ranks=(0, 1, 2, 3), **changes):
 
 
 def copy_bytes(shards):
-    return {rank: sum(prod(p.shape) for p in parameters) * ELEMENT_BYTES for rank, parameters in shards.items()}
+    return {
+        rank: sum(prod(p.shape) for p in parameters) * ELEMENT_BYTES for rank, parameters in shards.items()
+    }
 
 
 def own(found, destination):
@@ -175,7 +230,15 @@ def test_swapping_equal_layouts_needs_no_second_copy():
     assert own(found, destination) == 0 and max(found.back.received_bytes.values()) == 0
 
 
-@pytest.mark.parametrize("train,ranks,tp", [("tp2pp2", (0, 2, 1, 3), 4), ("tp2pp2vpp2", (0, 2, 1, 3), 4), ("pp4", (0, 1, 2, 3), 4), ("tp2dp2", (0, 2, 1, 3), 4)])
+@pytest.mark.parametrize(
+    "train,ranks,tp",
+    [
+        ("tp2pp2", (0, 2, 1, 3), 4),
+        ("tp2pp2vpp2", (0, 2, 1, 3), 4),
+        ("pp4", (0, 1, 2, 3), 4),
+        ("tp2dp2", (0, 2, 1, 3), 4),
+    ],
+)
 def test_swapping_holds_one_copy(train, ranks, tp):
     """The larger copy, and what no gap is large enough for: less than a tenth of it."""
     source, destination, shapes = real(train, tp, ranks=ranks)
@@ -203,31 +266,53 @@ def test_where_the_destination_is_larger_only_the_difference_is_added(train, tp)
     """No parameter fits into its own source: one after the other, without gaps but for the smallest parameter."""
     source, destination, shapes = real(train, tp, num_kv_heads=4)
     for peer_memory in (False, True):
-        found = check(source, destination, shapes, flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17)
+        found = check(
+            source, destination, shapes, flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17
+        )
         norm = SIZES["hidden_size"] * ELEMENT_BYTES
         assert excess(found, source, destination) <= norm + ALIGNMENT < copy_bytes(source)[0] // WORTH_ANOTHER
 
 
 def test_circles_of_all_layers_cost_one_of_them():
     """A window of half a feed-forward matrix holds none of its circles."""
-    source, destination, shapes = real("tp2pp2", 4, ranks=(0, 2, 1, 3), num_layers=24, num_kv_heads=4, vocab_size=64)
+    source, destination, shapes = real(
+        "tp2pp2", 4, ranks=(0, 2, 1, 3), num_layers=24, num_kv_heads=4, vocab_size=64
+    )
     largest = max(prod(p.shape) for p in source[0]) * ELEMENT_BYTES
-    found = check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=largest // 2)
+    found = check(
+        source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=largest // 2
+    )
     assert 0 < excess(found, source, destination) <= largest
 
 
-@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(model_cases(), st.sampled_from([flat, scattered]))
 def test_own_memory_is_bounded(case, memory_of):
     """Without circles: a 64th of the larger copy or, in each allocation, less than any parameter that has memory of its own."""
     element_bytes = 2**12  # so that what alignment costs is nothing beside the parameters
     memory = {rank: memory_of(shards, element_bytes) for rank, shards in case.source.items()}
-    common = dict(source=case.source, destination=case.destination, memory=memory, element_bytes=element_bytes, peer_memory=case.peer_memory)
+    common = dict(
+        source=case.source,
+        destination=case.destination,
+        memory=memory,
+        element_bytes=element_bytes,
+        peer_memory=case.peer_memory,
+    )
     found = overlay(**common, window_bytes=2**40, in_place=True)
-    held, needed = ({rank: sum(prod(p.shape) for p in shards) * element_bytes for rank, shards in side.items()} for side in (case.source, case.destination))
+    held, needed = (
+        {rank: sum(prod(p.shape) for p in shards) * element_bytes for rank, shards in side.items()}
+        for side in (case.source, case.destination)
+    )
     larger = max(*held.values(), *needed.values())
     for rank, shards in case.destination.items():
-        own = [prod(p.shape) * element_bytes for p in shards if (p.chunk, p.name) not in found.addresses[rank]]
+        own = [
+            prod(p.shape) * element_bytes for p in shards if (p.chunk, p.name) not in found.addresses[rank]
+        ]
         gaps = len({space for space, _ in memory.get(rank, {}).values()}) * min(own, default=0)
         assert sum(own) <= max(0, needed[rank] - held.get(rank, 0)) + max(larger // WORTH_ANOTHER, gaps)
 

@@ -42,16 +42,27 @@ def filled(parameters, tensors, padding):
 def follow(plan, source, destination, tensors):
     """Carry out `plan`; returns what each destination rank then holds and how often each element was written."""
     held = {rank: filled(parameters, tensors, SOURCE_PADDING) for rank, parameters in source.items()}
-    result = {rank: {(p.chunk, p.name): np.full(matrix_shape(p.shape), UNTOUCHED) for p in parameters} for rank, parameters in destination.items()}
-    writes = {rank: {key: np.zeros_like(array) for key, array in arrays.items()} for rank, arrays in result.items()}
+    result = {
+        rank: {(p.chunk, p.name): np.full(matrix_shape(p.shape), UNTOUCHED) for p in parameters}
+        for rank, parameters in destination.items()
+    }
+    writes = {
+        rank: {key: np.zeros_like(array) for key, array in arrays.items()} for rank, arrays in result.items()
+    }
     for hole in plan.padding:
         place = (slice(*hole.rows), slice(*hole.cols))
         result[hole.rank][hole.chunk, hole.name][place] = 0
         writes[hole.rank][hole.chunk, hole.name][place] += 1
     for t in plan.transfers():
-        (chunk, name, row, col), (to_chunk, to_name, to_row, to_col), (height, width) = t.source, t.destination, t.shape
+        (chunk, name, row, col), (to_chunk, to_name, to_row, to_col), (height, width) = (
+            t.source,
+            t.destination,
+            t.shape,
+        )
         to = (slice(to_row, to_row + height), slice(to_col, to_col + width))
-        result[t.destination_rank][to_chunk, to_name][to] = held[t.source_rank][chunk, name][row : row + height, col : col + width]
+        result[t.destination_rank][to_chunk, to_name][to] = held[t.source_rank][chunk, name][
+            row : row + height, col : col + width
+        ]
         writes[t.destination_rank][to_chunk, to_name][to] += 1
     return result, writes
 
@@ -72,21 +83,31 @@ def check(source, destination, shapes, *, window_bytes):
             np.testing.assert_array_equal(result[rank][key], expected)
     # Received bytes and the lower bound against a count of the elements.
     owned = {rank: [p for p in source.get(rank, []) if p.owner] for rank in plan.ranks}
-    needs = {rank: np.setdiff1d(numbers(destination[rank], tensors), numbers(owned[rank], tensors)).size * 2 for rank in destination}
+    needs = {
+        rank: np.setdiff1d(numbers(destination[rank], tensors), numbers(owned[rank], tensors)).size * 2
+        for rank in destination
+    }
     assert plan.lower_bound_bytes == max(needs.values())
     assert all(plan.received_bytes[rank] >= need for rank, need in needs.items())
     total = sum(tensor.size for tensor in tensors.values())
-    assert plan.gather_all_bytes == 2 * (total - min(numbers(owned[rank], tensors).size for rank in destination))
+    assert plan.gather_all_bytes == 2 * (
+        total - min(numbers(owned[rank], tensors).size for rank in destination)
+    )
     assert plan.peak_extra_bytes <= window_bytes
     assert sum(plan.sent_bytes.values()) == sum(plan.received_bytes.values())
     moved = sum(plan.received_bytes.values()) + sum(plan.local_bytes.values())
-    assert moved == 2 * sum(array.size for rank in destination for array in filled(destination[rank], tensors, 0).values()) - 2 * sum(
-        (hole.rows[1] - hole.rows[0]) * (hole.cols[1] - hole.cols[0]) for hole in plan.padding
-    )
+    assert moved == 2 * sum(
+        array.size for rank in destination for array in filled(destination[rank], tensors, 0).values()
+    ) - 2 * sum((hole.rows[1] - hole.rows[0]) * (hole.cols[1] - hole.cols[0]) for hole in plan.padding)
     return plan
 
 
-PAIRS = [(layout, tp, size) for size in (1, 2, 4, 8) for layout, tp in product(layouts_of(size, layers=4), (1, 2, 4, 8)) if tp <= size]
+PAIRS = [
+    (layout, tp, size)
+    for size in (1, 2, 4, 8)
+    for layout, tp in product(layouts_of(size, layers=4), (1, 2, 4, 8))
+    if tp <= size
+]
 
 
 @pytest.mark.parametrize("layout, tp, size", PAIRS, ids=lambda value: str(value).replace("layout", ""))
@@ -99,9 +120,27 @@ def test_each_element_arrives_once_both_ways(layout, tp, size):
     check(served, trained, toy.shapes(), window_bytes=2**20)
 
 
-@pytest.mark.parametrize("model_type, tied, size", [("llama", False, 1), ("qwen2", True, 2), ("llama", True, 4), ("qwen2", False, 4), ("qwen3", True, 4), ("qwen2", False, 8)])
+@pytest.mark.parametrize(
+    "model_type, tied, size",
+    [
+        ("llama", False, 1),
+        ("qwen2", True, 2),
+        ("llama", True, 4),
+        ("qwen2", False, 4),
+        ("qwen3", True, 4),
+        ("qwen2", False, 8),
+    ],
+)
 def test_real_models_both_ways(model_type, tied, size):
-    sizes = {"hidden_size": 16, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "intermediate_size": 24, "vocab_size": 101}
+    sizes = {
+        "hidden_size": 16,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "intermediate_size": 24,
+        "vocab_size": 101,
+    }
     arch = Architecture(model_type=model_type, **sizes, tied=tied, norm_eps=1e-5, max_positions=64)
     for layout, tp in product(layouts_of(size, layers=4), (1, 2, 4, 8)):
         if tp <= size:
@@ -113,7 +152,9 @@ def test_real_models_both_ways(model_type, tied, size):
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_disjoint_ranks(toy):
-    trained = {rank: megatron_like(toy, Layout.parse("tp2pp2", ranks=(4, 5, 6, 7)), rank) for rank in range(4, 8)}
+    trained = {
+        rank: megatron_like(toy, Layout.parse("tp2pp2", ranks=(4, 5, 6, 7)), rank) for rank in range(4, 8)
+    }
     served = {rank: vllm_like(toy, 2, rank % 2) for rank in range(4)}
     plan = check(trained, served, toy.shapes(), window_bytes=1000)
     assert not plan.direct and max(plan.received_bytes[rank] for rank in range(4, 8)) == 0
@@ -127,7 +168,13 @@ def whole(name="w", rows=16, cols=4, owner=True):
 def test_source_is_own_rank_then_own_host_then_spread():
     source = {rank: [whole()] for rank in (0, 1, 4, 5)}
     destination = {rank: [whole()] for rank in range(12)}
-    plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20, host_of=lambda rank: rank // 4)
+    plan = compile_plan(
+        source=source,
+        destination=destination,
+        element_bytes=4,
+        window_bytes=2**20,
+        host_of=lambda rank: rank // 4,
+    )
     giver = {t.destination_rank: t.source_rank for t in plan.transfers()}
     assert all(giver[rank] == rank for rank in source)
     assert {giver[2], giver[3]} == {0, 1} and {giver[6], giver[7]} == {4, 5}
@@ -136,8 +183,12 @@ def test_source_is_own_rank_then_own_host_then_spread():
 
 
 def test_a_copy_is_never_a_source():
-    with pytest.raises(ValueError, match=r"w rows 0-16 columns 0-4 are needed for w of rank 1 and no source rank holds them"):
-        compile_plan(source={0: [whole(owner=False)]}, destination={1: [whole()]}, element_bytes=4, window_bytes=2**20)
+    with pytest.raises(
+        ValueError, match=r"w rows 0-16 columns 0-4 are needed for w of rank 1 and no source rank holds them"
+    ):
+        compile_plan(
+            source={0: [whole(owner=False)]}, destination={1: [whole()]}, element_bytes=4, window_bytes=2**20
+        )
 
 
 def test_missing_rows_are_named():
@@ -154,12 +205,16 @@ def test_overlapping_destination_blocks_are_refused():
 
 def test_overlapping_sources_write_once_and_prefer_own_rank():
     top = ShardedParameter("top", (8, 4), (Block("w", (0, 8), (0, 4)),))
-    plan = compile_plan(source={0: [whole()], 1: [top]}, destination={1: [whole()]}, element_bytes=4, window_bytes=2**20)
+    plan = compile_plan(
+        source={0: [whole()], 1: [top]}, destination={1: [whole()]}, element_bytes=4, window_bytes=2**20
+    )
     assert [(t.source_rank, t.rows) for t in plan.transfers()] == [(1, (0, 8)), (0, (8, 16))]
 
 
 def test_windows_cut_a_large_transfer_by_rows():
-    plan = compile_plan(source={0: [whole()]}, destination={1: [whole()]}, element_bytes=4, window_bytes=200)  # a row is 16 bytes: 6 of 16 rows fit a half
+    plan = compile_plan(
+        source={0: [whole()]}, destination={1: [whole()]}, element_bytes=4, window_bytes=200
+    )  # a row is 16 bytes: 6 of 16 rows fit a half
     assert [t.rows for t in plan.transfers()] == [(0, 6), (6, 12), (12, 16)]
     assert [t.destination for t in plan.transfers()] == [(0, "w", 0, 0), (0, "w", 6, 0), (0, "w", 12, 0)]
     assert plan.peak_extra_bytes == 192 and plan.messages == 3
@@ -171,14 +226,21 @@ def test_replicas_share_the_sending():
     toy = Toy(groups=8)
     source = {rank: megatron_like(toy, Layout.parse("tp2", ranks=tuple(range(8))), rank) for rank in range(8)}
     destination = {rank: vllm_like(toy, 4, rank % 4) for rank in range(8, 16)}
-    sent = compile_plan(source=source, destination=destination, element_bytes=2, window_bytes=2**20).sent_bytes
+    sent = compile_plan(
+        source=source, destination=destination, element_bytes=2, window_bytes=2**20
+    ).sent_bytes
     assert max(sent[rank] for rank in range(8)) < 1.1 * min(sent[rank] for rank in range(8))
 
 
 def test_windows_keep_all_ranks_busy():
     toy = Toy()
     source = {rank: megatron_like(toy, Layout.parse("pp4", ranks=(0, 1, 2, 3)), rank) for rank in range(4)}
-    plan = compile_plan(source=source, destination={rank: vllm_like(toy, 4, rank) for rank in range(4)}, element_bytes=4, window_bytes=1024)
+    plan = compile_plan(
+        source=source,
+        destination={rank: vllm_like(toy, 4, rank) for rank in range(4)},
+        element_bytes=4,
+        window_bytes=1024,
+    )
     busiest = max(plan.sent_bytes[rank] + plan.received_bytes[rank] for rank in range(4))
     assert len(plan.windows) <= 1.5 * busiest / 512
 
@@ -189,6 +251,12 @@ def test_a_70b_plan_on_64_ranks_takes_seconds():
     source = {rank: megatron_like(toy, layout, rank) for rank in range(64)}
     destination = {rank: vllm_like(toy, 8, rank % 8) for rank in range(64)}
     start = time.perf_counter()
-    plan = compile_plan(source=source, destination=destination, element_bytes=2, window_bytes=2**28, host_of=lambda rank: rank // 8)
+    plan = compile_plan(
+        source=source,
+        destination=destination,
+        element_bytes=2,
+        window_bytes=2**28,
+        host_of=lambda rank: rank // 8,
+    )
     assert time.perf_counter() - start < 20  # 3 s on an idle core
     assert max(plan.received_bytes.values()) == plan.lower_bound_bytes < plan.gather_all_bytes / 4

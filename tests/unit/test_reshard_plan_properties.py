@@ -25,7 +25,12 @@ from tests.unit.test_reshard_plan import filled, follow, numbered, numbers
 from tests.worlds import ROOT
 
 # The same examples on every run; they are large, which is no fault.
-repeatable = partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+repeatable = partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 CASES = st.one_of(model_cases(), any_cases())
 
 
@@ -35,7 +40,10 @@ def owned(case: Case, rank: int) -> list:
 
 def needed_bytes(case: Case, tensors: dict) -> dict[int, int]:
     """Bytes of the distinct elements that each destination rank needs and does not hold as an owner."""
-    missing = {rank: np.setdiff1d(numbers(wanted, tensors), numbers(owned(case, rank), tensors)) for rank, wanted in case.destination.items()}
+    missing = {
+        rank: np.setdiff1d(numbers(wanted, tensors), numbers(owned(case, rank), tensors))
+        for rank, wanted in case.destination.items()
+    }
     return {rank: elements.size * case.element_bytes for rank, elements in missing.items()}
 
 
@@ -57,7 +65,9 @@ def test_destination_rectangles_do_not_overlap(case):
     plan = case.compile()
     for t in plan.transfers():
         chunk, name, row, col = t.destination
-        written.setdefault((t.destination_rank, chunk, name), []).append((row, row + t.shape[0], col, col + t.shape[1]))
+        written.setdefault((t.destination_rank, chunk, name), []).append(
+            (row, row + t.shape[0], col, col + t.shape[1])
+        )
     for hole in plan.padding:
         written.setdefault((hole.rank, hole.chunk, hole.name), []).append((*hole.rows, *hole.cols))
     for place, rects in written.items():
@@ -70,12 +80,20 @@ def test_destination_rectangles_do_not_overlap(case):
 def test_windows_hold_what_their_pairs_exchange(case):
     plan = case.compile()
     for t in plan.direct:
-        assert t.source_rank == t.destination_rank or (case.peer_memory and case.hosts[t.source_rank] == case.hosts[t.destination_rank]), t
+        assert t.source_rank == t.destination_rank or (
+            case.peer_memory and case.hosts[t.source_rank] == case.hosts[t.destination_rank]
+        ), t
     for window in plan.windows:
         assert window
         for (giver, taker), message in window.items():
-            assert giver != taker and not (case.peer_memory and case.hosts[giver] == case.hosts[taker]), (giver, taker)
-            assert message and all((t.source_rank, t.destination_rank) == (giver, taker) for t in message), (giver, taker)
+            assert giver != taker and not (case.peer_memory and case.hosts[giver] == case.hosts[taker]), (
+                giver,
+                taker,
+            )
+            assert message and all((t.source_rank, t.destination_rank) == (giver, taker) for t in message), (
+                giver,
+                taker,
+            )
 
 
 @repeatable(max_examples=60)
@@ -95,7 +113,12 @@ def test_bytes_and_staging_are_counted_right_and_kept_small(case):
         peak |= before + staged  # a window is packed while the one before is on its way
         before = staged
     assert max(peak.values(), default=0) <= case.window_bytes
-    for promised, counted in ((plan.sent_bytes, sent), (plan.received_bytes, received), (plan.local_bytes, copied), (plan.staged_bytes, peak)):
+    for promised, counted in (
+        (plan.sent_bytes, sent),
+        (plan.received_bytes, received),
+        (plan.local_bytes, copied),
+        (plan.staged_bytes, peak),
+    ):
         assert promised == {rank: counted[rank] for rank in plan.ranks}
     assert sum(sent.values()) == sum(received.values())
 
@@ -106,7 +129,11 @@ def test_no_rank_receives_less_than_it_must(case):
     plan, needed = case.compile(), needed_bytes(case, numbered(case.shapes))
     assert plan.lower_bound_bytes == max(needed.values())
     assert all(plan.received_bytes[rank] >= needed[rank] for rank in needed)
-    event("receives more than the bound" if max(plan.received_bytes.values()) > plan.lower_bound_bytes else "receives the bound")
+    event(
+        "receives more than the bound"
+        if max(plan.received_bytes.values()) > plan.lower_bound_bytes
+        else "receives the bound"
+    )
 
 
 @repeatable(max_examples=60)
@@ -121,12 +148,22 @@ def test_ranks_of_a_model_receive_no_more_than_they_must(case):
 @given(CASES)
 def test_elements_come_from_the_nearest_owner(case):
     tensors, total = numbered(case.shapes), sum(int(np.prod(shape)) for shape in case.shapes.values())
-    on_rank, on_host = ({place: np.zeros(total + 1, dtype=bool) for place in places} for places in (range(len(case.hosts)), case.hosts))
-    owners = {(rank, parameter.chunk, parameter.name) for rank in case.source for parameter in owned(case, rank)}
+    on_rank, on_host = (
+        {place: np.zeros(total + 1, dtype=bool) for place in places}
+        for places in (range(len(case.hosts)), case.hosts)
+    )
+    owners = {
+        (rank, parameter.chunk, parameter.name) for rank in case.source for parameter in owned(case, rank)
+    }
     for rank in case.source:
-        on_rank[rank][numbers(owned(case, rank), tensors)] = on_host[case.hosts[rank]][numbers(owned(case, rank), tensors)] = True
+        on_rank[rank][numbers(owned(case, rank), tensors)] = on_host[case.hosts[rank]][
+            numbers(owned(case, rank), tensors)
+        ] = True
     for t in case.compile().transfers():
-        elements, (giving, taking) = tensors[t.tensor][slice(*t.rows), slice(*t.cols)], (case.hosts[rank] for rank in (t.source_rank, t.destination_rank))
+        elements, (giving, taking) = (
+            tensors[t.tensor][slice(*t.rows), slice(*t.cols)],
+            (case.hosts[rank] for rank in (t.source_rank, t.destination_rank)),
+        )
         assert (t.source_rank, *t.source[:2]) in owners, t
         assert t.source_rank == t.destination_rank or not on_rank[t.destination_rank][elements].any(), t
         assert giving == taking or not on_host[taking][elements].any(), t
@@ -136,8 +173,13 @@ def test_elements_come_from_the_nearest_owner(case):
 @given(CASES, st.data())
 def test_a_plan_without_an_owner_for_an_element_is_refused(case, data):
     lost, tensors = data.draw(st.sampled_from(sorted(case.source))), numbered(case.shapes)
-    left = replace(case, source={rank: parameters for rank, parameters in case.source.items() if rank != lost})
-    wanted, held = ([numbers(parameters, tensors) for parameters in shards] for shards in (case.destination.values(), (owned(left, rank) for rank in left.source)))
+    left = replace(
+        case, source={rank: parameters for rank, parameters in case.source.items() if rank != lost}
+    )
+    wanted, held = (
+        [numbers(parameters, tensors) for parameters in shards]
+        for shards in (case.destination.values(), (owned(left, rank) for rank in left.source))
+    )
     if np.setdiff1d(np.concatenate(wanted), np.concatenate([*held, []])).size:
         with pytest.raises(ValueError, match="no source rank holds them"):
             left.compile()
@@ -147,27 +189,61 @@ def test_a_plan_without_an_owner_for_an_element_is_refused(case, data):
 
 def content(plan: Plan) -> str:
     """All that a plan says, in order; only of types that every version of Python writes alike."""
-    windows = [[(pair, [str(t) for t in message], [(t.source, t.destination) for t in message]) for pair, message in window.items()] for window in plan.windows]
+    windows = [
+        [
+            (pair, [str(t) for t in message], [(t.source, t.destination) for t in message])
+            for pair, message in window.items()
+        ]
+        for window in plan.windows
+    ]
     direct = [(str(t), t.source, t.destination) for t in plan.direct]
     padding = [(hole.rank, hole.chunk, hole.name, hole.rows, hole.cols) for hole in plan.padding]
-    return repr((plan.ranks, plan.element_bytes, plan.window_bytes, plan.pulled, direct, windows, padding, plan.lower_bound_bytes, plan.gather_all_bytes))
+    return repr(
+        (
+            plan.ranks,
+            plan.element_bytes,
+            plan.window_bytes,
+            plan.pulled,
+            direct,
+            windows,
+            padding,
+            plan.lower_bound_bytes,
+            plan.gather_all_bytes,
+        )
+    )
 
 
 @repeatable(max_examples=30)
 @given(CASES, st.randoms(use_true_random=False))
 def test_the_order_of_the_ranks_in_the_mappings_is_no_matter(case, random):
-    assert content(case.compile(order=lambda entries: random.sample(entries, len(entries)))) == content(case.compile())
+    assert content(case.compile(order=lambda entries: random.sample(entries, len(entries)))) == content(
+        case.compile()
+    )
 
 
 def fixed_digests() -> list[str]:
     """Of two plans, whose content has to be the same wherever and whenever they are compiled."""
     digests = []
-    for toy, layout, tp, to_vllm in ((Toy(tied=True, vocab=41), "tp2pp2", 4, True), (Toy(groups=1), "tp4pp2vpp2", 2, False)):
-        trained = {rank: megatron_like(toy, Layout.parse(layout, ranks=tuple(range(8))), rank) for rank in range(8)}
+    for toy, layout, tp, to_vllm in (
+        (Toy(tied=True, vocab=41), "tp2pp2", 4, True),
+        (Toy(groups=1), "tp4pp2vpp2", 2, False),
+    ):
+        trained = {
+            rank: megatron_like(toy, Layout.parse(layout, ranks=tuple(range(8))), rank) for rank in range(8)
+        }
         served = {rank: vllm_like(toy, tp, rank % tp) for rank in range(4, 12)}
         source, destination = (trained, served) if to_vllm else (served, trained)
         hosts = tuple(rank // 4 for rank in range(12))
-        case = Case(note="", source=source, destination=destination, shapes=toy.shapes(), hosts=hosts, element_bytes=2, window_bytes=500, peer_memory=to_vllm)
+        case = Case(
+            note="",
+            source=source,
+            destination=destination,
+            shapes=toy.shapes(),
+            hosts=hosts,
+            element_bytes=2,
+            window_bytes=500,
+            peer_memory=to_vllm,
+        )
         digests.append(hashlib.sha256(content(case.compile()).encode()).hexdigest()[:16])
     return digests
 
@@ -179,7 +255,9 @@ GOLDEN = ["08a640417dc6f12e", "41c8699db3d6c65e"]
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])
 def test_other_processes_compile_the_same_plan(hash_seed):
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=True).stdout.split()
+    printed = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert printed == fixed_digests() == GOLDEN
 
 

@@ -19,7 +19,13 @@ from tests.worlds import ROOT
 from tools.reshard_memory import exchanging, megatron_addresses
 from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of, table
 
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 512}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+}
 
 
 @pytest.fixture
@@ -32,58 +38,143 @@ def planned(*, placed: bool = False, peer_memory: bool = False, **options) -> tu
     """With the usual order of ranks, unless `placed`."""
     case = read_case(**options).placed() if placed else read_case(**options)
     shards = case.shards()
-    plan = compile_plan(source=shards[0], destination=shards[1], element_bytes=2, window_bytes=2**28, host_of=case.host_of, peer_memory=peer_memory)
-    return case, plan, report_of(case, plan, flows_of(plan), shards, Rates(same_gpu=1e9, same_host=1e8, other_host=1e7))
+    plan = compile_plan(
+        source=shards[0],
+        destination=shards[1],
+        element_bytes=2,
+        window_bytes=2**28,
+        host_of=case.host_of,
+        peer_memory=peer_memory,
+    )
+    return (
+        case,
+        plan,
+        report_of(case, plan, flows_of(plan), shards, Rates(same_gpu=1e9, same_host=1e8, other_host=1e7)),
+    )
 
 
 def test_the_program_writes_numbers_and_a_picture(tmp_path):
-    options = ["--hf", "llama3-8b", "--train", "tp2pp2", "--rollout", "tp4", "--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png")]
-    run = subprocess.run([sys.executable, ROOT / "tools/reshard_plan.py", *options], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    options = [
+        "--hf",
+        "llama3-8b",
+        "--train",
+        "tp2pp2",
+        "--rollout",
+        "tp4",
+        "--json",
+        str(tmp_path / "plan.json"),
+        "--png",
+        str(tmp_path / "plan.png"),
+    ]
+    run = subprocess.run(
+        [sys.executable, ROOT / "tools/reshard_plan.py", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
     assert run.returncode == 0, run.stderr
     assert "llama3-8b: tp2pp2 -> 1 x tp4 on 4 ranks" in run.stdout and len(run.stdout.splitlines()) < 20
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "plan.json").read_text())
-    assert {"received_bytes", "sent_bytes", "local_bytes", "lower_bound_bytes", "gather_all_bytes", "messages", "peak_extra_bytes"} <= report.keys()
+    assert {
+        "received_bytes",
+        "sent_bytes",
+        "local_bytes",
+        "lower_bound_bytes",
+        "gather_all_bytes",
+        "messages",
+        "peak_extra_bytes",
+    } <= report.keys()
     assert all(len(report[f"{what}_bytes"]) == 4 for what in ("received", "sent", "local"))
-    assert report["train_ranks"] == [0, 2, 1, 3] and report["rollout_ranks"] == [0, 1, 2, 3] and not report["peer_memory"]
+    assert (
+        report["train_ranks"] == [0, 2, 1, 3]
+        and report["rollout_ranks"] == [0, 1, 2, 3]
+        and not report["peer_memory"]
+    )
     # Each rank holds half of the quarter that it needs.
     quarter = report["gather_all_bytes"] / 3
-    assert report["lower_bound_bytes"] == max(report["received_bytes"]) == pytest.approx(quarter / 2, rel=1e-3)
+    assert (
+        report["lower_bound_bytes"] == max(report["received_bytes"]) == pytest.approx(quarter / 2, rel=1e-3)
+    )
     assert report["peak_extra_bytes"] <= report["window_bytes"] == 2**28 and report["dtype"] == "bfloat16"
 
 
 def test_options_reach_the_plan(folder, tmp_path, capsys):
     """In the usual order ranks 1 and 2 hold nothing of the quarter that they need, except for norms; peers need no messages."""
     path = tmp_path / "plan.json"
-    given = ["--hf", folder, "--train", "tp2pp2", "--rollout", "tp4", "--json", str(path), "--rank-order", "plain"]
+    given = [
+        "--hf",
+        folder,
+        "--train",
+        "tp2pp2",
+        "--rollout",
+        "tp4",
+        "--json",
+        str(path),
+        "--rank-order",
+        "plain",
+    ]
     main(given)
     plain = json.loads(path.read_text())
-    assert plain["train_ranks"] == plain["rollout_ranks"] == [0, 1, 2, 3] and plain["messages"] and plain["peak_extra_bytes"]
+    assert (
+        plain["train_ranks"] == plain["rollout_ranks"] == [0, 1, 2, 3]
+        and plain["messages"]
+        and plain["peak_extra_bytes"]
+    )
     assert max(plain["received_bytes"]) == pytest.approx(plain["gather_all_bytes"] / 3, rel=2e-2)
     main([*given, "--peer-memory"])
     peers = json.loads(path.read_text())
-    assert peers["peer_memory"] and peers["received_bytes"] == plain["received_bytes"] and not peers["messages"] and not peers["peak_extra_bytes"]
+    assert (
+        peers["peer_memory"]
+        and peers["received_bytes"] == plain["received_bytes"]
+        and not peers["messages"]
+        and not peers["peak_extra_bytes"]
+    )
     assert capsys.readouterr().out.count("as usual in Megatron; as usual in vLLM") == 2
 
 
 @pytest.mark.parametrize("peer_memory", [False, True])
 @pytest.mark.parametrize("placed", [False, True])
 def test_numbers_are_the_plans_and_add_up(folder, placed, peer_memory):
-    case, plan, report = planned(hf=folder, train="tp2pp2", rollout="tp8", ranks=16, hosts=2, placed=placed, peer_memory=peer_memory)
+    case, plan, report = planned(
+        hf=folder, train="tp2pp2", rollout="tp8", ranks=16, hosts=2, placed=placed, peer_memory=peer_memory
+    )
     assert (case.train.dp, case.rollout.dp, case.ranks_per_host) == (4, 2, 8)
     assert report["messages"] == plan.messages == sum(len(window) for window in plan.windows)
     for what in ("received", "sent"):
         assert report[f"{what}_bytes"] == [getattr(plan, f"{what}_bytes")[rank] for rank in range(16)]
-        assert report[f"{what}_bytes"] == [a + b for a, b in zip(report[f"{what}_same_host_bytes"], report[f"{what}_other_host_bytes"])]
-    assert report["staged_bytes"] == [plan.staged_bytes[rank] for rank in range(16)] and report["peak_extra_bytes"] == plan.peak_extra_bytes
+        assert report[f"{what}_bytes"] == [
+            a + b for a, b in zip(report[f"{what}_same_host_bytes"], report[f"{what}_other_host_bytes"])
+        ]
+    assert (
+        report["staged_bytes"] == [plan.staged_bytes[rank] for rank in range(16)]
+        and report["peak_extra_bytes"] == plan.peak_extra_bytes
+    )
     assert report["local_bytes"] == [plan.local_bytes[rank] for rank in range(16)]
     for distance, same in (("same", True), ("other", False)):
-        between = [t for t in plan.transfers() if t.source_rank != t.destination_rank and same == (case.host_of(t.source_rank) == case.host_of(t.destination_rank))]
+        between = [
+            t
+            for t in plan.transfers()
+            if t.source_rank != t.destination_rank
+            and same == (case.host_of(t.source_rank) == case.host_of(t.destination_rank))
+        ]
         for way, side in (("sent", "source_rank"), ("received", "destination_rank")):
-            assert report[f"{way}_{distance}_host_bytes"] == [2 * sum(t.elements for t in between if getattr(t, side) == rank) for rank in range(16)]
-    other = sum(t.elements for t in plan.transfers() if case.host_of(t.source_rank) != case.host_of(t.destination_rank)) * 2
+            assert report[f"{way}_{distance}_host_bytes"] == [
+                2 * sum(t.elements for t in between if getattr(t, side) == rank) for rank in range(16)
+            ]
+    other = (
+        sum(
+            t.elements
+            for t in plan.transfers()
+            if case.host_of(t.source_rank) != case.host_of(t.destination_rank)
+        )
+        * 2
+    )
     assert sum(report["sent_other_host_bytes"]) == sum(report["received_other_host_bytes"]) == other
-    assert other and placed == (not any(report["received_same_host_bytes"]))  # a host has one stage, of which each rank can hold what it needs
+    assert other and placed == (
+        not any(report["received_same_host_bytes"])
+    )  # a host has one stage, of which each rank can hold what it needs
     assert report["ratio_to_lower_bound"] == max(report["received_bytes"]) / plan.lower_bound_bytes >= 1
 
 
@@ -93,7 +184,11 @@ def test_seconds_follow_the_rates(folder):
     busiest = max(max(report["received_bytes"]), max(report["sent_bytes"]))
     assert len(plan.windows) == 1
     assert report["seconds"]["overlapped"] == pytest.approx(busiest / 1e8)
-    assert busiest / 1e8 < report["seconds"]["one_after_another"] <= busiest / 1e8 + (2 * busiest + max(report["local_bytes"])) / 1e9
+    assert (
+        busiest / 1e8
+        < report["seconds"]["one_after_another"]
+        <= busiest / 1e8 + (2 * busiest + max(report["local_bytes"])) / 1e9
+    )
     _, _, apart = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=4, hosts=4)
     assert apart["seconds"]["overlapped"] == pytest.approx(busiest / 1e7)
 
@@ -103,7 +198,9 @@ def test_seconds_of_peers_memory(folder):
     _, _, report = planned(hf=folder, train="tp2pp2", rollout="tp4", ranks=4, peer_memory=True)
     busiest = max(max(report["received_bytes"]), max(report["sent_bytes"]))
     assert report["seconds"]["overlapped"] == pytest.approx(busiest / 1e8)
-    assert report["seconds"]["one_after_another"] == pytest.approx(busiest / 1e8 + max(report["local_bytes"]) / 1e9)
+    assert report["seconds"]["one_after_another"] == pytest.approx(
+        busiest / 1e8 + max(report["local_bytes"]) / 1e9
+    )
 
 
 def test_memory_of_equal_layouts(folder):
@@ -111,7 +208,11 @@ def test_memory_of_equal_layouts(folder):
     case, plan, report = planned(hf=folder, train="tp2", rollout="tp2")
     memory, copy = report["peak_memory"], report["local_bytes"][0]
     qkv = 4 * 2 * (8 + 2 * 8) * 8 // 2 * 64
-    assert case.ranks == 2 and not any(report["received_bytes"]) and report["seconds"]["overlapped"] == copy / 1e9
+    assert (
+        case.ranks == 2
+        and not any(report["received_bytes"])
+        and report["seconds"]["overlapped"] == copy / 1e9
+    )
     assert memory["larger_copy_bytes"] == copy
     assert memory["keep"]["bytes"] == 2 * copy and memory["share"]["bytes"] == copy + qkv
     assert memory["share"]["own_bytes"] == qkv and memory["swap"]["own_bytes"] == 0
@@ -128,16 +229,28 @@ def test_memory_where_vllm_holds_more(folder):
     assert copy < memory["swap"]["bytes"] <= copy + norm + plan.window_bytes
 
 
-@pytest.mark.parametrize("train, rollout, ranks", [("tp2pp2", "tp4", 16), ("tp4", "tp2", 8), ("tp2", "tp4", 16)])
+@pytest.mark.parametrize(
+    "train, rollout, ranks", [("tp2pp2", "tp4", 16), ("tp4", "tp2", 8), ("tp2", "tp4", 16)]
+)
 @pytest.mark.parametrize("placed", [False, True])
 def test_replicas_that_exchange_stand_for_all(folder, train, rollout, ranks, placed):
     """The same own memory as when all ranks are planned together; where hosts cut the groups in different places, all are."""
     case, plan, report = planned(hf=folder, train=train, rollout=rollout, ranks=ranks, hosts=1, placed=placed)
     source, destination = case.shards()
     memory = {rank: megatron_addresses(source[rank], 2) for rank in source}
-    found = overlay(source=source, destination=destination, memory=memory, element_bytes=2, window_bytes=2**28, in_place=True)
+    found = overlay(
+        source=source,
+        destination=destination,
+        memory=memory,
+        element_bytes=2,
+        window_bytes=2**28,
+        in_place=True,
+    )
     planned_ranks = report["peak_memory"]["swap"]["planned_ranks"]
-    assert report["peak_memory"]["swap"]["own_bytes"] == max(found.own_bytes(destination).values()) and ranks % planned_ranks == 0
+    assert (
+        report["peak_memory"]["swap"]["own_bytes"] == max(found.own_bytes(destination).values())
+        and ranks % planned_ranks == 0
+    )
     assert planned_ranks < ranks or not placed
     uneven = exchanging(source, destination, case.replicas(), lambda rank: rank // (planned_ranks + 1))
     assert uneven == list(range(ranks))
@@ -146,24 +259,38 @@ def test_replicas_that_exchange_stand_for_all(folder, train, rollout, ranks, pla
 def test_many_ranks_that_exchange_are_not_planned(folder):
     case, plan, report = planned(hf=folder, train="tp8pp4", rollout="tp8", ranks=32)
     memory = report["peak_memory"]
-    assert memory["swap"]["planned_ranks"] == 0 and "at least, since where more than 16 ranks exchange" in table(report)
+    assert memory["swap"][
+        "planned_ranks"
+    ] == 0 and "at least, since where more than 16 ranks exchange" in table(report)
     assert memory["swap"]["bytes"] >= memory["larger_copy_bytes"] + plan.window_bytes
 
 
-@pytest.mark.parametrize("train, rollout, kv_heads", [("tp2", "tp4", 8), ("tp4", "tp2", 4), ("tp2pp2", "tp4", 2), ("tp4", "tp4", 4)])
+@pytest.mark.parametrize(
+    "train, rollout, kv_heads",
+    [("tp2", "tp4", 8), ("tp4", "tp2", 4), ("tp2pp2", "tp4", 2), ("tp4", "tp4", 4)],
+)
 def test_shared_memory_is_found_by_address(train, rollout, kv_heads, tmp_path):
     """Against every element's own place: shared is what lies at one distance from its twin in one parameter of Megatron's."""
-    (tmp_path / "config.json").write_text(json.dumps(shape("llama3-8b") | TINY | {"num_key_value_heads": kv_heads}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(shape("llama3-8b") | TINY | {"num_key_value_heads": kv_heads})
+    )
     case, _, report = planned(hf=str(tmp_path), train=train, rollout=rollout, placed=True)
     source, destination = case.shards()
     sizes = []
     for rank in range(case.ranks):
-        held = {where: (number, at) for number, parameter in enumerate(source[rank]) for where, at in places_of(parameter).items()}
+        held = {
+            where: (number, at)
+            for number, parameter in enumerate(source[rank])
+            for where, at in places_of(parameter).items()
+        }
         sizes.append(sum(math.prod(p.shape) for side in (source, destination) for p in side[rank]))
         for parameter in destination[rank]:
             places = places_of(parameter)
             assert len(places) == math.prod(parameter.shape)  # nothing is padded
-            found = {(held[where][0], held[where][1] - at) if where in held else None for where, at in places.items()}
+            found = {
+                (held[where][0], held[where][1] - at) if where in held else None
+                for where, at in places.items()
+            }
             sizes[-1] -= math.prod(parameter.shape) * (len(found) == 1 and None not in found)
         sizes[-1] = 2 * sizes[-1] + report["staged_bytes"][rank]
     assert report["peak_memory"]["share"]["bytes"] == max(sizes) < report["peak_memory"]["keep"]["bytes"]
@@ -202,7 +329,10 @@ REFUSED = [
     (["--other-host-rate", "-1"], r"--other-host-rate: '-1' is not accepted; write bytes a second"),
     (["--rank-order", "any"], r"--rank-order: invalid choice: 'any' \(choose from"),
     (["--dtype", "fp8"], r"--dtype: invalid choice: 'fp8' \(choose from"),
-    (["--json", "/no/such/plan.json"], r"--json /no/such/plan.json cannot be written.*name a file in a folder that exists"),
+    (
+        ["--json", "/no/such/plan.json"],
+        r"--json /no/such/plan.json cannot be written.*name a file in a folder that exists",
+    ),
     (["--png", "plan.jpg"], r"--png plan.jpg must end in .png"),
 ]
 
@@ -232,18 +362,39 @@ def test_shards_are_those_of_the_map(folder):
     case = read_case(hf=folder, train="tp2pp2", rollout="tp4", ranks=4).placed()
     source, destination = case.shards()
     for rank, (tp, pp) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        assert source[rank] == megatron_parameters(case.arch, replace(case.train, ranks=tuple(range(4))), pp * 2 + tp, spec="te")
+        assert source[rank] == megatron_parameters(
+            case.arch, replace(case.train, ranks=tuple(range(4))), pp * 2 + tp, spec="te"
+        )
         assert destination[rank] == vllm_parameters(case.arch, 4, rank)
 
 
 def test_a_70b_plan_for_1024_ranks_fits_in_memory(tmp_path):
     path = tmp_path / "plan.json"
-    options = ["--hf", "llama3-70b", "--train", "tp8pp8", "--rollout", "tp8", "--ranks", "1024", "--hosts", "128", "--json", str(path)]
-    process = subprocess.Popen([sys.executable, ROOT / "tools/reshard_plan.py", *options], stdout=subprocess.DEVNULL)
+    options = [
+        "--hf",
+        "llama3-70b",
+        "--train",
+        "tp8pp8",
+        "--rollout",
+        "tp8",
+        "--ranks",
+        "1024",
+        "--hosts",
+        "128",
+        "--json",
+        str(path),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "tools/reshard_plan.py", *options], stdout=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0 and usage.ru_maxrss < 2 * 2**20  # KiB: 2 GiB, a third of which is used
     report = json.loads(path.read_text())
-    replicas, model, norms = 128, 2 * 70_553_706_496, 2 * (2 * 80 + 1) * 8192  # norms are on each rank of a replica
+    replicas, model, norms = (
+        128,
+        2 * 70_553_706_496,
+        2 * (2 * 80 + 1) * 8192,
+    )  # norms are on each rank of a replica
     assert sum(report["received_bytes"]) + sum(report["local_bytes"]) == replicas * (model + 7 * norms)
     assert max(report["received_bytes"]) == report["lower_bound_bytes"] < report["gather_all_bytes"] / 8
     assert report["peak_extra_bytes"] <= report["window_bytes"]

@@ -24,7 +24,12 @@ def test_checksum_is_its_definition_for_any_strides_and_pieces(dtype, monkeypatc
     slice_RC = (torch.randn(13, 9, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
     wide = torch.zeros(20, 30, dtype=dtype)
     wide[4:17, 7:16] = slice_RC
-    assert checksum(slice_RC).item() == by_hand(slice_RC) == checksum(wide[4:17, 7:16]).item() == checksum(slice_RC.T.contiguous().T).item()
+    assert (
+        checksum(slice_RC).item()
+        == by_hand(slice_RC)
+        == checksum(wide[4:17, 7:16]).item()
+        == checksum(slice_RC.T.contiguous().T).item()
+    )
     monkeypatch.setattr(definition, "PIECE", 30)  # three rows at a time
     assert checksum(slice_RC).item() == by_hand(slice_RC)
 
@@ -39,7 +44,10 @@ def test_each_single_bit_and_each_exchange_is_seen():
                 other.view(torch.int32)[row, col] ^= -(2**31) if bit == 31 else 1 << bit
                 assert checksum(other).item() != good
             swapped = slice_RC.clone()
-            swapped[row, col], swapped[(row + 1) % 6, (col + 2) % 5] = slice_RC[(row + 1) % 6, (col + 2) % 5], slice_RC[row, col]
+            swapped[row, col], swapped[(row + 1) % 6, (col + 2) % 5] = (
+                slice_RC[(row + 1) % 6, (col + 2) % 5],
+                slice_RC[row, col],
+            )
             assert checksum(swapped).item() != good
     assert checksum(slice_RC.roll(1, 0)).item() != good and checksum(slice_RC.roll(1, 1)).item() != good
 

@@ -48,7 +48,9 @@ def is_running(pid: int) -> bool:
 
 
 def children_of(pid: int) -> set[int]:
-    listed = subprocess.run(["ps", "-ww", "--no-headers", "-o", "pid,args", "--ppid", str(pid)], capture_output=True, text=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["ps", "-ww", "--no-headers", "-o", "pid,args", "--ppid", str(pid)], capture_output=True, text=True
+    ).stdout.splitlines()
     return {int(line.split()[0]) for line in listed if "verl_megatron.rewards.worker" in line}
 
 
@@ -111,7 +113,9 @@ def test_pool_scores_equal_direct_calls(functions):
             for row_id, row in rows.items():
                 expected = function(*row)
                 assert rewards[row_id].score == expected["score"]
-                assert rewards[row_id].metrics == {"words": expected["words"]}  # what is no finite number is no metric
+                assert rewards[row_id].metrics == {
+                    "words": expected["words"]
+                }  # what is no finite number is no metric
             assert pool.calls == 20 and 0 < pool.latency_ms < 1000 and not pool.failures
         assert pool.results() == {}
 
@@ -123,7 +127,13 @@ def test_workers_import_neither_torch_nor_the_main_script(functions, tmp_path):
         "    pool.submit(0, '', '', '')\n    reward = pool.results()[0]\n    print(reward.failure, reward.score, reward.metrics['main_imported'])\n"
     )
     root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.split() == ["None", "0.0", "0.0"], done.stderr
 
 
@@ -150,9 +160,17 @@ def test_every_failure_costs_its_row_only(functions):
         for row_id, kind in enumerate(kinds.values()):
             assert rewards[row_id].failure == kind
             assert rewards[row_id].score == (1.0 if kind is None else -1.0)
-        assert pool.failures == {"exception": 2, "timeout": 1, "worker died": 1, "not finite": 2, "wrong type": 3}
+        assert pool.failures == {
+            "exception": 2,
+            "timeout": 1,
+            "worker died": 1,
+            "not finite": 2,
+            "wrong type": 3,
+        }
         assert pool.examples["timeout"].response == "hang" and "within 1.0 s" in str(pool.examples["timeout"])
-        assert "KeyError: 'gone'" in str(pool.examples["exception"]) and "'the prompt'" in str(pool.examples["exception"])
+        assert "KeyError: 'gone'" in str(pool.examples["exception"]) and "'the prompt'" in str(
+            pool.examples["exception"]
+        )
         assert pool.examples["not finite"].row_id == 4  # the first of its kind
         pool.submit(0, "", "good", None)  # killed workers were replaced
         assert pool.results()[0].score == 1.0 and not pool.failures
@@ -176,7 +194,12 @@ def test_workers_die_with_a_killed_parent(functions):
         f"from verl_megatron.rewards.pool import RewardPool\npool = RewardPool({functions + ':misbehave'!r}, workers=2, timeout_s=300)\n"
         "for row_id in range(2):\n    pool.submit(row_id, '', 'hang', None)\nprint('ready', flush=True)\npool.results()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert parent.stdout.readline() == "ready\n"
         time.sleep(0.3)  # both calls run

@@ -24,8 +24,26 @@ def test_the_mixing_loses_nothing():
 
 
 def test_sampling_from_config_takes_every_field():
-    config = RolloutConfig(temperature=0.0, top_p=0.5, top_k=7, min_tokens=2, max_tokens=9, stop=["."], stop_token_ids=[4], ignore_eos=True)
-    expected = Sampling(temperature=0.0, top_p=0.5, top_k=7, min_tokens=2, max_tokens=9, stop=(".",), stop_token_ids=(4,), ignore_eos=True)
+    config = RolloutConfig(
+        temperature=0.0,
+        top_p=0.5,
+        top_k=7,
+        min_tokens=2,
+        max_tokens=9,
+        stop=["."],
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
+    expected = Sampling(
+        temperature=0.0,
+        top_p=0.5,
+        top_k=7,
+        min_tokens=2,
+        max_tokens=9,
+        stop=(".",),
+        stop_token_ids=(4,),
+        ignore_eos=True,
+    )
     assert Sampling.from_config(config) == expected and expected.greedy and not Sampling().greedy
 
 
@@ -51,7 +69,9 @@ def test_token_budget_refuses(prompt, message):
 
 def test_local_queue_gives_each_number_once():
     queue = WorkQueue(10)
-    assert [list(queue.take(4)) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and not queue.take(4)
+    assert [list(queue.take(4)) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and not queue.take(
+        4
+    )
     assert not WorkQueue(0).take(1)
 
 

@@ -12,7 +12,13 @@ from verl_megatron.data.rows import RowTable
 def make_table(lengths: list[int], num_mini_batches: int = 1) -> RowTable:
     size = len(lengths) // num_mini_batches
     lengths_R = torch.tensor(lengths)
-    return RowTable(lengths_R, lengths_R - 1, torch.zeros_like(lengths_R), torch.zeros_like(lengths_R), [range(first, first + size) for first in range(0, len(lengths), size)])
+    return RowTable(
+        lengths_R,
+        lengths_R - 1,
+        torch.zeros_like(lengths_R),
+        torch.zeros_like(lengths_R),
+        [range(first, first + size) for first in range(0, len(lengths), size)],
+    )
 
 
 def drawn_lengths(count: int) -> list[int]:
@@ -57,7 +63,9 @@ def test_micro_batches_cover_each_row_once_per_mini_batch(dp, multiple_of):
             assert groups and len(groups) % multiple_of == 0
 
 
-@pytest.mark.parametrize("order", [list(range(15, -1, -1)), random.Random(2).sample(range(16), 16)], ids=["reversed", "shuffled"])
+@pytest.mark.parametrize(
+    "order", [list(range(15, -1, -1)), random.Random(2).sample(range(16), 16)], ids=["reversed", "shuffled"]
+)
 def test_micro_batches_hold_the_same_rows_in_whatever_order_they_were_borrowed(order):
     """Rows of equal length may change places: the tokens of every micro-batch stay."""
     table = make_table(drawn_lengths(16), 2)
@@ -73,7 +81,10 @@ def test_a_rank_without_rows_still_takes_its_turn():
     table = make_table([3, 4, 5, 6], 2)
     for multiple_of in (1, 2):
         nothing = torch.zeros(0, dtype=torch.int64)
-        assert table.micro_batches(nothing, tokens_per_micro_batch=10, multiple_of=multiple_of) == [[[]] * multiple_of] * 2
+        assert (
+            table.micro_batches(nothing, tokens_per_micro_batch=10, multiple_of=multiple_of)
+            == [[[]] * multiple_of] * 2
+        )
     assert table.micro_batches(torch.tensor([2]), tokens_per_micro_batch=10, multiple_of=1) == [[[]], [[0]]]
 
 

@@ -15,12 +15,24 @@ from tests.tiny import FAMILIES, make_hf
 
 COMMON = dict(hidden_size=16, num_layers=4, intermediate_size=48, norm_eps=1e-6, max_positions=64)
 ARCHITECTURES = {
-    "llama": Architecture(model_type="llama", num_heads=8, num_kv_heads=8, head_dim=2, vocab_size=128, **COMMON),
-    "llama tied": Architecture(model_type="llama", num_heads=8, num_kv_heads=2, head_dim=4, vocab_size=150, tied=True, **COMMON),
-    "mistral": Architecture(model_type="mistral", num_heads=16, num_kv_heads=4, head_dim=4, vocab_size=1, **COMMON),
-    "qwen2": Architecture(model_type="qwen2", num_heads=8, num_kv_heads=1, head_dim=4, vocab_size=65, **COMMON),
-    "qwen2 tied": Architecture(model_type="qwen2", num_heads=24, num_kv_heads=8, head_dim=2, vocab_size=191, tied=True, **COMMON),
-    "qwen3": Architecture(model_type="qwen3", num_heads=16, num_kv_heads=4, head_dim=6, vocab_size=997, **COMMON),
+    "llama": Architecture(
+        model_type="llama", num_heads=8, num_kv_heads=8, head_dim=2, vocab_size=128, **COMMON
+    ),
+    "llama tied": Architecture(
+        model_type="llama", num_heads=8, num_kv_heads=2, head_dim=4, vocab_size=150, tied=True, **COMMON
+    ),
+    "mistral": Architecture(
+        model_type="mistral", num_heads=16, num_kv_heads=4, head_dim=4, vocab_size=1, **COMMON
+    ),
+    "qwen2": Architecture(
+        model_type="qwen2", num_heads=8, num_kv_heads=1, head_dim=4, vocab_size=65, **COMMON
+    ),
+    "qwen2 tied": Architecture(
+        model_type="qwen2", num_heads=24, num_kv_heads=8, head_dim=2, vocab_size=191, tied=True, **COMMON
+    ),
+    "qwen3": Architecture(
+        model_type="qwen3", num_heads=16, num_kv_heads=4, head_dim=6, vocab_size=997, **COMMON
+    ),
 }
 LAYOUTS = [
     *(dict(tp=tp, pp=pp) for tp, pp in product((1, 2, 4, 8), (1, 2, 4))),
@@ -48,9 +60,14 @@ def numbered(arch, head="lm"):
 def assembled(parameter, tensors):
     """The local tensor that the blocks describe; fails if two of them overlap."""
     local = torch.zeros(parameter.shape, dtype=torch.int64)
-    matrix, written = local.view(local.shape[0], -1), torch.zeros(parameter.shape, dtype=torch.int64).view(local.shape[0], -1)
+    matrix, written = (
+        local.view(local.shape[0], -1),
+        torch.zeros(parameter.shape, dtype=torch.int64).view(local.shape[0], -1),
+    )
     for block in parameter.blocks:
-        part = tensors[block.tensor].view(len(tensors[block.tensor]), -1)[slice(*block.rows), slice(*block.cols)]
+        part = tensors[block.tensor].view(len(tensors[block.tensor]), -1)[
+            slice(*block.rows), slice(*block.cols)
+        ]
         assert part.shape == (block.rows[1] - block.rows[0], block.cols[1] - block.cols[0])
         place = (slice(block.row, block.row + part.shape[0]), slice(block.col, block.col + part.shape[1]))
         matrix[place] = part
@@ -79,21 +96,33 @@ def megatron_by_hand(arch, hf, layout, place, spec):
     for (stage, chunk), layers in layout.layers_of(arch.num_layers).items():
         for local, number in enumerate(layers if stage == place.pp else ()):
             source, names = f"model.layers.{number}", {}
-            names["input_layernorm.weight" if spec == "local" else "self_attention.linear_qkv.layer_norm_weight"] = hf[f"{source}.input_layernorm.weight"]
+            names[
+                "input_layernorm.weight" if spec == "local" else "self_attention.linear_qkv.layer_norm_weight"
+            ] = hf[f"{source}.input_layernorm.weight"]
             names["self_attention.linear_qkv.weight"] = rows(interleaved(f"{source}.self_attn", "weight"))
             if arch.model_type == "qwen2":
                 names["self_attention.linear_qkv.bias"] = rows(interleaved(f"{source}.self_attn", "bias"))
             for x in "qk" if arch.model_type == "qwen3" else "":
                 names[f"self_attention.{x}_layernorm.weight"] = hf[f"{source}.self_attn.{x}_norm.weight"]
-            names["self_attention.linear_proj.weight"] = hf[f"{source}.self_attn.o_proj.weight"].chunk(layout.tp, 1)[place.tp]
-            names["pre_mlp_layernorm.weight" if spec == "local" else "mlp.linear_fc1.layer_norm_weight"] = hf[f"{source}.post_attention_layernorm.weight"]
-            names["mlp.linear_fc1.weight"] = torch.cat([rows(hf[f"{source}.mlp.{x}_proj.weight"]) for x in ("gate", "up")])
-            names["mlp.linear_fc2.weight"] = hf[f"{source}.mlp.down_proj.weight"].chunk(layout.tp, 1)[place.tp]
+            names["self_attention.linear_proj.weight"] = hf[f"{source}.self_attn.o_proj.weight"].chunk(
+                layout.tp, 1
+            )[place.tp]
+            names["pre_mlp_layernorm.weight" if spec == "local" else "mlp.linear_fc1.layer_norm_weight"] = hf[
+                f"{source}.post_attention_layernorm.weight"
+            ]
+            names["mlp.linear_fc1.weight"] = torch.cat(
+                [rows(hf[f"{source}.mlp.{x}_proj.weight"]) for x in ("gate", "up")]
+            )
+            names["mlp.linear_fc2.weight"] = hf[f"{source}.mlp.down_proj.weight"].chunk(layout.tp, 1)[
+                place.tp
+            ]
             out |= {(chunk, f"decoder.layers.{local}.{name}"): tensor for name, tensor in names.items()}
     if place.pp == layout.pp - 1:
         out[layout.vpp - 1, "decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if not arch.tied or layout.pp > 1:
-            out[layout.vpp - 1, "output_layer.weight"] = embedding if arch.tied else rows(pad_rows(hf["lm_head.weight"], vocab))
+            out[layout.vpp - 1, "output_layer.weight"] = (
+                embedding if arch.tied else rows(pad_rows(hf["lm_head.weight"], vocab))
+            )
     return out
 
 
@@ -106,7 +135,10 @@ def vllm_by_hand(arch, hf, tp, rank):
         return rows(per_head.repeat_interleave(max(1, tp // arch.num_kv_heads), 0)).flatten(0, 1)
 
     vocab = -(-arch.vocab_size // 64) * 64
-    out = {"model.embed_tokens.weight": rows(pad_rows(hf["model.embed_tokens.weight"], vocab)), "model.norm.weight": hf["model.norm.weight"]}
+    out = {
+        "model.embed_tokens.weight": rows(pad_rows(hf["model.embed_tokens.weight"], vocab)),
+        "model.norm.weight": hf["model.norm.weight"],
+    }
     if not arch.tied:
         out["lm_head.weight"] = rows(pad_rows(hf["lm_head.weight"], vocab))
     for number in range(arch.num_layers):
@@ -116,7 +148,9 @@ def vllm_by_hand(arch, hf, tp, rank):
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat([rows(q), heads(k), heads(v)])
         for name in ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] * (arch.model_type == "qwen3"):
             out[prefix + name] = hf[prefix + name]
-        out[prefix + "mlp.gate_up_proj.weight"] = torch.cat([rows(hf[prefix + "mlp.gate_proj.weight"]), rows(hf[prefix + "mlp.up_proj.weight"])])
+        out[prefix + "mlp.gate_up_proj.weight"] = torch.cat(
+            [rows(hf[prefix + "mlp.gate_proj.weight"]), rows(hf[prefix + "mlp.up_proj.weight"])]
+        )
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             out[prefix + name] = hf[prefix + name].chunk(tp, 1)[rank]
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
@@ -140,12 +174,21 @@ def test_megatron_shards(name, sizes):
     for rank in layout.ranks:
         for spec in ("local", "te"):
             parameters = megatron_parameters(arch, layout, rank, spec=spec)
-            same(parameters, megatron_by_hand(arch, hf, layout, layout.coordinates(rank), spec), hf, key=lambda p: (p.chunk, p.name))
+            same(
+                parameters,
+                megatron_by_hand(arch, hf, layout, layout.coordinates(rank), spec),
+                hf,
+                key=lambda p: (p.chunk, p.name),
+            )
         copies = [p.name for p in parameters if not p.owner]
-        assert copies == ["output_layer.weight"] * (arch.tied and layout.pp > 1 and layout.coordinates(rank).pp == layout.pp - 1)
+        assert copies == ["output_layer.weight"] * (
+            arch.tied and layout.pp > 1 and layout.coordinates(rank).pp == layout.pp - 1
+        )
         seen += [assembled(p, hf).flatten() for p in parameters if p.owner]
     numbers = torch.cat(seen).unique()
-    assert torch.equal(numbers[numbers > 0], torch.cat([t.flatten() for t in hf.values()]))  # the owners hold every element
+    assert torch.equal(
+        numbers[numbers > 0], torch.cat([t.flatten() for t in hf.values()])
+    )  # the owners hold every element
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -163,10 +206,19 @@ def test_vllm_shards(name, tp):
 def test_value_heads(name, head, sizes):
     arch, layout = ARCHITECTURES[name], make_layout(sizes)
     hf = numbered(arch, head)
-    assert "lm_head.weight" not in hf and hf["score.weight"].shape == (1, arch.hidden_size) and ("score.bias" in hf) == (head == "token")
+    assert (
+        "lm_head.weight" not in hf
+        and hf["score.weight"].shape == (1, arch.hidden_size)
+        and ("score.bias" in hf) == (head == "token")
+    )
     for rank in layout.ranks:
-        place, parameters = layout.coordinates(rank), megatron_parameters(arch, layout, rank, spec="te", head=head)
-        expected = megatron_by_hand(arch, hf | {"lm_head.weight": hf["model.embed_tokens.weight"]}, layout, place, "te")
+        place, parameters = (
+            layout.coordinates(rank),
+            megatron_parameters(arch, layout, rank, spec="te", head=head),
+        )
+        expected = megatron_by_hand(
+            arch, hf | {"lm_head.weight": hf["model.embed_tokens.weight"]}, layout, place, "te"
+        )
         expected.pop((layout.vpp - 1, "output_layer.weight"), None)
         if place.pp == layout.pp - 1:
             expected[layout.vpp - 1, "output_layer.weight"] = hf["score.weight"]
@@ -177,7 +229,10 @@ def test_value_heads(name, head, sizes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("head", "suffix"), [("lm", "ForCausalLM"), ("token", "ForTokenClassification"), ("sequence", "ForSequenceClassification")])
+@pytest.mark.parametrize(
+    ("head", "suffix"),
+    [("lm", "ForCausalLM"), ("token", "ForTokenClassification"), ("sequence", "ForSequenceClassification")],
+)
 def test_names_and_shapes_are_those_of_transformers(family, head, suffix):
     model = make_hf(family, suffix)
     arch = Architecture.from_hf(model.config.to_dict() | {"model_type": model.config.model_type})
@@ -187,16 +242,36 @@ def test_names_and_shapes_are_those_of_transformers(family, head, suffix):
 def test_blocks_are_as_large_as_can_be():
     arch = ARCHITECTURES["qwen3"]
     whole = megatron_parameters(arch, Layout(), 0, spec="te")
-    count = {p.name: len(p.blocks) for p in whole if not p.name.startswith("decoder.layers") or ".layers.0." in p.name}
-    qkv, fc1 = count.pop("decoder.layers.0.self_attention.linear_qkv.weight"), count.pop("decoder.layers.0.mlp.linear_fc1.weight")
+    count = {
+        p.name: len(p.blocks)
+        for p in whole
+        if not p.name.startswith("decoder.layers") or ".layers.0." in p.name
+    }
+    qkv, fc1 = (
+        count.pop("decoder.layers.0.self_attention.linear_qkv.weight"),
+        count.pop("decoder.layers.0.mlp.linear_fc1.weight"),
+    )
     assert (qkv, fc1, set(count.values())) == (3 * arch.num_kv_heads, 2, {1})
     cut = {p.name: p.blocks for p in vllm_parameters(arch, 8, 5)}
-    assert len(cut["model.layers.1.self_attn.qkv_proj.weight"]) == 3 and len(cut["model.layers.1.mlp.down_proj.weight"]) == 1
+    assert (
+        len(cut["model.layers.1.self_attn.qkv_proj.weight"]) == 3
+        and len(cut["model.layers.1.mlp.down_proj.weight"]) == 1
+    )
     assert cut["model.layers.1.self_attn.o_proj.weight"][0].cols == (60, 72)
 
 
 @pytest.mark.parametrize(
-    ("vocab", "tp", "padded"), [(128, 1, 128), (1, 4, 64), (65, 2, 128), (997, 8, 1024), (128256, 8, 128256), (151936, 4, 151936), (150, 3, 192), (200, 3, 384)]
+    ("vocab", "tp", "padded"),
+    [
+        (128, 1, 128),
+        (1, 4, 64),
+        (65, 2, 128),
+        (997, 8, 1024),
+        (128256, 8, 128256),
+        (151936, 4, 151936),
+        (150, 3, 192),
+        (200, 3, 384),
+    ],
 )
 def test_padded_vocab(vocab, tp, padded):
     assert padded_vocab(vocab, tp) == padded
@@ -227,9 +302,13 @@ def test_refuses_what_does_not_split():
     odd = Architecture(model_type="llama", num_heads=12, num_kv_heads=4, head_dim=4, vocab_size=64, **COMMON)
     with pytest.raises(ValueError, match="tp=6 must divide the model's 4 key-value heads or be a multiple"):
         build(odd, 6)
-    thirds = Architecture(model_type="llama", num_heads=12, num_kv_heads=3, head_dim=4, vocab_size=64, **COMMON)
+    thirds = Architecture(
+        model_type="llama", num_heads=12, num_kv_heads=3, head_dim=4, vocab_size=64, **COMMON
+    )
     with pytest.raises(ValueError, match="tp=3 must divide vLLM's padded vocabulary of 64"):
         vllm_parameters(thirds, 3, 0)
-    narrow = Architecture(model_type="llama", num_heads=8, num_kv_heads=1, head_dim=2, vocab_size=64, **COMMON)
+    narrow = Architecture(
+        model_type="llama", num_heads=8, num_kv_heads=1, head_dim=2, vocab_size=64, **COMMON
+    )
     with pytest.raises(ValueError, match="tp=8 must divide the 20 rows"):
         build(narrow, 8)

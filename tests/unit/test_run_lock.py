@@ -93,7 +93,9 @@ def far(path) -> None:
 def test_a_run_elsewhere_that_renews_its_file_keeps_the_folder(tmp_path, world, capsys):
     far(path := tmp_path / NAME)
     threading.Timer(0.5, os.utime, [path]).start()
-    with pytest.raises(ValueError, match=rf"process 1 on far, since .*; wait for it, .* or remove {path} if it is gone"):
+    with pytest.raises(
+        ValueError, match=rf"process 1 on far, since .*; wait for it, .* or remove {path} if it is gone"
+    ):
         RunLock(tmp_path).__enter__()
     assert capsys.readouterr().out.count("waiting until it is renewed or 180 s old") == 1
 

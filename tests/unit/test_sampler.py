@@ -74,7 +74,10 @@ def lengths(request):
 
 
 def test_samples_are_numbered_prompt_by_prompt_and_scored():
-    engine, draw = ScriptedEngine(lengths), Draw(num_prompts=3, samples_per_prompt=2, sampling=Sampling(max_tokens=5))
+    engine, draw = (
+        ScriptedEngine(lengths),
+        Draw(num_prompts=3, samples_per_prompt=2, sampling=Sampling(max_tokens=5)),
+    )
     sampler = sampler_of(engine, FirstToken())
     batch = sampler.collect(Endless(), draw, iteration=4, version=3)
     assert batch.row_id.tolist() == list(range(6)) and batch.group_id.tolist() == [0, 0, 1, 1, 2, 2]
@@ -82,7 +85,9 @@ def test_samples_are_numbered_prompt_by_prompt_and_scored():
     assert batch.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
     assert [request.seed for request in engine.submitted] == [row_seed(3, 4, i) for i in range(6)]
     assert engine.most_running == 4, "the engine is kept full, and not fuller"
-    torch.testing.assert_close(sampler.score(batch, Sums()), torch.tensor([0.01, 0.02, 1.03, 1.01, 2.02, 2.03]))
+    torch.testing.assert_close(
+        sampler.score(batch, Sums()), torch.tensor([0.01, 0.02, 1.03, 1.01, 2.02, 2.03])
+    )
 
 
 def test_groups_that_are_not_kept_are_replaced_and_numbers_stay_dense():
@@ -105,8 +110,12 @@ def test_rounds_are_bounded_and_a_batch_may_be_smaller():
     sampler = sampler_of(ScriptedEngine(lengths), FirstToken())
     draw = Draw(num_prompts=4, samples_per_prompt=2, sampling=Sampling(max_tokens=5), max_rounds=2)
     batch = sampler.collect(Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 3)
-    assert batch.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and sampler.score(batch, Sums()).int().tolist() == [3, 3, 4, 4, 5, 5, 6, 6]
-    batch = sampler.collect(Endless(), draw, iteration=2, version=0, keep_group=lambda scores: int(scores[0]) == 1)
+    assert batch.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and sampler.score(
+        batch, Sums()
+    ).int().tolist() == [3, 3, 4, 4, 5, 5, 6, 6]
+    batch = sampler.collect(
+        Endless(), draw, iteration=2, version=0, keep_group=lambda scores: int(scores[0]) == 1
+    )
     assert batch.row_id.tolist() == [0, 1]
 
 
@@ -117,16 +126,28 @@ def test_a_turn_goes_on_after_a_tools_answer_which_is_not_the_models():
         return [50, 51] if so_far.is_sampled is None else None
 
     draw = Draw(num_prompts=1, samples_per_prompt=2, sampling=Sampling(max_tokens=9))
-    batch = sampler_of(engine).collect(GivenPrompts([prompt_of(0)]), draw, iteration=1, version=0, continue_turn=tool)
+    batch = sampler_of(engine).collect(
+        GivenPrompts([prompt_of(0)]), draw, iteration=1, version=0, continue_turn=tool
+    )
     assert batch.generated_ids.tolist() == [[1, 2, 7, 7, 7, 50, 51, 7, 7]] * 2
     assert batch.response_mask.tolist() == [[False] * 2 + [True] * 3 + [False] * 2 + [True] * 2] * 2
-    assert batch.attention_mask.all() and batch.rollout_logprobs[0].tolist() == [0.0] * 2 + [-1.0] * 3 + [0.0] * 2 + [-1.0] * 2
-    assert engine.submitted[-1].prompt_token_ids == [1, 2, 7, 7, 7, 50, 51] and engine.submitted[-1].sampling.max_tokens == 4
+    assert (
+        batch.attention_mask.all()
+        and batch.rollout_logprobs[0].tolist() == [0.0] * 2 + [-1.0] * 3 + [0.0] * 2 + [-1.0] * 2
+    )
+    assert (
+        engine.submitted[-1].prompt_token_ids == [1, 2, 7, 7, 7, 50, 51]
+        and engine.submitted[-1].sampling.max_tokens == 4
+    )
     assert len({request.seed for request in engine.submitted}) == 4, "each turn has a seed of its own"
 
 
 def test_a_tools_answer_that_leaves_no_room_ends_the_sample():
-    rows = generate(ScriptedEngine(lambda request: [7] * 3), [Request(0, [1], 0, Sampling(max_tokens=5))], continue_turn=lambda _: [50, 51])
+    rows = generate(
+        ScriptedEngine(lambda request: [7] * 3),
+        [Request(0, [1], 0, Sampling(max_tokens=5))],
+        continue_turn=lambda _: [50, 51],
+    )
     assert rows == [Generation(0, [1], [7] * 3, [-1.0] * 3, "stop")]
 
 
@@ -180,12 +201,24 @@ class Recorded:
 def test_engine_and_models_take_turns(sleeps):
     calls = []
     actor, critic = Recorded(calls, "actor"), Recorded(calls, "critic")
-    residency = Residency(Recorded(calls, "engine"), Recorded(calls, "sync"), [actor, critic], offload="all", sleeps=sleeps)
+    residency = Residency(
+        Recorded(calls, "engine"), Recorded(calls, "sync"), [actor, critic], offload="all", sleeps=sleeps
+    )
     channel = ColocatedChannel(residency)
     assert channel.adopt() == 0 and channel.report.bytes_local == 5
-    assert calls == ["actor off all", "critic off all", "wake weights", "weights", "actor wait", "critic wait", "wake kv_cache"]
+    assert calls == [
+        "actor off all",
+        "critic off all",
+        "wake weights",
+        "weights",
+        "actor wait",
+        "critic wait",
+        "wake kv_cache",
+    ]
     calls.clear()
-    assert channel.adopt() == 0 and calls == [] and channel.report.bytes_local == 0, "the engine has these weights"
+    assert channel.adopt() == 0 and calls == [] and channel.report.bytes_local == 0, (
+        "the engine has these weights"
+    )
     residency.enter_training(critic)
     assert calls == ["restore", *["sleep"] * sleeps, "actor off all", "actor wait", "critic on"]
     calls.clear()
@@ -196,4 +229,6 @@ def test_engine_and_models_take_turns(sleeps):
     assert calls == ["actor off all", "critic off all"] and channel.adopt() == 1 and "weights" in calls
     residency.enter_training()
     calls.clear()
-    assert channel.adopt() == 1 and ("weights" in calls) == sleeps, "who slept has to be given its weights again"
+    assert channel.adopt() == 1 and ("weights" in calls) == sleeps, (
+        "who slept has to be given its weights again"
+    )

@@ -15,7 +15,9 @@ from verl_megatron.saved_state import SavedState, _merged, differences
 def test_the_same_bits_or_near_enough():
     recorded = {"loss": 0.1, "norm": 2.0, "rate": math.nan}
     assert differences(recorded, dict(recorded), relative=0) == []
-    assert differences(recorded, recorded | {"loss": math.nextafter(0.1, 1)}, relative=0) == [("loss", 0.1, math.nextafter(0.1, 1))]
+    assert differences(recorded, recorded | {"loss": math.nextafter(0.1, 1)}, relative=0) == [
+        ("loss", 0.1, math.nextafter(0.1, 1))
+    ]
     assert differences(recorded, recorded | {"loss": 0.1009, "norm": 1.99}, relative=1e-2) == []
     assert differences(recorded, recorded | {"norm": 1.9}, relative=1e-2) == [("norm", 2.0, 1.9)]
     assert differences({"loss": 1e-5}, {"loss": -1e-5}, relative=1e-2) == []  # a mean of signed terms
@@ -28,10 +30,16 @@ def test_rows_of_several_ranks_make_one_batch():
     none = RolloutBatch.from_rows([], [], [], [])
     other = RolloutBatch.from_rows([1, 2], [[8] * 5, [9]], [[1], [2]], [[-0.5], [-0.6]])
     whole = RolloutBatch.concatenate([one, none, other])
-    prompts, responses, logprobs = [[3], [8] * 5, [9], [1, 2]], [[5, 6, 7], [1], [2], [4]], [[-0.2, -0.3, -0.4], [-0.5], [-0.6], [-0.1]]
+    prompts, responses, logprobs = (
+        [[3], [8] * 5, [9], [1, 2]],
+        [[5, 6, 7], [1], [2], [4]],
+        [[-0.2, -0.3, -0.4], [-0.5], [-0.6], [-0.1]],
+    )
     expected = RolloutBatch.from_rows([0, 1, 2, 3], prompts, responses, logprobs).tensors()
     found = whole.tensors()
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def test_sums_survive_the_disk(monkeypatch):
@@ -42,7 +50,9 @@ def test_sums_survive_the_disk(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     twice = _merged([Sums.from_state(sums.state_dict()), Sums.from_state(sums.state_dict())])
     alone = dict(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
-    assert twice.reduce(**alone) == sums.reduce(**alone) and twice.state_dict()["totals"]["reward/failed"] == (2.0, 8)
+    assert twice.reduce(**alone) == sums.reduce(**alone) and twice.state_dict()["totals"][
+        "reward/failed"
+    ] == (2.0, 8)
 
 
 @pytest.fixture
@@ -53,7 +63,9 @@ def state(monkeypatch, tmp_path) -> SavedState:
     state = object.__new__(SavedState)
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
     source = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None))
-    state.run = SimpleNamespace(source=source, clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
+    state.run = SimpleNamespace(
+        source=source, clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch)
+    )
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
     state._made_with = dict
     return state
@@ -63,8 +75,17 @@ def state(monkeypatch, tmp_path) -> SavedState:
 def test_rows_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expected):
     """What two ranks had written is this rank's own, and stays whole."""
     batch = RolloutBatch.from_rows([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
-    part = {"made_with": {}, "cursor": {}, "seconds": {}, "reshard_bytes": 0, "batch": batch.tensors(), "sums": Sums().state_dict()}
-    monkeypatch.setattr("parallel.checkpoint.resume.added", lambda path, name, say, check: ([part], world_size))
+    part = {
+        "made_with": {},
+        "cursor": {},
+        "seconds": {},
+        "reshard_bytes": 0,
+        "batch": batch.tensors(),
+        "sums": Sums().state_dict(),
+    }
+    monkeypatch.setattr(
+        "parallel.checkpoint.resume.added", lambda path, name, say, check: ([part], world_size)
+    )
     state._resume_rows(Path())
     assert state._resumed.batch.row_id.tolist() == expected and state._resumed.rows == len(expected)
 
@@ -74,7 +95,9 @@ def test_only_the_first_attempt_begins_anew(state, monkeypatch):
     calls = []
     state.config.run.resume = "never"
     monkeypatch.setattr("parallel.checkpoint.resume.put_aside_all", lambda folder: calls.append("anew") or [])
-    monkeypatch.setattr("parallel.checkpoint.resume.newest_sound", lambda folder, say, check: calls.append("newest"))
+    monkeypatch.setattr(
+        "parallel.checkpoint.resume.newest_sound", lambda folder, say, check: calls.append("newest")
+    )
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         state.resume()

@@ -80,19 +80,45 @@ def test_waiting_inside_a_phase_can_be_told_apart_and_a_failed_phase_waits_for_n
 
 
 RECORDED = [
-    RecordedIteration((PhaseEvent("rollout", 0.0, 1.0, 2.0), PhaseEvent("update", 2.0, 3.5, 4.0)), began_at=86_400.0, wall_s=5.0),
-    RecordedIteration((PhaseEvent("rollout", 0.0, 2.0, 2.0), PhaseEvent("update", 2.0, 4.0, 4.0)), began_at=86_400.5, wall_s=5.1),
+    RecordedIteration(
+        (PhaseEvent("rollout", 0.0, 1.0, 2.0), PhaseEvent("update", 2.0, 3.5, 4.0)),
+        began_at=86_400.0,
+        wall_s=5.0,
+    ),
+    RecordedIteration(
+        (PhaseEvent("rollout", 0.0, 2.0, 2.0), PhaseEvent("update", 2.0, 4.0, 4.0)),
+        began_at=86_400.5,
+        wall_s=5.1,
+    ),
 ]
 
 
 def test_the_trace_has_a_complete_event_of_work_and_one_of_waiting_for_each_phase(tmp_path):
     trace = chrome_trace(RECORDED)
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert all(event.keys() == {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"} and event["pid"] == event["tid"] for event in complete)
-    first = [(event["name"], event["cat"], event["ts"], event["dur"]) for event in complete if event["pid"] == 0]
-    assert first == [("rollout", "work", 0, 1e6), ("wait", "wait", 1e6, 1e6), ("update", "work", 2e6, 1.5e6), ("wait", "wait", 3.5e6, 0.5e6)]
-    names = [(event["pid"], event["args"]["name"]) for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert names == [(0, "rank 0"), (1, "rank 1")] and trace["otherData"] == {"began_at": "1970-01-02T00:00:00Z", "wall_s": 5.0}
+    assert all(
+        event.keys() == {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"}
+        and event["pid"] == event["tid"]
+        for event in complete
+    )
+    first = [
+        (event["name"], event["cat"], event["ts"], event["dur"]) for event in complete if event["pid"] == 0
+    ]
+    assert first == [
+        ("rollout", "work", 0, 1e6),
+        ("wait", "wait", 1e6, 1e6),
+        ("update", "work", 2e6, 1.5e6),
+        ("wait", "wait", 3.5e6, 0.5e6),
+    ]
+    names = [
+        (event["pid"], event["args"]["name"])
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name"
+    ]
+    assert names == [(0, "rank 0"), (1, "rank 1")] and trace["otherData"] == {
+        "began_at": "1970-01-02T00:00:00Z",
+        "wall_s": 5.0,
+    }
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(trace))
     timeline = Timeline.read(path)
@@ -100,7 +126,9 @@ def test_the_trace_has_a_complete_event_of_work_and_one_of_waiting_for_each_phas
     assert (timeline.phases_s, timeline.wall_s, timeline.waiting_share) == (4.0, 5.0, 1.5 / 8)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": {}, "otherData": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": {}, "otherData": 1}']
+)
 def test_what_is_no_timeline_is_refused_by_name(tmp_path, text):
     (tmp_path / "timeline.json").write_text(text)
     with pytest.raises(ValueError, match=r"timeline\.json is no timeline"):

@@ -20,7 +20,10 @@ def folder(tmp_path_factory):
 
 
 def test_ids_equal_sentencepiece(folder):
-    tokenizer, truth = load_tokenizer(folder), sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer, truth = (
+        load_tokenizer(folder),
+        sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")),
+    )
     for text in ("sort fig apple kiwi :", "an unseen WORD, 12 é", "line\nbreak"):
         assert tokenizer.encode_prompt(text) == [truth.bos_id()] + truth.encode(text)
         assert tokenizer.encode_response(text) == truth.encode(text) + [truth.eos_id()]

@@ -9,7 +9,17 @@ from parallel.weights.rules import vllm_parameters
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.rollout.weights import check_parameters
 
-SIZES = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=32, vocab_size=64, norm_eps=1e-5, max_positions=64)
+SIZES = dict(
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=32,
+    vocab_size=64,
+    norm_eps=1e-5,
+    max_positions=64,
+)
 PARAMETERS = vllm_parameters(Architecture(model_type="llama", **SIZES), 2, 0)
 
 
@@ -26,8 +36,13 @@ def test_a_transformed_layer_is_named_with_the_covered_share(shape):
     found = held()
     name = (0, "model.layers.1.mlp.down_proj.weight")
     found[name] = found[name].view(shape).to(torch.float8_e4m3fn)  # as a quantising engine may keep it
-    other = sum(tensor.nbytes for key, tensor in found.items() if key != name) / sum(tensor.nbytes for tensor in found.values())
-    with pytest.raises(ValueError, match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) torch.float8.*{other:.1%}.*rollout.dtype"):
+    other = sum(tensor.nbytes for key, tensor in found.items() if key != name) / sum(
+        tensor.nbytes for tensor in found.values()
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) torch.float8.*{other:.1%}.*rollout.dtype",
+    ):
         check_parameters(PARAMETERS, found, torch.float32)
 
 
@@ -49,8 +64,17 @@ def test_views_lie_in_the_memory_they_are_given():
     memory = {(0, "a"): flat[:40].view(4, 10), (0, "b"): flat[40:], (1, "c"): alone}
     addresses = addresses_of(memory)
     space = addresses[0, "b"][0]
-    assert addresses[0, "a"] == (space, 0) and addresses[0, "b"] == (space, 160) and addresses[1, "c"] == (1 - space, 0)
-    views = views_at({(0, "w"): (space, 24)}, [ShardedParameter("w", (3, 5), ()), ShardedParameter("own", (2,), ())], memory, torch.float32)
+    assert (
+        addresses[0, "a"] == (space, 0)
+        and addresses[0, "b"] == (space, 160)
+        and addresses[1, "c"] == (1 - space, 0)
+    )
+    views = views_at(
+        {(0, "w"): (space, 24)},
+        [ShardedParameter("w", (3, 5), ()), ShardedParameter("own", (2,), ())],
+        memory,
+        torch.float32,
+    )
     assert views.keys() == {(0, "w")} and torch.equal(views[0, "w"], flat[6:21].view(3, 5))
     flat[6] = -1
     assert views[0, "w"][0, 0] == -1

@@ -31,7 +31,14 @@ class AdvantageFunction(Protocol):
 class PolicyLoss(Protocol):
     """What is known about N response tokens → the loss of each [N] float32, and metrics; `tokens.sample_N` says which belong together."""
 
-    def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, tokens: PolicyTokens, config: AlgorithmConfig, kl_coef: float) -> tuple[Tensor, Sums]: ...
+    def __call__(
+        self,
+        logprobs_N: Tensor,
+        entropy_N: Tensor | None,
+        tokens: PolicyTokens,
+        config: AlgorithmConfig,
+        kl_coef: float,
+    ) -> tuple[Tensor, Sums]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,14 +35,18 @@ def token_rewards(rewards_B: Tensor, mask_BT: Tensor, kl_BT: Tensor | None, kl_c
     return rewards_BT
 
 
-def gae(token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016): advantages and returns, both [B, T] float32, 0 outside the response.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last response token V = A = 0.
     Here t counts the model's own tokens: what lies between them takes no part.
     """
     advantages_BT = torch.zeros_like(values_BT)
-    advantage_B = next_value_B = values_BT.new_zeros(len(values_BT))  # of the row's next own token; 0 after its last
+    advantage_B = next_value_B = values_BT.new_zeros(
+        len(values_BT)
+    )  # of the row's next own token; 0 after its last
     for t in reversed(range(values_BT.shape[1])):
         is_own_B, value_B = mask_BT[:, t], values_BT[:, t]
         delta_B = token_rewards_BT[:, t] + gamma * next_value_B - value_B
@@ -53,7 +57,9 @@ def gae(token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: 
     return advantages_BT, advantages_BT + values_BT.masked_fill(~mask_BT, 0.0)
 
 
-def group_advantages(rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_rows) -> Tensor:
+def group_advantages(
+    rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_rows
+) -> Tensor:
     """[B] float32 scores relative to their group (GRPO, Shao et al. 2024): (r - mean) / (std + 1e-6), std over n - 1; a lone row gets 0.
 
     rewards_B float32; group_B int64 in [0, num_groups), the row's group. Only per-group sums travel, so a group's rows may lie on any ranks.
@@ -79,4 +85,6 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, *, all_sum: AllSum = own_rows, shift_m
     mean = total / count.clamp(min=1)
     variance = all_sum((x - mean).square().sum()) / count.clamp(min=1)  # second pass: no cancellation
     white = (x - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)
-    return torch.zeros_like(x_BT, dtype=torch.float32).masked_scatter(mask_BT, (white if shift_mean else white + mean).float())
+    return torch.zeros_like(x_BT, dtype=torch.float32).masked_scatter(
+        mask_BT, (white if shift_mean else white + mean).float()
+    )

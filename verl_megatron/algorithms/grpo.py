@@ -27,7 +27,9 @@ def advantages(
     mask_BT = batch.response_mask
     kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
     scores_B = batch.rewards if kl_BT is None else batch.rewards - kl_coef * kl_BT.sum(-1)
-    advantages_B = group_advantages(scores_B, batch.group_id, num_groups, scale_by_std=config.scale_by_std, all_sum=all_sum)
+    advantages_B = group_advantages(
+        scores_B, batch.group_id, num_groups, scale_by_std=config.scale_by_std, all_sum=all_sum
+    )
     return replace(
         batch,
         token_rewards=token_rewards(batch.rewards, mask_BT, kl_BT, kl_coef),

@@ -14,7 +14,9 @@ from torch import Tensor
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 
-MAX_LOG_RATIO = 20.0  # nats; exp() of more is no probability ratio of use, and above 88 is infinite in float32
+MAX_LOG_RATIO = (
+    20.0  # nats; exp() of more is no probability ratio of use, and above 88 is infinite in float32
+)
 MAX_RELATIVE_ERROR = 0.2  # largest error of one adaptive step, as in Ziegler et al.
 
 
@@ -31,7 +33,9 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Per-token estimate q / p - 1 - log(q / p), in nats; same shape as both inputs."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(log_ratio) - log_ratio  # expm1: near r = 1 the difference of large terms would be rounding noise
+    return (
+        torch.expm1(log_ratio) - log_ratio
+    )  # expm1: near r = 1 the difference of large terms would be rounding noise
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -29,10 +29,22 @@ class PolicyTokens:
     def of(cls, micro: MicroBatch) -> "PolicyTokens":
         """The tokens that a micro-batch asks about."""
         fields = micro.fields
-        return cls(micro.row, fields["logprobs"], fields["advantages"], fields.get("ref_logprobs"), fields.get("rollout_logprobs"))
+        return cls(
+            micro.row,
+            fields["logprobs"],
+            fields["advantages"],
+            fields.get("ref_logprobs"),
+            fields.get("rollout_logprobs"),
+        )
 
 
-def policy_loss(logprobs_N: Tensor, entropy_N: Tensor | None, tokens: PolicyTokens, config: AlgorithmConfig, kl_coef: float) -> tuple[Tensor, Sums]:
+def policy_loss(
+    logprobs_N: Tensor,
+    entropy_N: Tensor | None,
+    tokens: PolicyTokens,
+    config: AlgorithmConfig,
+    kl_coef: float,
+) -> tuple[Tensor, Sums]:
     """Clipped surrogate (Schulman et al. 2017), less the entropy bonus, plus the KL when `kl_in` is "loss"; [N] losses and their metrics.
 
     Per token: -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) - entropy_coef H + kl_coef KL, with ratio = p / p_old and
@@ -75,7 +87,9 @@ def importance_weights(tokens: PolicyTokens, *, cap: float) -> Tensor:
     return (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().clamp(max=cap).detach()
 
 
-def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Sums]:
+def value_loss(
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, config: AlgorithmConfig
+) -> tuple[Tensor, Sums]:
     """Half the squared error, with the step of the value limited to `value_clip` (0: no limit); [N] losses and their metrics.
 
     Per token: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2.

@@ -26,7 +26,9 @@ def advantages(
     assert batch.rewards is not None and batch.values is not None, "PPO needs rewards and values"
     kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
     rewards_BT = token_rewards(batch.rewards, batch.response_mask, kl_BT, kl_coef)
-    advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.response_mask, gamma=config.gamma, lam=config.lam)
+    advantages_BT, returns_BT = gae(
+        rewards_BT, batch.values, batch.response_mask, gamma=config.gamma, lam=config.lam
+    )
     if config.whiten:
         advantages_BT = whiten(advantages_BT, batch.response_mask, all_sum=all_sum)
     return replace(batch, token_rewards=rewards_BT, advantages=advantages_BT, returns=returns_BT)

@@ -19,7 +19,9 @@ from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenize
 from verl_megatron.model_specs import models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
-Roles = Mapping[str, tuple[str, Head]]  # the folder and the head of each role that has a folder; "actor" is one of them
+Roles = Mapping[
+    str, tuple[str, Head]
+]  # the folder and the head of each role that has a folder; "actor" is one of them
 SCORE = ("score.weight", "score.bias")
 
 
@@ -33,7 +35,9 @@ class Findings:
 
 def roles_of(config: TrainerConfig) -> Roles:
     """The folders of a reinforcement-learning run; a critic without one of its own starts from the actor's."""
-    return {spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"}  # which is the actor's
+    return {
+        spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"
+    }  # which is the actor's
 
 
 def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:
@@ -55,7 +59,9 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
             check_reading(path, arch)
             architectures[name] = arch
             if new := check_weights(path, head):
-                findings.notes.append(f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, all zeros")
+                findings.notes.append(
+                    f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, all zeros"
+                )
         except ValueError as error:
             findings.problems.append(f"{name}.path={shown(path)}: {error}")
             broken.add(path)
@@ -99,9 +105,13 @@ def check_weights(folder: str, head: Head) -> list[str]:
                 f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; name the folder of a {stem}{HEADS[head]} with one label"
             )
         new = absent if head == "token" else []
-        claimed = [name for name in read_config(folder).get("architectures") or [] if name.endswith("Classification")]
+        claimed = [
+            name for name in read_config(folder).get("architectures") or [] if name.endswith("Classification")
+        ]
         if SCORE[0] in new and (claimed or SCORE[1] not in new):
-            raise ValueError(f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; copy its weights again from their source")
+            raise ValueError(
+                f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; copy its weights again from their source"
+            )
         files.check_shapes(hf_shapes(arch, head), optional=set(new))
         if head == "lm" and arch.tied:
             check_tied(files)
@@ -121,10 +131,18 @@ def check_reading(folder: str, arch: Architecture) -> None:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # its checks of types raise nearly anything
-            raise ValueError(f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source") from None
+            raise ValueError(
+                f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source"
+            ) from None
     read = {key: (getattr(config, key, None), getattr(arch, name)) for key, (name, _, _) in TABLE.items()}
-    if wrong := [f"{key}={shown(theirs)} and not {ours}" for key, (theirs, ours) in read.items() if theirs is not None and theirs != ours]:
-        raise ValueError(f"{path} is read otherwise by transformers ({', '.join(wrong)}); give these keys explicitly")
+    if wrong := [
+        f"{key}={shown(theirs)} and not {ours}"
+        for key, (theirs, ours) in read.items()
+        if theirs is not None and theirs != ours
+    ]:
+        raise ValueError(
+            f"{path} is read otherwise by transformers ({', '.join(wrong)}); give these keys explicitly"
+        )
 
 
 def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
@@ -132,10 +150,14 @@ def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
     wanted = FAMILIES[arch.model_type].stem + HEADS["lm"]
     problems = []
     if wanted not in (names := read_config(folder).get("architectures") or []):
-        problems.append(f'vLLM serves a {wanted}, and config.json has architectures={shown(names)}; set it to ["{wanted}"]')
+        problems.append(
+            f'vLLM serves a {wanted}, and config.json has architectures={shown(names)}; set it to ["{wanted}"]'
+        )
     if here and not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
-        problems.append(f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: use such a model, or GPUs")
+        problems.append(
+            f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: use such a model, or GPUs"
+        )
     try:
         problems += _check_stops(folder, arch)
     except ValueError as error:
@@ -154,14 +176,18 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
             try:
                 GenerationConfig.from_pretrained(folder, local_files_only=True)
             except Exception as error:
-                raise ValueError(f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source") from None
+                raise ValueError(
+                    f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source"
+                ) from None
     else:
         path, settings = Path(folder) / "config.json", read_config(folder)
     ids = settings.get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if all(is_count(token) and token < arch.vocab_size for token in listed):
         return []
-    return [f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below vocab_size={arch.vocab_size}; correct it"]
+    return [
+        f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below vocab_size={arch.vocab_size}; correct it"
+    ]
 
 
 def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture], *, dry: bool) -> list[str]:
@@ -185,7 +211,9 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
             )
         if tokenizer is not None and has_tokenizer(other):
             try:
-                problems += _compare(tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={shown(other)}")
+                problems += _compare(
+                    tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={shown(other)}"
+                )
             except ValueError as error:
                 problems.append(f"{name}.path={shown(other)}: {error}")
     return problems
@@ -204,7 +232,11 @@ def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]
 def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> list[str]:
     """Tokens that the actor can write and that are another id, or none, for the other; it may have more of its own."""
     ours, theirs = actor.hf.get_vocab(), other.hf.get_vocab()
-    wrong = sorted((token_id, token) for token, token_id in ours.items() if token_id < num_ids and theirs.get(token) != token_id)
+    wrong = sorted(
+        (token_id, token)
+        for token, token_id in ours.items()
+        if token_id < num_ids and theirs.get(token) != token_id
+    )
     if not wrong:
         return []
     token_id, token = wrong[0]

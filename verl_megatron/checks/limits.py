@@ -36,7 +36,11 @@ INTERVALS = {
         "clip_grad": SHARE,
         "adam_eps": "[1e-30, 1]",  # below it is 0 in float32, by which nothing can be divided
     },
-    "RewardConfig": {"timeout_s": "(0, 10000000]", "workers": "[1, 1024]", "failure_score": "[-1e30, 1e30]"},  # float32
+    "RewardConfig": {
+        "timeout_s": "(0, 10000000]",
+        "workers": "[1, 1024]",
+        "failure_score": "[-1e30, 1e30]",
+    },  # float32
     "RolloutConfig": {
         "tp": "[1, 131072]",
         "temperature": "[0.01, 2]",  # log-probs are those of softmax(logits / temperature); vLLM takes less for 0.01, and refuses more
@@ -78,8 +82,16 @@ CHOICES = {
         "schedule": ("constant", "linear", "cosine"),
     },
     "RolloutConfig": {"dtype": ("auto", "bfloat16", "float16", "float32")},
-    "AlgorithmConfig": {"name": ("ppo", "grpo"), "kl_in": ("reward", "loss"), "kl_estimator": ("k1", "k2", "k3")},
-    "ReshardConfig": {"mode": ("keep", "share", "swap"), "verify": ("sample", "all", "none"), "offload": ("none", "grads", "optimizer", "all")},
+    "AlgorithmConfig": {
+        "name": ("ppo", "grpo"),
+        "kl_in": ("reward", "loss"),
+        "kl_estimator": ("k1", "k2", "k3"),
+    },
+    "ReshardConfig": {
+        "mode": ("keep", "share", "swap"),
+        "verify": ("sample", "all", "none"),
+        "offload": ("none", "grads", "optimizer", "all"),
+    },
 }
 
 
@@ -102,7 +114,9 @@ def check_types(config: Any) -> list[str]:
         for field in fields(values):
             value = getattr(values, field.name, None)
             if not _has_type(value, field.type):
-                problems.append(f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); give {TYPES[field.type]}")
+                problems.append(
+                    f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); give {TYPES[field.type]}"
+                )
     return problems
 
 
@@ -119,7 +133,9 @@ TYPES = {
 
 def _has_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is list:
-        return isinstance(value, list | tuple) and all(_has_type(element, get_args(kind)[0]) for element in value)
+        return isinstance(value, list | tuple) and all(
+            _has_type(element, get_args(kind)[0]) for element in value
+        )
     if isinstance(value, bool) or kind is bool:  # True is an integer, too
         return kind is bool and isinstance(value, bool)
     return isinstance(value, int | float if kind is float else kind)
@@ -134,9 +150,13 @@ def check_values(config: Any) -> list[str]:
         for name, interval in INTERVALS.get(kind, {}).items():
             value = getattr(values, name)
             if not inside(value, interval):
-                problems.append(f"{section.name}.{name}={shown(value)} lies outside {interval}; choose a value inside")
+                problems.append(
+                    f"{section.name}.{name}={shown(value)} lies outside {interval}; choose a value inside"
+                )
         for name, choices in CHOICES.get(kind, {}).items():
             value = getattr(values, name)
             if value not in choices:
-                problems.append(f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}")
+                problems.append(
+                    f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}"
+                )
     return problems

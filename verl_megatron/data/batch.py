@@ -21,7 +21,9 @@ class RolloutBatch:
     generated_ids: Tensor  # [B, T] int64, prompt and response
     attention_mask: Tensor  # [B, T] bool, prompt and response
     response_mask: Tensor  # [B, T] bool, the model's own tokens of the response: between turns there are others, such as a tool's answer
-    group_id: Tensor | None = None  # [B] int64, number of the prompt in the iteration, without gaps; the rows of a prompt share it
+    group_id: Tensor | None = (
+        None  # [B] int64, number of the prompt in the iteration, without gaps; the rows of a prompt share it
+    )
     policy_version: Tensor | None = None  # [B] int64, updates of the policy that generated the row
     rollout_logprobs: Tensor | None = None  # [B, T] float32, the sampler's (vLLM's)
     rewards: Tensor | None = None  # [B] float32, score of the row
@@ -54,13 +56,26 @@ class RolloutBatch:
 
         def joined(tensors: list[Tensor]) -> Tensor:
             width = max((tensor.size(1) for tensor in tensors if tensor.dim() > 1), default=0)
-            return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.size(1))) if tensor.dim() > 1 else tensor for tensor in tensors])
+            return torch.cat(
+                [
+                    torch.nn.functional.pad(tensor, (0, width - tensor.size(1)))
+                    if tensor.dim() > 1
+                    else tensor
+                    for tensor in tensors
+                ]
+            )
 
         batch = cls(**{name: joined([part.tensors()[name] for part in parts]) for name in parts[0].tensors()})
         return batch.select(batch.row_id.argsort())
 
     @classmethod
-    def from_rows(cls, row_ids: list[int], prompts: list[list[int]], responses: list[list[int]], rollout_logprobs: list[list[float]] | None = None) -> "RolloutBatch":
+    def from_rows(
+        cls,
+        row_ids: list[int],
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        rollout_logprobs: list[list[float]] | None = None,
+    ) -> "RolloutBatch":
         """Pad ragged rows; every prompt has at least one token. Without rows the batch is empty, one position wide."""
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
         width, prompt_width = max(lengths, default=1), max(map(len, prompts), default=1)
@@ -74,7 +89,9 @@ class RolloutBatch:
                 logprobs[b, len(prompt) : lengths[b]] = torch.tensor(rollout_logprobs[b])
         place_T = torch.arange(width)
         attention_mask = place_T < torch.tensor(lengths, dtype=torch.int64)[:, None]
-        response_mask = attention_mask & (place_T >= torch.tensor(list(map(len, prompts)), dtype=torch.int64)[:, None])
+        response_mask = attention_mask & (
+            place_T >= torch.tensor(list(map(len, prompts)), dtype=torch.int64)[:, None]
+        )
         return cls(
             row_id=torch.tensor(row_ids, dtype=torch.int64),
             input_ids=prompt_ids,

@@ -119,7 +119,9 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
     Raises:
         ValueError: it fails, refuses, takes too much time or memory, writes nothing, or leaves a message out.
     """
-    template = f"the chat template of {hf.name_or_path}" if getattr(hf, "name_or_path", "") else "the chat template"
+    template = (
+        f"the chat template of {hf.name_or_path}" if getattr(hf, "name_or_path", "") else "the chat template"
+    )
     write = functools.partial(
         hf.apply_chat_template, messages, tokenize=False, add_generation_prompt=add_generation_prompt
     )
@@ -130,9 +132,7 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
             _address_space.cache_clear()  # the process may have grown since it was measured
             text = _limited(write)
     except _OutOfTime:
-        raise ValueError(
-            f"{template} took more than {RENDER_S:g} s for these messages; mend it"
-        ) from None
+        raise ValueError(f"{template} took more than {RENDER_S:g} s for these messages; mend it") from None
     except (MemoryError, OverflowError):
         raise ValueError(
             f"{template} takes more than {RENDER_BYTES >> 30} GiB for these messages; mend it"

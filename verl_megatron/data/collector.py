@@ -26,13 +26,25 @@ class DataCollector:
         device: where exchanges run: the GPU under NCCL. Results come back on the device of the rows given.
     """
 
-    def __init__(self, layout: Layout, *, rank: int, group: ProcessGroup | None = None, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        rank: int,
+        group: ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ):
         self.layout, self.rank, self.group, self.device = layout, rank, group, device
-        self._workers = [sorted(rank for rank in layout.ranks if layout.coordinates(rank).dp == dp) for dp in range(layout.dp)]
+        self._workers = [
+            sorted(rank for rank in layout.ranks if layout.coordinates(rank).dp == dp)
+            for dp in range(layout.dp)
+        ]
         last = layout.pp - 1
         self._answers = rank in [layout.rank_of(pp=last, dp=dp) for dp in range(layout.dp)]
 
-    def to_role(self, batch: RolloutBatch, dp_of_row: Tensor, fields: Sequence[str] | None = None) -> dict[str, Tensor]:
+    def to_role(
+        self, batch: RolloutBatch, dp_of_row: Tensor, fields: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
         """Fields of the rows of this rank's data-parallel index, "row_id" among them, sorted by it.
 
         Args:
@@ -41,12 +53,23 @@ class DataCollector:
             fields: names of those to send; those that are not set are left out. None: all.
         """
         destinations = [self._workers[dp] for dp in dp_of_row[batch.row_id.cpu()].tolist()]
-        sent = {name: value for name, value in batch.tensors().items() if fields is None or name == "row_id" or name in fields}
+        sent = {
+            name: value
+            for name, value in batch.tensors().items()
+            if fields is None or name == "row_id" or name in fields
+        }
         received = exchange_rows(sent, destinations, self.group, device=self.device)
         order = received["row_id"].argsort()
         return {name: value[order].to(batch.row_id.device) for name, value in received.items()}
 
-    def to_home(self, names: Sequence[str], values: Mapping[str, Tensor] | None, row_id: Tensor, home_of_row: Tensor, batch: RolloutBatch) -> dict[str, Tensor]:
+    def to_home(
+        self,
+        names: Sequence[str],
+        values: Mapping[str, Tensor] | None,
+        row_id: Tensor,
+        home_of_row: Tensor,
+        batch: RolloutBatch,
+    ) -> dict[str, Tensor]:
         """Send per-token results home, together; returns each [B, T] float32 aligned with the rows of `batch`, 0 after a row's end.
 
         Args:
@@ -58,10 +81,14 @@ class DataCollector:
             batch: the rows at home here.
         """
         if self._answers:
-            assert values is not None and all(len(values[name]) == len(row_id) for name in names), "the last stage has a result for each row that works there"
+            assert values is not None and all(len(values[name]) == len(row_id) for name in names), (
+                "the last stage has a result for each row that works there"
+            )
             sent = {"row_id": row_id} | {name: values[name].float() for name in names}
         else:
-            sent = {"row_id": row_id.new_zeros(0)} | {name: torch.zeros(0, 0, device=row_id.device) for name in names}
+            sent = {"row_id": row_id.new_zeros(0)} | {
+                name: torch.zeros(0, 0, device=row_id.device) for name in names
+            }
         destinations = [[home] for home in home_of_row[sent["row_id"].cpu()].tolist()]
         received = exchange_rows(sent, destinations, self.group, device=self.device)
         order, place = received["row_id"].argsort(), batch.row_id.argsort()

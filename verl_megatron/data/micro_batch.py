@@ -31,16 +31,37 @@ class MicroBatch:
     labels: Tensor  # [N] int64, the tokens asked about
     row: Tensor  # [N] int64, row of the batch
     column: Tensor  # [N] int64, position t in the row
-    fields: dict[str, Tensor] = field(default_factory=dict)  # [N] each: the batch's per-token fields at (row, column)
+    fields: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # [N] each: the batch's per-token fields at (row, column)
 
     def tensors(self) -> list[Tensor]:
         """All tensors, always in the same order."""
-        return [self.tokens, self.positions, self.cu_seqlens, self.index, self.labels, self.row, self.column, *self.fields.values()]
+        return [
+            self.tokens,
+            self.positions,
+            self.cu_seqlens,
+            self.index,
+            self.labels,
+            self.row,
+            self.column,
+            *self.fields.values(),
+        ]
 
     def holding(self, tensors: list[Tensor]) -> "MicroBatch":
         """The same with other `tensors()`."""
         tokens, positions, cu_seqlens, index, labels, row, column, *fields = tensors
-        return MicroBatch(tokens, positions, self.lengths, cu_seqlens, index, labels, row, column, dict(zip(self.fields, fields)))
+        return MicroBatch(
+            tokens,
+            positions,
+            self.lengths,
+            cu_seqlens,
+            index,
+            labels,
+            row,
+            column,
+            dict(zip(self.fields, fields)),
+        )
 
 
 def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -49,7 +70,16 @@ def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     return [micro.holding(list(islice(moved, len(micro.tensors())))) for micro in micro_batches]
 
 
-def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), last_token: bool = False, multiple_of: int = 1, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
+def pack(
+    batch: RolloutBatch,
+    rows: list[int],
+    *,
+    fields: tuple[str, ...] = (),
+    last_token: bool = False,
+    multiple_of: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+) -> MicroBatch:
     """Pack the rows `rows` of a batch (on the CPU).
 
     Args:
@@ -58,7 +88,9 @@ def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), 
         multiple_of: packed tokens on this rank become a multiple of it (sequence parallelism, fp8).
     """
     take = torch.tensor(rows, dtype=torch.int64)
-    if len(batch) == 0:  # a rank without rows still runs its part of the pipeline; the filler looks at one row
+    if (
+        len(batch) == 0
+    ):  # a rank without rows still runs its part of the pipeline; the filler looks at one row
         batch = RolloutBatch.from_rows([0], [[0]], [[]])
     lengths_R = batch.attention_mask[take].sum(1)
     used_R = lengths_R if last_token else lengths_R - 1
@@ -70,19 +102,27 @@ def pack(batch: RolloutBatch, rows: list[int], *, fields: tuple[str, ...] = (), 
 
     whole_R = torch.tensor(whole)
     start_R = whole_R.cumsum(0) - whole_R
-    sequence_Q = torch.repeat_interleave(torch.arange(len(whole)), whole_R)  # Q: packed tokens before they are cut
+    sequence_Q = torch.repeat_interleave(
+        torch.arange(len(whole)), whole_R
+    )  # Q: packed tokens before they are cut
     position_Q = torch.arange(int(whole_R.sum())) - start_R[sequence_Q]
     row_Q = torch.cat([take, take.new_zeros(len(whole) - len(rows))])[sequence_Q]
     used_Q = torch.cat([used_R, used_R.new_zeros(len(whole) - len(rows))])[sequence_Q]
     real_Q = position_Q < used_Q
-    tokens_Q = torch.where(real_Q, batch.generated_ids[row_Q, position_Q.clamp(max=batch.generated_ids.size(1) - 1)], 0)
+    tokens_Q = torch.where(
+        real_Q, batch.generated_ids[row_Q, position_Q.clamp(max=batch.generated_ids.size(1) - 1)], 0
+    )
     if last_token:
         asked_Q, column_Q = position_Q == used_Q - 1, position_Q
     else:
         column_Q = torch.where(real_Q, position_Q + 1, 0)
         asked_Q = real_Q & batch.response_mask[row_Q, column_Q].bool()
 
-    mine = _context_parallel_part(position_Q, whole_R[sequence_Q], cp, cp_rank) if cp > 1 else torch.arange(len(position_Q))
+    mine = (
+        _context_parallel_part(position_Q, whole_R[sequence_Q], cp, cp_rank)
+        if cp > 1
+        else torch.arange(len(position_Q))
+    )
     index = asked_Q[mine].nonzero().squeeze(1)
     row, column = row_Q[mine][index], column_Q[mine][index]
     return MicroBatch(

@@ -19,7 +19,9 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     if bins < 1:
         raise ValueError(f"bins={bins} must be at least 1")
     rows_of: list[list[int]] = [[] for _ in range(bins)]
-    heap = [(0, place) for place in range(bins)]  # tokens of a bin; each row counts one more, so that rows of 0 tokens are dealt out, too
+    heap = [
+        (0, place) for place in range(bins)
+    ]  # tokens of a bin; each row counts one more, so that rows of 0 tokens are dealt out, too
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
         tokens, place = heap[0]
         rows_of[place].append(row)
@@ -27,7 +29,9 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     return sorted((sorted(rows) for rows in rows_of), key=lambda rows: (not rows, rows))
 
 
-def micro_batches(lengths: Sequence[int], *, tokens_per_micro_batch: int, multiple_of: int = 1) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], *, tokens_per_micro_batch: int, multiple_of: int = 1
+) -> list[list[int]]:
     """Rows of each micro-batch, of at most `tokens_per_micro_batch` tokens together; a longer row is alone in its own.
 
     First-fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one. Empty ones are added at the end
@@ -37,7 +41,9 @@ def micro_batches(lengths: Sequence[int], *, tokens_per_micro_batch: int, multip
         ValueError: the budget or the multiple is below 1.
     """
     if tokens_per_micro_batch < 1 or multiple_of < 1:
-        raise ValueError(f"tokens_per_micro_batch={tokens_per_micro_batch} and multiple_of={multiple_of} must be at least 1")
+        raise ValueError(
+            f"tokens_per_micro_batch={tokens_per_micro_batch} and multiple_of={multiple_of} must be at least 1"
+        )
     rows_of: list[list[int]] = []
     room_of: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):

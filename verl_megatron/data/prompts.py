@@ -241,7 +241,13 @@ class PromptCursor:
 
     def state_dict(self) -> dict[str, int]:
         """Plain integers from which `load_state_dict` goes on exactly."""
-        return {"epoch": self.epoch, "position": self.position, "num_prompts": self.num_prompts, "seed": self.seed, "shuffle": int(self.shuffle)}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from `state`.
@@ -251,7 +257,9 @@ class PromptCursor:
         """
         for name in ("num_prompts", "seed", "shuffle"):
             if state[name] != int(getattr(self, name)):
-                raise ValueError(f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))}; resume with the same data, run.seed and data.shuffle")
+                raise ValueError(
+                    f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))}; resume with the same data, run.seed and data.shuffle"
+                )
         self._go_to(epoch=state["epoch"], position=state["position"])
 
 

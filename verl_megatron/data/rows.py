@@ -35,7 +35,9 @@ class RowTable:
         table = torch.zeros(5, num_rows, dtype=torch.int64)
         home = torch.full_like(batch.row_id, dist.get_rank())
         group = torch.zeros_like(home) if batch.group_id is None else batch.group_id
-        table[:, batch.row_id] = torch.stack([batch.lengths, batch.response_mask.sum(1), home, group, torch.ones_like(home)])
+        table[:, batch.row_id] = torch.stack(
+            [batch.lengths, batch.response_mask.sum(1), home, group, torch.ones_like(home)]
+        )
         table = all_sum(table)
         assert (table[4] == 1).all(), "every row has one home"
         bounds = [num_rows * i // num_mini_batches for i in range(num_mini_batches + 1)]
@@ -54,11 +56,17 @@ class RowTable:
                 index_R[torch.tensor(members, dtype=torch.int64) + rows.start] = place
         return index_R
 
-    def micro_batches(self, row_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int) -> list[list[list[int]]]:
+    def micro_batches(
+        self, row_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int
+    ) -> list[list[list[int]]]:
         """For each mini-batch the micro-batches, each a list of places in `row_id` (this rank's borrowed rows, sorted)."""
         lengths, result = self.lengths_R[row_id].tolist(), []
         for rows in self.mini_batches:
             mine = ((row_id >= rows.start) & (row_id < rows.stop)).nonzero().squeeze(1).tolist()
-            groups = micro_batches([lengths[i] for i in mine], tokens_per_micro_batch=tokens_per_micro_batch, multiple_of=multiple_of)
+            groups = micro_batches(
+                [lengths[i] for i in mine],
+                tokens_per_micro_batch=tokens_per_micro_batch,
+                multiple_of=multiple_of,
+            )
             result.append([[mine[i] for i in group] for group in groups] or [[] for _ in range(multiple_of)])
         return result

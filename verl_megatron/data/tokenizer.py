@@ -9,7 +9,11 @@ from verl_megatron.data.chat import Message, Messages, checked, continuation, re
 from verl_megatron.data.json_lines import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # a broken one may be passed over
+SMALL_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)  # a broken one may be passed over
 
 
 class Tokenizer:
@@ -30,7 +34,9 @@ class Tokenizer:
             ValueError: the tokenizer has none.
         """
         if self.hf.eos_token_id is None:
-            raise ValueError(f"the tokenizer in {self.hf.name_or_path} has no end-of-sequence token; name one as eos_token in its tokenizer_config.json")
+            raise ValueError(
+                f"the tokenizer in {self.hf.name_or_path} has no end-of-sequence token; name one as eos_token in its tokenizer_config.json"
+            )
         return self.hf.eos_token_id
 
     @functools.cached_property
@@ -63,7 +69,9 @@ class Tokenizer:
             return prompt
         messages = self._checked(prompt)
         if messages[-1]["role"] == "assistant":
-            raise ValueError("the messages of a prompt end in an assistant turn, which is an answer; leave it out")
+            raise ValueError(
+                "the messages of a prompt end in an assistant turn, which is an answer; leave it out"
+            )
         return render(self.hf, messages, add_generation_prompt=True)
 
     def demonstration_text(self, prompt: str | Messages, answer: str | Message) -> tuple[str, str]:
@@ -88,8 +96,12 @@ class Tokenizer:
     def _checked(self, messages: Messages) -> Messages:
         template = self.hf.chat_template
         if isinstance(messages, list) and messages and not template:
-            raise ValueError(f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages; add chat_template.jinja or give prompts as strings")
-        return checked(messages, template if isinstance(template, str) else " ".join((template or {}).values()))
+            raise ValueError(
+                f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages; add chat_template.jinja or give prompts as strings"
+            )
+        return checked(
+            messages, template if isinstance(template, str) else " ".join((template or {}).values())
+        )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
         """Token ids of a prompt; errors as in `prompt_text` and `encode_text`."""
@@ -121,7 +133,10 @@ class Tokenizer:
 
     def encode_chat(self, before: str, behind: str) -> tuple[list[int], list[int]]:
         """Token ids of a chat's prompt and of the response, ended and refused as in `encode_response`."""
-        ids, whole = self.encode_text(before, is_chat=True), self._encode(before + behind, add_special_tokens=False)
+        ids, whole = (
+            self.encode_text(before, is_chat=True),
+            self._encode(before + behind, add_special_tokens=False),
+        )
         if whole[: len(ids)] != ids:  # a token spans the border, and the prompt's are given
             return ids, self.encode_response(behind)
         return ids, self._ended(whole[len(ids) :])
@@ -132,7 +147,9 @@ class Tokenizer:
         rest = [token for token in ids[end:] if token not in stops]
         if rest and (text := self.decode(rest)).strip():
             stop = shown(self.hf.decode(ids[end]))
-            raise ValueError(f"the response has {stop}, which ends generation, before {shown(text)}; remove it")
+            raise ValueError(
+                f"the response has {stop}, which ends generation, before {shown(text)}; remove it"
+            )
         if self._special.issuperset(ids[:end]):
             raise ValueError("the response is empty; give one, or leave the row out")
         return ids[: end + 1] if end < len(ids) else [*ids, self.eos_token_id]
@@ -146,7 +163,9 @@ class Tokenizer:
             return self.hf.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # of transformers, tokenizers or sentencepiece, whatever its kind
             said = type(error).__name__
-            raise ValueError(f"the tokenizer cannot encode {shown(text)} ({said}); remove what is no text") from None
+            raise ValueError(
+                f"the tokenizer cannot encode {shown(text)} ({said}); remove what is no text"
+            ) from None
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -156,12 +175,16 @@ class Tokenizer:
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether a folder holds a tokenizer's files."""
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _eos_of(path: Path) -> set[int]:
     """The end-of-sequence tokens that a model's JSON file names: none, one or a list."""
     try:
         named = json.loads(path.read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is no JSON object that can be read; copy it again from where the model is from") from None
+        raise ValueError(
+            f"{path} is no JSON object that can be read; copy it again from where the model is from"
+        ) from None
     return {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
 
 
@@ -178,7 +201,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise ValueError(f"tokenizer folder {folder} does not exist; give a local Hugging Face folder")
     # Without this check transformers may build an empty tokenizer from config.json alone.
     if not has_tokenizer(folder):
-        raise ValueError(f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it")
+        raise ValueError(
+            f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it"
+        )
     for name in SMALL_FILES:
         if (folder / name).exists():
             read_object(folder / name)
@@ -187,8 +212,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some faults show at the first use
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # libraries for each format, one of which raises panics that are no Exceptions
-        raise ValueError(f"{_broken_file(folder, error)}; copy the tokenizer's files again from their source") from None
+    except (
+        BaseException
+    ) as error:  # libraries for each format, one of which raises panics that are no Exceptions
+        raise ValueError(
+            f"{_broken_file(folder, error)}; copy the tokenizer's files again from their source"
+        ) from None
     return Tokenizer(tokenizer)
 
 

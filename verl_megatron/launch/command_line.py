@@ -16,20 +16,38 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel.runtime import process
 from parallel.runtime.environment import check_environment
-from parallel.runtime.refusal import RefusalError, complain, let_others_speak, nearest, readable, shown, tell_torchrun
+from parallel.runtime.refusal import (
+    RefusalError,
+    complain,
+    let_others_speak,
+    nearest,
+    readable,
+    shown,
+    tell_torchrun,
+)
 from verl_megatron.launch.recipe import check_recipe
 
 NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
-FLAGS = {"--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard]", "--verify": "run.resume=verify"}
-QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+FLAGS = {
+    "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard]",
+    "--verify": "run.resume=verify",
+}
+QUIET = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=disabled",
+    "hydra/hydra_logging=disabled",
+]
 
 
 def _no_plan(settings: dict, *, gpu: str) -> tuple[str, bool]:
     raise ValueError("--dry-run: this command has no plan; leave it out")
 
 
-def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple[str, bool]] = _no_plan) -> None:
+def run_command(
+    main: Callable[[DictConfig], None], *, plan: Callable[..., tuple[str, bool]] = _no_plan
+) -> None:
     """Compose the recipe named on the command line and hand it to `main`.
 
     With `--dry-run` its settings, by section, go to `plan` instead, together with the GPU of `--gpu`. It answers with a text, which is printed, and whether
@@ -50,7 +68,12 @@ def run_command(main: Callable[[DictConfig], None], *, plan: Callable[..., tuple
         complain(str(error), agreed=isinstance(error, RefusalError))
 
 
-def _guarded(config: DictConfig, known: argparse.Namespace, main: Callable[[DictConfig], None], plan: Callable[..., tuple[str, bool]]) -> NoReturn:
+def _guarded(
+    config: DictConfig,
+    known: argparse.Namespace,
+    main: Callable[[DictConfig], None],
+    plan: Callable[..., tuple[str, bool]],
+) -> NoReturn:
     try:
         if known.dry_run:
             text, fits = plan(OmegaConf.to_container(config, resolve=True), gpu=known.gpu)
@@ -82,16 +105,41 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    parser = _Parser(usage="%(prog)s --config-name RECIPE [OPTION ...] [SECTION.SETTING=VALUE ...]", description=FORM, allow_abbrev=False)
-    parser.add_argument("--config-name", "-cn", metavar="RECIPE", help="a file of the recipes' folder, without .yaml")
-    parser.add_argument("--config-path", "-cp", metavar="FOLDER", default="../recipes", help="of recipes, from here or from the package")
+    parser = _Parser(
+        usage="%(prog)s --config-name RECIPE [OPTION ...] [SECTION.SETTING=VALUE ...]",
+        description=FORM,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config-name", "-cn", metavar="RECIPE", help="a file of the recipes' folder, without .yaml"
+    )
+    parser.add_argument(
+        "--config-path",
+        "-cp",
+        metavar="FOLDER",
+        default="../recipes",
+        help="of recipes, from here or from the package",
+    )
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="of more recipes")
     parser.add_argument("--dry-run", action="store_true", help="check and plan the run, and start nothing")
     parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
-    parser.add_argument("--track_metrics", action="store_true", help="metrics go to the console and to every kind of file")
-    parser.add_argument("--verify", action="store_true", help="repeat an iteration of the newest checkpoint and compare")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="show the settings instead of running")
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"], help="show what Hydra found")
+    parser.add_argument(
+        "--track_metrics", action="store_true", help="metrics go to the console and to every kind of file"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="repeat an iteration of the newest checkpoint and compare"
+    )
+    parser.add_argument(
+        "--cfg", "-c", choices=["job", "hydra", "all"], help="show the settings instead of running"
+    )
+    parser.add_argument(
+        "--info",
+        "-i",
+        nargs="?",
+        const="all",
+        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
+        help="show what Hydra found",
+    )
     parser.add_argument("--resolve", action="store_true", help="with --cfg: values in place of ${names}")
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -105,20 +153,30 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
     """
     for argument in arguments:
         if any("\ud800" <= letter <= "\udfff" for letter in argument):
-            raise ValueError(f"argument {shown(argument)} is no UTF-8 text; type it again in a UTF-8 terminal")
+            raise ValueError(
+                f"argument {shown(argument)} is no UTF-8 text; type it again in a UTF-8 terminal"
+            )
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
     if known.multirun:
-        raise ValueError("--multirun: a command is one run; start one for each value, with a run.output_dir of its own")
+        raise ValueError(
+            "--multirun: a command is one run; start one for each value, with a run.output_dir of its own"
+        )
     for argument in rest:
         if argument.startswith("="):
             raise ValueError(f"{shown(argument)} cannot be read (it names no setting); {FORM}")
         if argument.startswith("-"):
             name = argument.partition("=")[0]
-            raise ValueError(f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}")
+            raise ValueError(
+                f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}"
+            )
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
-        raise ValueError(f"--config-name has no recipe after it but {shown(known.config_name)}; name one, such as --config-name ppo_toy_cpu")
-    known.overrides = [_override(argument) for argument in rest] + [_override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])]
+        raise ValueError(
+            f"--config-name has no recipe after it but {shown(known.config_name)}; name one, such as --config-name ppo_toy_cpu"
+        )
+    known.overrides = [_override(argument) for argument in rest] + [
+        _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
+    ]
     return known
 
 
@@ -130,7 +188,16 @@ def _override(argument: str) -> str:
 
 def _recipes(path: str) -> str:
     """An absolute folder of recipes: `path` counts from where the command was typed or, as Hydra has it, from this package."""
-    return str(next((found for base in (Path.cwd(), Path(__file__).parents[1]) if (found := (base / path).resolve()).is_dir()), path))
+    return str(
+        next(
+            (
+                found
+                for base in (Path.cwd(), Path(__file__).parents[1])
+                if (found := (base / path).resolve()).is_dir()
+            ),
+            path,
+        )
+    )
 
 
 def _named_recipes(known: argparse.Namespace, folder: str) -> list[Path]:
@@ -144,19 +211,38 @@ def _named_recipes(known: argparse.Namespace, folder: str) -> list[Path]:
 
 def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig], None]) -> None:
     """Let Hydra put the recipe together and call `run`; ValueError for what it cannot read."""
-    given = [("--config-name", known.config_name), ("--config-dir", known.config_dir), ("--cfg", known.cfg), ("--info", known.info)]
-    options = [part for name, value in given if value is not None for part in (name, value)] + ["--resolve"] * known.resolve
+    given = [
+        ("--config-name", known.config_name),
+        ("--config-dir", known.config_dir),
+        ("--cfg", known.cfg),
+        ("--info", known.info),
+    ]
+    options = [part for name, value in given if value is not None for part in (name, value)] + [
+        "--resolve"
+    ] * known.resolve
     sys.argv[1:] = options + known.overrides + QUIET
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raises what it would print from every rank
     try:
         hydra.main(version_base=None, config_path=folder, config_name=None)(run)()
     except OverrideParseException as error:
-        reason = (error.message or "").removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0].split(" expecting ")[0]
-        raise ValueError(f"{shown(error.override.removeprefix('++'))} cannot be read ({reason}); {FORM}") from None
+        reason = (
+            (error.message or "")
+            .removeprefix(f"Error parsing override '{error.override}'")
+            .strip()
+            .splitlines()[0]
+            .split(" expecting ")[0]
+        )
+        raise ValueError(
+            f"{shown(error.override.removeprefix('++'))} cannot be read ({reason}); {FORM}"
+        ) from None
     except MissingConfigException as error:
         recipes = ", ".join(sorted(path.stem for path in Path(folder).glob("*.yaml"))) or "none"
         missing = error.missing_cfg_file
-        asked = "--config-name" if missing in (None, known.config_name) else f"--config-name {known.config_name}, defaults"
+        asked = (
+            "--config-name"
+            if missing in (None, known.config_name)
+            else f"--config-name {known.config_name}, defaults"
+        )
         raise ValueError(f"{asked}: {folder} has no recipe {shown(missing)}; it has {recipes}") from None
     except HydraException as error:
         raise ValueError(_about_overrides(error)) from None
@@ -177,4 +263,6 @@ def _about_overrides(error: HydraException) -> str:
 
 def _about_values(error: OmegaConfBaseException) -> str:
     where = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
-    return f"{where}{str(error).splitlines()[0]}; give the value itself, or a ${{section.setting}} that exists"
+    return (
+        f"{where}{str(error).splitlines()[0]}; give the value itself, or a ${{section.setting}} that exists"
+    )

@@ -60,7 +60,11 @@ def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
         config = structured(complete, SFTConfig)
         inputs = Inputs()
         refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
-        layout = Layout.parse(config.actor.layout, parse_devices(config.actor.devices, world_size), tuple(config.actor.stage_layers))
+        layout = Layout.parse(
+            config.actor.layout,
+            parse_devices(config.actor.devices, world_size),
+            tuple(config.actor.stage_layers),
+        )
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
     rows = config.data.rows_per_step
     share = f"actor {layout}: {rows} rows a step, about {rows / layout.dp:.1f} a data-parallel rank"
@@ -81,7 +85,9 @@ def world() -> tuple[int, int]:
         sizes.append(int(text))
     world_size, ranks_per_host = sizes[0], min(sizes)
     if world_size % ranks_per_host:
-        raise ValueError(f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: every host starts as many ranks; change one of them")
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: every host starts as many ranks; change one of them"
+        )
     return world_size, ranks_per_host
 
 
@@ -99,7 +105,9 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
             if name in ("", MISSING) or not isinstance(name, str) or _is_folder(name):
                 continue
             if name not in SHAPES:
-                raise ValueError(f"{role}.path={shown(name)} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}")
+                raise ValueError(
+                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+                )
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(shape(name)))
@@ -129,8 +137,12 @@ def _layouts(case: Case, settings: Settings) -> list[str]:
     """A line for each model, with its path as it was given, and one for vLLM."""
     lines = []
     for role in case.roles:
-        own = settings.get(role.name, {}).get("path", "")  # a critic without a folder of its own and the reference are the actor's
-        lines.append(f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, from {own or settings['actor']['path']}")
+        own = settings.get(role.name, {}).get(
+            "path", ""
+        )  # a critic without a folder of its own and the reference are the actor's
+        lines.append(
+            f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, from {own or settings['actor']['path']}"
+        )
     return [*lines, f"  {'rollout':<10}{case.replicas} x tp{case.config.rollout.tp}"]
 
 
@@ -139,7 +151,11 @@ def _reshard(case: Case) -> str:
     arch, config = case.actor.arch, case.config
     served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(case.world_size)))
     train, rollout = place(arch, case.actor.layout, served_by, ranks_per_host=case.ranks_per_host)
-    held = {(tp, pp): megatron_parameters(arch, train, train.rank_of(tp=tp, pp=pp), spec=PLANNED_SPEC) for tp in range(train.tp) for pp in range(train.pp)}
+    held = {
+        (tp, pp): megatron_parameters(arch, train, train.rank_of(tp=tp, pp=pp), spec=PLANNED_SPEC)
+        for tp in range(train.tp)
+        for pp in range(train.pp)
+    }
     served = [vllm_parameters(arch, rollout.tp, slot) for slot in range(rollout.tp)]
     places = {rank: train.coordinates(rank) for rank in train.ranks}
     plan = compile_plan(
@@ -151,5 +167,7 @@ def _reshard(case: Case) -> str:
         peer_memory=True,
     )
     # Where Megatron's parameters lie is known only when they are there; what a rank receives does not depend on it.
-    overlaid = "" if config.reshard.mode == "keep" else ", counted before vLLM's weights are laid over Megatron's"
+    overlaid = (
+        "" if config.reshard.mode == "keep" else ", counted before vLLM's weights are laid over Megatron's"
+    )
     return f"reshard.mode={config.reshard.mode}{overlaid}: {plan}; ranks: {described(train, rollout)}"

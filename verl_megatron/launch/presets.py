@@ -4,7 +4,15 @@ from parallel.runtime.environment import MOST_RANKS
 from parallel.runtime.refusal import shown
 from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
 
-MIXED_PRECISION = {True: "bfloat16", False: "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
+MIXED_PRECISION = {
+    True: "bfloat16",
+    False: "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+    "auto": "auto",
+}
 RECOMPUTE = {True: "full", False: "none", "none": "none", "selective": "selective", "full": "full"}
 
 
@@ -29,15 +37,23 @@ def get_trainer_config(
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
     for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= MOST_RANKS:
-            raise ValueError(f"{name}={shown(size)} must be a whole number of at least 1 and at most {MOST_RANKS}")
+            raise ValueError(
+                f"{name}={shown(size)} must be a whole number of at least 1 and at most {MOST_RANKS}"
+            )
     if not isinstance(hybrid_engine, bool):
         raise ValueError(f"hybrid_engine={shown(hybrid_engine)} must be True")
     if not hybrid_engine:
-        raise ValueError("hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, which shares the actor's ranks")
+        raise ValueError(
+            "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, which shares the actor's ranks"
+        )
     if not isinstance(enable_recompute, bool | str) or enable_recompute not in RECOMPUTE:
-        raise ValueError(f"enable_recompute={shown(enable_recompute)} is not known; choose one of {', '.join(map(str, RECOMPUTE))}")
+        raise ValueError(
+            f"enable_recompute={shown(enable_recompute)} is not known; choose one of {', '.join(map(str, RECOMPUTE))}"
+        )
     if not isinstance(mixed_precision, bool | str) or mixed_precision not in MIXED_PRECISION:
-        raise ValueError(f"mixed_precision={shown(mixed_precision)} is not known; choose one of {', '.join(map(str, MIXED_PRECISION))}")
+        raise ValueError(
+            f"mixed_precision={shown(mixed_precision)} is not known; choose one of {', '.join(map(str, MIXED_PRECISION))}"
+        )
     layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"
     return TrainerConfig(
         actor=ModelConfig(layout=layout),

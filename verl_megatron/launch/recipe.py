@@ -8,7 +8,9 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from parallel.runtime.refusal import shown
 
 MOST_BYTES = 1 << 20
-TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+TAGS = {
+    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+}
 MOST_VALUES = 100_000  # with aliases written out: a few lines of them can stand for billions
 
 
@@ -23,15 +25,21 @@ def check_recipe(path: Path) -> None:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"recipe {path} cannot be read ({error.strerror}); make it a readable file") from None
+        raise ValueError(
+            f"recipe {path} cannot be read ({error.strerror}); make it a readable file"
+        ) from None
     if len(raw) > MOST_BYTES:
-        raise ValueError(f"recipe {path} has more than {MOST_BYTES:,} bytes; a recipe holds settings only, put data into files of their own")
+        raise ValueError(
+            f"recipe {path} has more than {MOST_BYTES:,} bytes; a recipe holds settings only, put data into files of their own"
+        )
     try:
         document = yaml.compose(raw.decode("utf-8"), Loader=yaml.SafeLoader)
         if document is None:
             return
         if not isinstance(document, MappingNode):
-            raise ValueError(f"recipe {path} must be sections with settings, such as `actor:` and below it `  lr: 1e-6`, and is a {document.id}")
+            raise ValueError(
+                f"recipe {path} must be sections with settings, such as `actor:` and below it `  lr: 1e-6`, and is a {document.id}"
+            )
         _check(document, path, {})
     except UnicodeDecodeError as error:
         raise ValueError(f"recipe {path} is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
@@ -39,9 +47,13 @@ def check_recipe(path: Path) -> None:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        raise ValueError(f"recipe {path}{where}: not valid YAML ({reason}); mend it there: sections, and their settings indented by two spaces") from None
+        raise ValueError(
+            f"recipe {path}{where}: not valid YAML ({reason}); mend it there: sections, and their settings indented by two spaces"
+        ) from None
     except RecursionError:
-        raise ValueError(f"recipe {path} is nested too deeply; recipes have two levels, sections and settings") from None
+        raise ValueError(
+            f"recipe {path} is nested too deeply; recipes have two levels, sections and settings"
+        ) from None
 
 
 def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
@@ -50,17 +62,31 @@ def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
         return sizes[id(node)]
     sizes[id(node)] = 1  # of one that holds itself, which Hydra refuses
     if node.tag not in TAGS:
-        raise ValueError(f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a recipe's; write plain values")
+        raise ValueError(
+            f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a recipe's; write plain values"
+        )
     if isinstance(node, MappingNode):
         names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, ScalarNode):
-                raise ValueError(f"recipe {path}, line {key.start_mark.line + 1}: a setting's name must be a word; write NAME: VALUE")
+                raise ValueError(
+                    f"recipe {path}, line {key.start_mark.line + 1}: a setting's name must be a word; write NAME: VALUE"
+                )
             if key.value in names:
-                raise ValueError(f"recipe {path}, line {key.start_mark.line + 1}: {shown(key.value)} stands there twice; leave one of them")
+                raise ValueError(
+                    f"recipe {path}, line {key.start_mark.line + 1}: {shown(key.value)} stands there twice; leave one of them"
+                )
             names.add(key.value)
-    children = [value for _, value in node.value] if isinstance(node, MappingNode) else node.value if isinstance(node, SequenceNode) else []
+    children = (
+        [value for _, value in node.value]
+        if isinstance(node, MappingNode)
+        else node.value
+        if isinstance(node, SequenceNode)
+        else []
+    )
     sizes[id(node)] = size = 1 + sum(_check(child, path, sizes) for child in children)
     if size > MOST_VALUES:
-        raise ValueError(f"recipe {path} stands for more than {MOST_VALUES:,} values, aliases (*name) written out; shorten it")
+        raise ValueError(
+            f"recipe {path} stands for more than {MOST_VALUES:,} values, aliases (*name) written out; shorten it"
+        )
     return size

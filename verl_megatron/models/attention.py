@@ -29,12 +29,33 @@ class PackedAttention(MegatronModule):
     r and 2·cp-1-r. Keys and values are gathered, and each piece attends to the keys up to its own end.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, cp_comm_type=None, pg_collection=None, **_):
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **_,
+    ):
         super().__init__(config)
         self.cp = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_) -> Tensor:
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        **_,
+    ) -> Tensor:
         """Packed [T, n, d] queries and [T, k, d] keys and values -> [T, n·d]; all sequences start and end in the pack."""
         assert packed_seq_params is not None, "this attention takes packed sequences"
         lengths = packed_seq_params.lengths  # set by packing.py: no read back from the GPU
@@ -52,21 +73,29 @@ class PackedAttention(MegatronModule):
         if not grouped and key.size(1) != query.size(1):
             key, value = (x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))
         cu, longest = params.cu_seqlens_q, params.max_seqlen_q
-        return varlen_attn(query, key, value, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, **grouped)
+        return varlen_attn(
+            query, key, value, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, **grouped
+        )
 
     def _attend(self, q, k, v, *, causal) -> Tensor:
         """One sequence or piece: [Tq, n, d] against [Tk, k, d]; `causal` aligns the last query with the last key."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if causal and q.size(2) != k.size(2):
             mask = causal_lower_right(q.size(2), k.size(2))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
         else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
         return out.squeeze(0).transpose(0, 1)
 
     def _context_parallel(self, query, key, value, lengths) -> Tensor:
         cp, rank = self.cp.size(), self.cp.rank()
-        gathered = [gather_from_sequence_parallel_region(x, group=self.cp).view(cp, *x.shape) for x in (key, value)]
+        gathered = [
+            gather_from_sequence_parallel_region(x, group=self.cp).view(cp, *x.shape) for x in (key, value)
+        ]
         outputs, first = [], 0
         for length in lengths:  # of the whole sequence, a multiple of 2·cp
             piece = length // (2 * cp)

@@ -9,7 +9,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -22,7 +25,9 @@ from verl_megatron.models.attention import PackedAttention
 from verl_megatron.models.heads import LanguageHead, ValueHead
 from verl_megatron.models.rope import rope_frequencies
 
-Head = Literal["lm", "token", "sequence"]  # language model; a value a token (critic); a score a row (reward model)
+Head = Literal[
+    "lm", "token", "sequence"
+]  # language model; a value a token (critic); a score a row (reward model)
 Spec = Literal["te", "local"]
 
 
@@ -59,9 +64,18 @@ class RMSNorm(torch.nn.RMSNorm):
 def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> TransformerConfig:
     """Megatron's description of the architecture under a layout."""
     stages = [len(layers) for layers in layout.layers_of(arch.num_layers).values()]
-    uneven = dict(num_layers_in_first_pipeline_stage=stages[0] * layout.vpp, num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp)
-    assert len(set(stages[1 : layout.pp - 1])) <= 1, "Megatron-Core lets only the first and the last stage differ"
-    recompute = {"none": {}, "selective": dict(recompute_granularity="selective"), "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)}
+    uneven = dict(
+        num_layers_in_first_pipeline_stage=stages[0] * layout.vpp,
+        num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp,
+    )
+    assert len(set(stages[1 : layout.pp - 1])) <= 1, (
+        "Megatron-Core lets only the first and the last stage differ"
+    )
+    recompute = {
+        "none": {},
+        "selective": dict(recompute_granularity="selective"),
+        "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    }
     # Scales are those of the present tensors, agreed on by the ranks that split it. The globals lend no wider group.
     fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True) if compute.fp8 else {}
     on_gpu = torch.cuda.is_available()
@@ -122,7 +136,9 @@ def layer_spec(arch: Architecture, spec: Spec):
     return layer, RMSNorm
 
 
-def build_chunks(arch: Architecture, groups: ProcessGroups, compute: Compute, *, head: Head) -> list[GPTModel]:
+def build_chunks(
+    arch: Architecture, groups: ProcessGroups, compute: Compute, *, head: Head
+) -> list[GPTModel]:
     """The model chunks of this rank, one a virtual stage, with weights as initialised (a head not in the folder keeps them)."""
     layout, place = groups.layout, groups.coordinates
     config = transformer_config(arch, layout, compute)
@@ -149,7 +165,9 @@ def build_chunks(arch: Architecture, groups: ProcessGroups, compute: Compute, *,
             )
         frequencies, _ = rope_frequencies(arch)
         model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
-        assert [layer.layer_number - 1 for layer in model.decoder.layers] == list(layers), "Megatron numbers the layers of this stage differently"
+        assert [layer.layer_number - 1 for layer in model.decoder.layers] == list(layers), (
+            "Megatron numbers the layers of this stage differently"
+        )
         if is_last:
             _replace_head(model, config, groups, head)
         chunks.append(model.cuda())

@@ -5,17 +5,25 @@ Letters: T packed tokens on this rank, H hidden size.
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 
 class LanguageHead(ColumnParallelLinear):
     """The output layer's weight without its product: logits are made in chunks where they are used (`log_probs.py`)."""
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_):
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_
+    ):
         """[T, 1, H] (a slice of it under sequence parallelism) -> the same hidden states [T, 1, H] on every rank."""
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group), None
+            return gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.tp_group
+            ), None
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group), None
 
 
@@ -26,16 +34,26 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
         device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device)) if bias else None
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.bias = (
+            torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device)) if bias else None
+        )
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_):
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_
+    ):
         """[T, 1, H] -> [T, 1, 1] float32."""
-        values = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        values = F.linear(
+            hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+        )
         if self.sequence_parallel:
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.tp_group
+            )
         return values, None
 
 
@@ -49,4 +67,8 @@ def trunk(chunk: torch.nn.Module) -> torch.nn.Module:
 def head_weight(chunk: torch.nn.Module) -> Tensor:
     """The output layer's weight of a last stage's chunk: its own, or the embedding's where both are on this stage."""
     model = trunk(chunk)
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )

@@ -68,10 +68,14 @@ def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> T
     top_N1 = logits_NV.amax(1, keepdim=True)
     exp_NV = (logits_NV - top_N1).exp_()
     label_N1 = logits_NV.gather(1, column_N1) * inside_N1
-    return torch.cat([top_N1, exp_NV.sum(1, keepdim=True), exp_NV.mul_(logits_NV).sum(1, keepdim=True), label_N1], dim=1).t()
+    return torch.cat(
+        [top_N1, exp_NV.sum(1, keepdim=True), exp_NV.mul_(logits_NV).sum(1, keepdim=True), label_N1], dim=1
+    ).t()
 
 
-def grad_logits_by_torch_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor) -> Tensor:
+def grad_logits_by_torch_(
+    logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor
+) -> Tensor:
     """`grad_logits_`, in about ten passes."""
     log_z_N1, mean_N1, grad_logprob_N1, grad_entropy_N1 = factors_4N.unsqueeze(-1)
     column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
@@ -92,7 +96,9 @@ def _columns(labels_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 # ---- Triton --------------------------------------------------------------------------------------------------------------
 
 
-def stats_by_triton(logits_NV: Tensor, labels_N: Tensor, temperature: float, tuning: Tuning = STATS) -> Tensor:
+def stats_by_triton(
+    logits_NV: Tensor, labels_N: Tensor, temperature: float, tuning: Tuning = STATS
+) -> Tensor:
     """`stats` in one launch, a program a token."""
     stats_4N = torch.empty(4, len(labels_N), device=logits_NV.device)
     stats_kernel[(len(labels_N),)](
@@ -111,7 +117,9 @@ def stats_by_triton(logits_NV: Tensor, labels_N: Tensor, temperature: float, tun
     return stats_4N
 
 
-def grad_logits_by_triton_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor, tuning: Tuning = GRAD) -> Tensor:
+def grad_logits_by_triton_(
+    logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor, tuning: Tuning = GRAD
+) -> Tensor:
     """`grad_logits_` in one launch, a program a token and block of columns."""
     grad_kernel[(len(labels_N), triton.cdiv(logits_NV.size(1), tuning.block))](
         logits_NV,
@@ -155,9 +163,15 @@ if triton:
     ):
         """One token's four numbers. Exponentials are summed in BLOCK places, which shrink when a larger logit comes (Milakov & Gimelshein 2018)."""
         row = tl.program_id(0).to(tl.int64)
-        start_B = logits + row * (stride * LANES) + tl.arange(0, BLOCK)  # a multiple of LANES, as the compiler sees
+        start_B = (
+            logits + row * (stride * LANES) + tl.arange(0, BLOCK)
+        )  # a multiple of LANES, as the compiler sees
         scale = inverse_temperature * 1.4426950408889634  # 1 / ln 2: powers of two are what the hardware has
-        top, total_B, weighted_B = float("-inf"), tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
+        top, total_B, weighted_B = (
+            float("-inf"),
+            tl.zeros([BLOCK], dtype=tl.float32),
+            tl.zeros([BLOCK], dtype=tl.float32),
+        )
         whole = columns // BLOCK * BLOCK
         for at in tl.range(0, whole, BLOCK, num_stages=STAGES):
             top, total_B, weighted_B = _merge(tl.load(start_B + at), top, total_B, weighted_B, scale)
@@ -165,7 +179,9 @@ if triton:
         rest_B = tl.load(start_B + whole, mask=whole + tl.arange(0, BLOCK) < columns, other=LOWEST)
         top, total_B, weighted_B = _merge(rest_B, top, total_B, weighted_B, scale)
         label = tl.load(labels + row)
-        label_logit = tl.load(logits + row * (stride * LANES) + label, mask=(label >= 0) & (label < columns), other=0.0).to(tl.float32)
+        label_logit = tl.load(
+            logits + row * (stride * LANES) + label, mask=(label >= 0) & (label < columns), other=0.0
+        ).to(tl.float32)
         tl.store(stats + row, top * inverse_temperature)
         tl.store(stats + count + row, tl.sum(total_B))
         tl.store(stats + 2 * count + row, tl.sum(weighted_B) * inverse_temperature)
@@ -181,21 +197,44 @@ if triton:
         return new_top, total_B * shrink + exp_B, weighted_B * shrink + exp_B * logit_B
 
     @triton.jit
-    def grad_kernel(logits, labels, factors, stride, columns, factor_stride, inverse_temperature, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    def grad_kernel(
+        logits,
+        labels,
+        factors,
+        stride,
+        columns,
+        factor_stride,
+        inverse_temperature,
+        LANES: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """The gradient of BLOCK logits of one token, in their place."""
         row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
         column_B = first + tl.arange(0, BLOCK)
         logit_B = logits + row * (stride * LANES) + column_B
         factors += row
         log_z, mean = tl.load(factors), tl.load(factors + factor_stride)
-        grad_logprob, grad_entropy = tl.load(factors + 2 * factor_stride), tl.load(factors + 3 * factor_stride)
+        grad_logprob, grad_entropy = (
+            tl.load(factors + 2 * factor_stride),
+            tl.load(factors + 3 * factor_stride),
+        )
         is_label_B = column_B == tl.load(labels + row)
         if first + BLOCK <= columns:  # without a mask, which would forbid wide loads if `columns` were odd
-            grad_B = _gradient(tl.load(logit_B), is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature)
+            grad_B = _gradient(
+                tl.load(logit_B), is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature
+            )
             tl.store(logit_B, grad_B.to(logits.dtype.element_ty))
         else:
             inside_B = column_B < columns
-            grad_B = _gradient(tl.load(logit_B, mask=inside_B, other=0.0), is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature)
+            grad_B = _gradient(
+                tl.load(logit_B, mask=inside_B, other=0.0),
+                is_label_B,
+                log_z,
+                mean,
+                grad_logprob,
+                grad_entropy,
+                inverse_temperature,
+            )
             tl.store(logit_B, grad_B.to(logits.dtype.element_ty), mask=inside_B)
 
     @triton.jit

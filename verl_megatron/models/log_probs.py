@@ -21,7 +21,14 @@ TILE = 128  # rows of a matrix product's tile on a GPU: chunks are whole tiles
 
 
 def token_log_probs(
-    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup | None = None, chunk_tokens: int = 0
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    chunk_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """log p(label) and entropy of each token's distribution over the true vocabulary.
 
@@ -69,9 +76,13 @@ class _TokenLogProbs(torch.autograd.Function):
         factors_4N = torch.stack([log_z, mean_logit, grad_logprobs, grad_entropy])
         grad_hidden = torch.zeros_like(hidden)
         # A sum over several chunks is rounded to the weight's type once, as the sum within a product is.
-        grad_weight = torch.zeros_like(weight, dtype=weight.dtype if local.numel() <= ctx.chunk else torch.float32)
+        grad_weight = torch.zeros_like(
+            weight, dtype=weight.dtype if local.numel() <= ctx.chunk else torch.float32
+        )
         for part in _chunks(local.numel() if ctx.rows else 0, ctx.chunk):
-            grad = grad_logits_(_logits(hidden[part], weight, ctx.rows), local[part], ctx.temperature, factors_4N[:, part])
+            grad = grad_logits_(
+                _logits(hidden[part], weight, ctx.rows), local[part], ctx.temperature, factors_4N[:, part]
+            )
             torch.mm(grad, weight[: ctx.rows], out=grad_hidden[part])
             _add_product(grad_weight[: ctx.rows], grad.t(), hidden[part])
             del grad  # before the next chunk's logits are made

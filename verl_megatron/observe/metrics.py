@@ -17,7 +17,12 @@ from parallel.collectives import all_max, all_names, all_sum
 Scalar = Tensor | float | int
 
 # What the run itself reports of rewards. A reward's own metric of such a name is reported as reward/own_NAME: see `own_metric`.
-REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = ("reward/mean", "reward/max", "reward/failed", "reward/latency_ms")
+REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = (
+    "reward/mean",
+    "reward/max",
+    "reward/failed",
+    "reward/latency_ms",
+)
 
 
 def own_metric(name: str) -> str:
@@ -44,19 +49,27 @@ class Sums:
         """Raise the maximum `name` to `value` (scalar)."""
         value = detached(value)
         if name in self._maxima:
-            value = torch.maximum(*(torch.as_tensor(x, dtype=torch.float64) for x in (value, self._maxima[name])))
+            value = torch.maximum(
+                *(torch.as_tensor(x, dtype=torch.float64) for x in (value, self._maxima[name]))
+            )
         self._maxima[name] = value
 
     def state_dict(self) -> dict[str, dict]:
         """Plain numbers, for `from_state`."""
         names = list(self._totals)
         cells = iter(to_floats([cell for name in names for cell in self._totals[name]]))
-        return {"totals": {name: (next(cells), next(cells)) for name in names}, "maxima": dict(zip(self._maxima, to_floats(list(self._maxima.values()))))}
+        return {
+            "totals": {name: (next(cells), next(cells)) for name in names},
+            "maxima": dict(zip(self._maxima, to_floats(list(self._maxima.values())))),
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, dict]) -> "Sums":
         sums = cls()
-        sums._totals, sums._maxima = {name: tuple(cells) for name, cells in state["totals"].items()}, dict(state["maxima"])
+        sums._totals, sums._maxima = (
+            {name: tuple(cells) for name, cells in state["totals"].items()},
+            dict(state["maxima"]),
+        )
         return sums
 
     def merge(self, other: "Sums") -> None:
@@ -83,8 +96,16 @@ class Sums:
         totals_and_counts = all_sum(torch.tensor(cells, dtype=torch.float64)).view(-1, 2).tolist()
         maxima = to_floats([self._maxima.get(name, -math.inf) for name in names])
         maxima = all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
-        means = {name: total / count for name, (total, count) in zip(names, totals_and_counts, strict=True) if count}
-        return means | {name: value for name, value in zip(names, maxima, strict=True) if value > -math.inf or math.isnan(value)}
+        means = {
+            name: total / count
+            for name, (total, count) in zip(names, totals_and_counts, strict=True)
+            if count
+        }
+        return means | {
+            name: value
+            for name, value in zip(names, maxima, strict=True)
+            if value > -math.inf or math.isnan(value)
+        }
 
 
 def reduce_over_world(sums: Sums) -> dict[str, float]:
@@ -110,7 +131,9 @@ class PhaseEvent:
 
     name: str
     start_s: float
-    busy_end_s: float  # the rank's own work is done, its GPU's included; what follows is waiting for other ranks
+    busy_end_s: (
+        float  # the rank's own work is done, its GPU's included; what follows is waiting for other ranks
+    )
     end_s: float
 
 
@@ -132,7 +155,9 @@ class PhaseTimer:
         used_memory: Callable[[], int] = lambda: 0,
         around: Callable[[str], AbstractContextManager] = nullcontext,
     ):
-        self._synchronize = synchronize  # waits for the device's work, so that a phase owns the kernels it queued
+        self._synchronize = (
+            synchronize  # waits for the device's work, so that a phase owns the kernels it queued
+        )
         self._used_memory = used_memory
         self._around = around  # entered with the phase's name
         self._wait_for_others: Callable[[], None] | None = None  # None: nothing is recorded
@@ -198,7 +223,9 @@ class PhaseTimer:
     def _finish(self, name: str, start: float) -> None:
         busy_end = self._busy_end_s or time.perf_counter()
         self._wait_for_others()
-        self._events.append(PhaseEvent(name, *(moment - self._began_s for moment in (start, busy_end, time.perf_counter()))))
+        self._events.append(
+            PhaseEvent(name, *(moment - self._began_s for moment in (start, busy_end, time.perf_counter())))
+        )
 
     def pop(self) -> dict[str, float]:
         """The seconds per phase since the last call, "other" for what lay between them: the sum is the time that went by."""
@@ -213,7 +240,9 @@ class PhaseTimer:
         return seconds
 
 
-def iteration_metrics(seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, memory_bytes: dict[str, int]) -> dict[str, float]:
+def iteration_metrics(
+    seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, memory_bytes: dict[str, int]
+) -> dict[str, float]:
     """Costs of an iteration from the seconds of its phases ("rollout", "reshard", "critic_update", ...) and its global amounts."""
     costs = {
         "rollout/throughput_tokens_per_sec": response_tokens / seconds["rollout"],

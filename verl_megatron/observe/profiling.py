@@ -35,7 +35,9 @@ class Span:
     name: str
 
 
-def record_profile(clock: PhaseTimer, watchdog: Watchdog, track_metrics: Sequence[str], output_dir: str | Path) -> None:
+def record_profile(
+    clock: PhaseTimer, watchdog: Watchdog, track_metrics: Sequence[str], output_dir: str | Path
+) -> None:
     """Let the phases of `clock` be profiled if `track_metrics` names "profile": OUTPUT_DIR/profile/PHASE_rankR.txt, and a Chrome trace beside it."""
     rank = dist.get_rank()
     if "profile" in track_metrics and rank in (0, dist.get_world_size() - 1):
@@ -82,7 +84,9 @@ class PhaseProfiler:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{name}_rank{self.rank}"
-            path.with_suffix(".txt").write_text(f"{name} on rank {self.rank}, the first {wall_s:.2f} s\n{described(profiler)}")
+            path.with_suffix(".txt").write_text(
+                f"{name} on rank {self.rank}, the first {wall_s:.2f} s\n{described(profiler)}"
+            )
             profiler.export_chrome_trace(str(path.with_suffix(".json")))
 
         self._stop = stop
@@ -104,21 +108,37 @@ def described(profiler: profile) -> str:
     kernels, operators = [], []
     for event in profiler.events():
         on_gpu = event.device_type != DeviceType.CPU
-        if on_gpu and event.is_user_annotation:  # a named range, drawn there over its kernels and the gaps between them
+        if (
+            on_gpu and event.is_user_annotation
+        ):  # a named range, drawn there over its kernels and the gaps between them
             continue
-        (kernels if on_gpu else operators).append(Span(event.time_range.start, event.time_range.end, event.name))
+        (kernels if on_gpu else operators).append(
+            Span(event.time_range.start, event.time_range.end, event.name)
+        )
     text, averages = "", profiler.key_averages()
     if kernels:
-        text += "\n".join(idle_lines(kernels, operators)) + "\n\n" + averages.table(sort_by="self_device_time_total", row_limit=ROWS)
+        text += (
+            "\n".join(idle_lines(kernels, operators))
+            + "\n\n"
+            + averages.table(sort_by="self_device_time_total", row_limit=ROWS)
+        )
     return text + "\n" + averages.table(sort_by="self_cpu_time_total", row_limit=ROWS)
 
 
 def idle_lines(kernels: list[Span], operators: list[Span]) -> list[str]:
     """The GPU's idle time between its first and its last kernel, and the operators that the process was in meanwhile."""
-    whole_us, gaps = max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels), idle_between(kernels)
+    whole_us, gaps = (
+        max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels),
+        idle_between(kernels),
+    )
     idle_us = sum(gap.end - gap.start for gap in gaps)
-    lines = [f"the GPU was idle {idle_us / 1e6:.3f} s of {whole_us / 1e6:.3f} ({idle_us / whole_us:.1%}), {len(gaps)} times; meanwhile the process was in"]
-    return lines + [f"{microseconds / 1e6:10.3f} s  {name}" for name, microseconds in meanwhile(gaps, operators).most_common(ROWS)]
+    lines = [
+        f"the GPU was idle {idle_us / 1e6:.3f} s of {whole_us / 1e6:.3f} ({idle_us / whole_us:.1%}), {len(gaps)} times; meanwhile the process was in"
+    ]
+    return lines + [
+        f"{microseconds / 1e6:10.3f} s  {name}"
+        for name, microseconds in meanwhile(gaps, operators).most_common(ROWS)
+    ]
 
 
 def idle_between(kernels: list[Span]) -> list[Span]:

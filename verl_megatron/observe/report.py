@@ -18,7 +18,9 @@ def draw_report(output_dir: str | Path) -> Path:
     """Write `report.png` beside the metrics and return its path; ValueError without metrics to draw."""
     rows = read_metrics(output_dir)
     if not rows:
-        raise ValueError(f"{Path(output_dir) / METRICS_FILE} holds no metrics; a report needs jsonl in run.track_metrics")
+        raise ValueError(
+            f"{Path(output_dir) / METRICS_FILE} holds no metrics; a report needs jsonl in run.track_metrics"
+        )
     import matplotlib
 
     matplotlib.use("Agg")  # a file, no display
@@ -53,11 +55,20 @@ def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
         for event in events:
             place, colour = (rank - 0.4, 0.8), colours[event.name]
             axis.broken_barh([(event.start_s, event.busy_end_s - event.start_s)], place, color=colour)
-            axis.broken_barh([(event.busy_end_s, event.end_s - event.busy_end_s)], place, facecolor="none", edgecolor=colour, hatch="////", linewidth=0)
+            axis.broken_barh(
+                [(event.busy_end_s, event.end_s - event.busy_end_s)],
+                place,
+                facecolor="none",
+                edgecolor=colour,
+                hatch="////",
+                linewidth=0,
+            )
     axis.yaxis.get_major_locator().set_params(integer=True)
     axis.set(title="One iteration", xlabel="seconds", ylabel="rank", ylim=(len(ranks) - 0.5, -0.5))
     legend = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in colours.items()]
-    legend.append(Patch(facecolor="none", edgecolor="gray", hatch="////", linewidth=0, label="waits for other ranks"))
+    legend.append(
+        Patch(facecolor="none", edgecolor="gray", hatch="////", linewidth=0, label="waits for other ranks")
+    )
     axis.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize=9)
     axis.figure.savefig(path, dpi=110)
 
@@ -121,14 +132,25 @@ def draw_phases(axis: "Axes", rows: Rows) -> None:
         seconds = dict(zip(*series(rows, key), strict=True))
         top = [below + seconds.get(step, 0.0) for below, step in zip(bottom, steps, strict=True)]
         label = key.removeprefix("time/").removesuffix("_s").replace("_", " ")
-        axis.stairs(top, edges, baseline=bottom, fill=True, color=colormaps["tab20"](number % 20), label=label)
+        axis.stairs(
+            top, edges, baseline=bottom, fill=True, color=colormaps["tab20"](number % 20), label=label
+        )
         bottom = top
     axis.set_ylim(0, 1.05 * max(bottom) or 1.0)
     handles, labels = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize=9)
+    axis.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        borderaxespad=0.0,
+        fontsize=9,
+    )
 
 
-def plot(axis: "Axes", points: tuple[list[float], list[float]], *, color: str, label: str | None = None) -> list:
+def plot(
+    axis: "Axes", points: tuple[list[float], list[float]], *, color: str, label: str | None = None
+) -> list:
     """A line, with markers while there are few points: a single one would be invisible; the lines drawn."""
     if not points[0]:
         nothing(axis)

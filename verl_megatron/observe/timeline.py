@@ -24,7 +24,9 @@ TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"
 def record_timeline(clock: PhaseTimer, track_metrics: Sequence[str]) -> None:
     """Let `clock` record from now on if `track_metrics` names "timeline"; alike on all ranks."""
     if "timeline" in track_metrics:
-        clock.record(lambda: all_sum(torch.zeros(1)))  # on the CPU: it waits for ranks, not for their GPUs, which the clock has waited for
+        clock.record(
+            lambda: all_sum(torch.zeros(1))
+        )  # on the CPU: it waits for ranks, not for their GPUs, which the clock has waited for
 
 
 def write_timeline(clock: PhaseTimer, output_dir: str | Path) -> None:
@@ -48,18 +50,34 @@ def chrome_trace(iterations: Sequence[RecordedIteration]) -> dict:
     """
     events = []
     for rank, iteration in enumerate(iterations):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": rank, "args": {"sort_index": rank}})
+        events.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "tid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        events.append(
+            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": rank, "args": {"sort_index": rank}}
+        )
         for event in iteration.events:
             events.append(_complete(rank, event.name, "work", event.start_s, event.busy_end_s, event.name))
             events.append(_complete(rank, "wait", "wait", event.busy_end_s, event.end_s, event.name))
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(iterations[0].began_at))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_at": began, "wall_s": iterations[0].wall_s}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"began_at": began, "wall_s": iterations[0].wall_s},
+    }
 
 
 def _complete(rank: int, name: str, category: str, start_s: float, end_s: float, phase: str) -> dict:
     times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-    return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": rank, **times, "args": {"phase": phase}}
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": rank,
+        "tid": rank,
+        **times,
+        "args": {"phase": phase},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +100,18 @@ class Timeline:
             for event in trace["traceEvents"]:
                 if event["ph"] == "X":
                     found.setdefault(event["pid"], []).append(event)
-            ranks = tuple(tuple(_joined(work, wait) for work, wait in zip(found[rank][::2], found[rank][1::2], strict=True)) for rank in sorted(found))
+            ranks = tuple(
+                tuple(
+                    _joined(work, wait)
+                    for work, wait in zip(found[rank][::2], found[rank][1::2], strict=True)
+                )
+                for rank in sorted(found)
+            )
             return cls(ranks, trace["otherData"]["wall_s"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no timeline ({error!r}); a run with timeline in run.track_metrics writes one") from None
+            raise ValueError(
+                f"{path} is no timeline ({error!r}); a run with timeline in run.track_metrics writes one"
+            ) from None
 
     @property
     def phases_s(self) -> float:
@@ -96,7 +122,9 @@ class Timeline:
     def waiting_share(self) -> float:
         """Of the time that all ranks spend in phases."""
         events = [event for rank in self.events for event in rank]
-        return sum(event.end_s - event.busy_end_s for event in events) / sum(event.end_s - event.start_s for event in events)
+        return sum(event.end_s - event.busy_end_s for event in events) / sum(
+            event.end_s - event.start_s for event in events
+        )
 
 
 def _joined(work: dict, wait: dict) -> PhaseEvent:

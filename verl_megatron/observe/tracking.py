@@ -38,7 +38,11 @@ def _parsed_row(line: bytes) -> dict[str, float | None] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return None
-    return row if all(value is None or type(value) is float or _is_small(value) for value in row.values()) else None
+    return (
+        row
+        if all(value is None or type(value) is float or _is_small(value) for value in row.values())
+        else None
+    )
 
 
 def _is_small(value: object) -> bool:
@@ -114,7 +118,9 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
         )
         if key in metrics and (metrics[key] or key != "reward/failed")
     ]
-    seconds = {key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")}
+    seconds = {
+        key[len("time/") : -len("_s")]: value for key, value in metrics.items() if key.startswith("time/")
+    }
     if seconds:
         phases = " ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
         parts.append(f"{sum(seconds.values()):.1f} s ({phases})")
@@ -127,9 +133,15 @@ class Console:
     def __init__(self, to: Destination):
         from tqdm import tqdm
 
-        self._total, self._done, self._first = to.total_steps, max(to.first_step - 1, 0), max(to.first_step - 1, 0)
+        self._total, self._done, self._first = (
+            to.total_steps,
+            max(to.first_step - 1, 0),
+            max(to.first_step - 1, 0),
+        )
         self._started = time.monotonic()
-        self._bar = tqdm(total=self._total, initial=self._done, unit="iteration", dynamic_ncols=True, disable=None)  # None: only on a terminal
+        self._bar = tqdm(
+            total=self._total, initial=self._done, unit="iteration", dynamic_ncols=True, disable=None
+        )  # None: only on a terminal
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         line = console_line(step, self._total, metrics)
@@ -151,10 +163,14 @@ class JsonLines:
         rows, others = parsed_rows(complete_lines(self._path))
         if others:
             put_aside(self._path, others)
-        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] < to.first_step))
+        replace_text(
+            self._path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] < to.first_step)
+        )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        row = {"step": step} | {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        row = {"step": step} | {
+            key: value if math.isfinite(value) else None for key, value in metrics.items()
+        }
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -185,7 +201,11 @@ class Csv:
         header, *lines = [_cells(line) for line in complete_lines(self._path)] or [["step"]]
         if header[:1] != ["step"] or len(set(header)) < len(header):
             return ["step"], [], 1 + len(lines)
-        rows = [dict(zip(header, cells)) for cells in lines if len(cells) == len(header) and re.fullmatch(r"[0-9]{1,15}", cells[0])]
+        rows = [
+            dict(zip(header, cells))
+            for cells in lines
+            if len(cells) == len(header) and re.fullmatch(r"[0-9]{1,15}", cells[0])
+        ]
         return header, rows, len(lines) - len(rows)
 
     def _rewrite(self, rows: list[dict]) -> None:
@@ -278,7 +298,9 @@ def check_sinks(names: list[str]) -> None:
             raise ValueError(f"run.track_metrics: {name!r} is not known; choose among {', '.join(packages)}")
         package = packages[name]
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"run.track_metrics: {name!r} needs the package {package}; pip install {package} or take {name!r} out")
+            raise ValueError(
+                f"run.track_metrics: {name!r} needs the package {package}; pip install {package} or take {name!r} out"
+            )
 
 
 @contextlib.contextmanager
@@ -287,7 +309,9 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{folder} does not take what the run writes ({error}); make room or make it writable, and start again") from None
+        raise ValueError(
+            f"{folder} does not take what the run writes ({error}); make room or make it writable, and start again"
+        ) from None
 
 
 class MetricsTracker:

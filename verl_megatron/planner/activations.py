@@ -35,7 +35,9 @@ def micro_batches_in_flight(role: PlannedRole, stage: int, count: int) -> float:
     layout = role.layout
     if layout.vpp == 1:
         return min(layout.pp - stage, count)
-    return min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, count * layout.vpp) / layout.vpp
+    return (
+        min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, count * layout.vpp) / layout.vpp
+    )
 
 
 def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
@@ -43,21 +45,38 @@ def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
     count, rows = case.micro_batches(role)
     tokens, width = rows * case.packed_tokens / role.layout.cp, case.element_bytes
     layer = tokens * layer_elements(role) * width
-    kept = tokens * role.arch.hidden_size * width / _outer_split(role) if case.config.engine.recompute == "full" else layer
+    kept = (
+        tokens * role.arch.hidden_size * width / _outer_split(role)
+        if case.config.engine.recompute == "full"
+        else layer
+    )
     in_flight = micro_batches_in_flight(role, stage, count)
     # One layer more: the gradients of the layer that is under way, or the layer that is computed again.
-    return in_flight * role.layers[stage] * kept + layer + head_bytes(case, role, stage, backward=True) + fp8_weight_bytes(case, role, stage, copies=2)
+    return (
+        in_flight * role.layers[stage] * kept
+        + layer
+        + head_bytes(case, role, stage, backward=True)
+        + fp8_weight_bytes(case, role, stage, copies=2)
+    )
 
 
 def inference_bytes(case: Case, role: PlannedRole, stage: int) -> float:
     """The most that a forward pass without gradients takes: one layer's values, and the head's."""
     tokens = case.micro_batches(role)[1] * case.packed_tokens / role.layout.cp
-    return tokens * layer_elements(role) * case.element_bytes + head_bytes(case, role, stage, backward=False) + fp8_weight_bytes(case, role, stage, copies=1)
+    return (
+        tokens * layer_elements(role) * case.element_bytes
+        + head_bytes(case, role, stage, backward=False)
+        + fp8_weight_bytes(case, role, stage, copies=1)
+    )
 
 
 def fp8_weight_bytes(case: Case, role: PlannedRole, stage: int, *, copies: int) -> float:
     """transformer-engine's copies of the layers' weights during a pass, in fp8: as they are, and for the backward pass transposed."""
-    return copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer if case.config.engine.dtype == "fp8" else 0.0
+    return (
+        copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer
+        if case.config.engine.dtype == "fp8"
+        else 0.0
+    )
 
 
 def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> float:
@@ -72,4 +91,8 @@ def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> 
     if not backward:
         return hidden + chunk
     # The weight's gradient: of several chunks a sum in float32, too.
-    return 2 * hidden + chunk + vocabulary * role.arch.hidden_size * (case.element_bytes + 4 * (logits > CHUNK_BYTES))
+    return (
+        2 * hidden
+        + chunk
+        + vocabulary * role.arch.hidden_size * (case.element_bytes + 4 * (logits > CHUNK_BYTES))
+    )

@@ -36,7 +36,15 @@ class PlannedRole:
         elements[0] += sizes.embedding
         copied = arch.tied and head == "lm" and layout.pp > 1  # of the embedding
         elements[-1] += sizes.output + copied * sizes.embedding
-        return cls(name=name, arch=arch, layout=layout, head=head, learns=learns, layers=layers, elements=tuple(elements))
+        return cls(
+            name=name,
+            arch=arch,
+            layout=layout,
+            head=head,
+            learns=learns,
+            layers=layers,
+            elements=tuple(elements),
+        )
 
 
 def attention_channels(arch: Architecture) -> tuple[int, int]:
@@ -70,7 +78,9 @@ def _by_part(parameters) -> PartElements:
     parts = [0, 0, 0]
     for parameter in parameters:
         tensor = parameter.blocks[0].tensor
-        parts[0 if tensor == "model.embed_tokens.weight" else 1 if tensor.startswith("model.layers.") else 2] += prod(parameter.shape)
+        parts[
+            0 if tensor == "model.embed_tokens.weight" else 1 if tensor.startswith("model.layers.") else 2
+        ] += prod(parameter.shape)
     return PartElements(*parts)
 
 
@@ -84,7 +94,14 @@ class Case:
     roles: tuple[PlannedRole, ...]
 
     @classmethod
-    def of(cls, config: TrainerConfig, *, world_size: int, ranks_per_host: int = 8, read: Callable[[str], Architecture] = read_architecture) -> "Case":
+    def of(
+        cls,
+        config: TrainerConfig,
+        *,
+        world_size: int,
+        ranks_per_host: int = 8,
+        read: Callable[[str], Architecture] = read_architecture,
+    ) -> "Case":
         """The models as `build_run` would build them.
 
         Args:
@@ -95,15 +112,32 @@ class Case:
         """
         roles = [_role("actor", config.actor, config.actor.path, "lm", True, world_size, read)]
         if get_algorithm(config.algorithm.name).needs_critic:
-            roles.append(_role("critic", config.critic, config.critic.path or config.actor.path, "token", True, world_size, read))
+            roles.append(
+                _role(
+                    "critic",
+                    config.critic,
+                    config.critic.path or config.actor.path,
+                    "token",
+                    True,
+                    world_size,
+                    read,
+                )
+            )
         if config.algorithm.kl_coef > 0:
             roles.append(replace(roles[0], name="reference", learns=False))
         if config.reward.path:
-            roles.append(_role("reward", config.reward, config.reward.path, "sequence", False, world_size, read))
+            roles.append(
+                _role("reward", config.reward, config.reward.path, "sequence", False, world_size, read)
+            )
         tp = config.rollout.tp
         if tp < 1 or world_size % tp:
             raise ValueError(f"rollout.tp={tp} must divide the {world_size} ranks; choose a divisor")
-        case = cls(config=config, world_size=world_size, ranks_per_host=min(ranks_per_host, world_size), roles=tuple(roles))
+        case = cls(
+            config=config,
+            world_size=world_size,
+            ranks_per_host=min(ranks_per_host, world_size),
+            roles=tuple(roles),
+        )
         try:
             served_elements(case.actor.arch, tp)
         except ValueError as error:
@@ -122,7 +156,9 @@ class Case:
     def resharding_crosses_hosts(self) -> bool:
         """Whether weights come from other hosts: stages stand as far apart as all of a stage's ranks, and ranks outside the actor have nothing."""
         layout = self.actor.layout
-        return self.world_size > self.ranks_per_host and (layout.pp > 1 or self.world_size > len(layout.ranks))
+        return self.world_size > self.ranks_per_host and (
+            layout.pp > 1 or self.world_size > len(layout.ranks)
+        )
 
     @property
     def rows(self) -> int:
@@ -164,12 +200,22 @@ class Case:
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 
 
-def _role(name: str, model, path: str, head: Head, learns: bool, world_size: int, read: Callable[[str], Architecture]) -> PlannedRole:
+def _role(
+    name: str,
+    model,
+    path: str,
+    head: Head,
+    learns: bool,
+    world_size: int,
+    read: Callable[[str], Architecture],
+) -> PlannedRole:
     if not path:
         raise ValueError(f"{name}.path has to be given; name a Hugging Face folder")
     arch = read(path)
     try:
-        layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ())))
+        layout = Layout.parse(
+            model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ()))
+        )
         return PlannedRole.of(name=name, arch=arch, layout=layout, head=head, learns=learns)
     except ValueError as error:
         raise ValueError(f"{name}.layout={model.layout!r}: {error}") from None

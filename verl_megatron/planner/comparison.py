@@ -36,13 +36,24 @@ def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, floa
     """
     iterations = [row for row in rows if "time/rollout_s" in row][1:]
     if not iterations:
-        raise ValueError("metrics.jsonl holds fewer than two iterations; the first is not compared, so let the run take at least two")
+        raise ValueError(
+            "metrics.jsonl holds fewer than two iterations; the first is not compared, so let the run take at least two"
+        )
 
     def measured(key: str) -> float | None:
         values = [row[key] for row in iterations if row.get(key)]
         return median(values) if values else None
 
-    pairs = [(phase, "GiB", memory.phase_bytes(phase) / 2**30, measured(f"memory/{phase}_mb"), GIB_OF_MB) for phase in memory.phases]
-    pairs += [(phase, "s", seconds, measured(f"time/{phase}_s"), 1.0) for phase, seconds in time.seconds.items()]
+    pairs = [
+        (phase, "GiB", memory.phase_bytes(phase) / 2**30, measured(f"memory/{phase}_mb"), GIB_OF_MB)
+        for phase in memory.phases
+    ]
+    pairs += [
+        (phase, "s", seconds, measured(f"time/{phase}_s"), 1.0) for phase, seconds in time.seconds.items()
+    ]
     pairs.append(("iteration", "s", time.iteration, measured("train/step_time_ms"), 1e-3))
-    return [Compared(phase, unit, planned, value * scale) for phase, unit, planned, value, scale in pairs if value is not None]
+    return [
+        Compared(phase, unit, planned, value * scale)
+        for phase, unit, planned, value, scale in pairs
+        if value is not None
+    ]

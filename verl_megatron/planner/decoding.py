@@ -18,15 +18,23 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
     if at_once < 1:
         return float("inf")
     full, rest = divmod(rows, at_once)
-    waves = full * _wave_seconds(case, machine, at_once) + (_wave_seconds(case, machine, rest) if rest else 0.0)
-    prompts = ceil(case.config.data.prompts_per_iteration / case.replicas)  # those of one prompt's samples are cached
+    waves = full * _wave_seconds(case, machine, at_once) + (
+        _wave_seconds(case, machine, rest) if rest else 0.0
+    )
+    prompts = ceil(
+        case.config.data.prompts_per_iteration / case.replicas
+    )  # those of one prompt's samples are cached
     return prompts * case.prompt_tokens * _prompt_token_seconds(case, machine) + waves
 
 
 def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
     """Rows that a replica decodes together: as vLLM's settings, its cache and the queue (rollout/dispatch.py) allow."""
     most = min(ceil(case.rows / case.replicas), case.config.rollout.max_num_seqs)
-    return most if kv_cache_bytes == inf else max(0, min(most, rows_cached(case, kv_cache_bytes / kv_bytes_per_token(case))))
+    return (
+        most
+        if kv_cache_bytes == inf
+        else max(0, min(most, rows_cached(case, kv_cache_bytes / kv_bytes_per_token(case))))
+    )
 
 
 def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
@@ -48,5 +56,7 @@ def _prompt_token_seconds(case: Case, machine: Machine) -> float:
     arch, tp = case.actor.arch, case.config.rollout.tp
     products = 2 * part_elements(arch, tp).layer / machine.layer_flops
     attention = 2 * attention_channels(arch)[0] * case.prompt_tokens / tp / machine.attention_flops
-    reduces = 4 * (tp - 1) / tp * arch.hidden_size * case.rollout_element_bytes / group_rate(case, machine, span=tp)
+    reduces = (
+        4 * (tp - 1) / tp * arch.hidden_size * case.rollout_element_bytes / group_rate(case, machine, span=tp)
+    )
     return arch.num_layers * ((products + attention) * slowdown(case.rollout_element_bytes) + reduces)

@@ -25,14 +25,20 @@ def reshard_seconds(case: Case, machine: Machine) -> float:
     """Memory for vLLM's weights and KV cache, and the weights themselves; twice over where the memory is permuted in place."""
     moved = moved_bytes(case)
     copied = own_rollout_bytes(case, 0) if case.config.reshard.mode != "swap" else moved
-    moving = (moved / _rate(case, machine) + 2 * copied / machine.copy_rate) * (2 if case.config.reshard.mode == "swap" else 1)
-    share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
+    moving = (moved / _rate(case, machine) + 2 * copied / machine.copy_rate) * (
+        2 if case.config.reshard.mode == "swap" else 1
+    )
+    share = (
+        case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
+    )
     return moving + share / machine.map_rate + leaving_seconds(case, machine, case.actor)
 
 
 def return_seconds(case: Case, machine: Machine) -> float:
     """vLLM's memory is given back; with `swap` Megatron's weights return first. What was offloaded returns beside the next phases."""
-    share = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
+    share = (
+        case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
+    )
     back = 2 * moved_bytes(case) / _rate(case, machine) if case.config.reshard.mode == "swap" else 0.0
     return share / machine.map_rate + back
 

@@ -24,7 +24,9 @@ class Machine:
     other_host_rate: float = 50e9  # B/s of one GPU to other hosts, each way: one 400 Gbit/s adapter a GPU
     pinned_rate: float = 50e9  # B/s between GPU and pinned host memory
     collective_s: float = 2e-5  # to start a collective between GPUs
-    forward_launch_s: float = 1.6e-3  # in which a process can launch a layer's forward pass: the floor for small models
+    forward_launch_s: float = (
+        1.6e-3  # in which a process can launch a layer's forward pass: the floor for small models
+    )
     backward_launch_s: float = 2.6e-3
     decode_step_s: float = 1.4e-3  # of vLLM's scheduler and sampler a step, as far as they are not hidden
     decode_launch_s: float = 0.8e-3  # in which vLLM launches a layer without CUDA graphs
@@ -33,7 +35,9 @@ class Machine:
     prefill_tokens: float = 16_384  # vLLM's default of a step: 8,192 on GPUs below 70 GiB and on an a100
     map_rate: float = 330e9  # B/s at which vLLM maps memory while it wakes, or gives it back
     phase_s: float = 0.04  # to move an iteration's rows to a model and the results back
-    process_bytes: float = 5 * GIB  # CUDA context, kernels, workspaces, vLLM's CUDA graphs, blocks that PyTorch cannot give back
+    process_bytes: float = (
+        5 * GIB
+    )  # CUDA context, kernels, workspaces, vLLM's CUDA graphs, blocks that PyTorch cannot give back
     communicator_bytes: float = 0.4 * GIB  # of NCCL, for each group of several ranks
     process_host_bytes: float = 8 * GIB  # host memory of a rank without offload
 
@@ -47,17 +51,27 @@ class Machine:
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"machine file {path} cannot be read ({error}); write one with tools/calibrate.py") from None
+            raise ValueError(
+                f"machine file {path} cannot be read ({error}); write one with tools/calibrate.py"
+            ) from None
         if not isinstance(given, dict) or given.get("base") not in MACHINES:
-            raise ValueError(f"machine file {path} has to be a JSON object with base set to one of {', '.join(MACHINES)}")
+            raise ValueError(
+                f"machine file {path} has to be a JSON object with base set to one of {', '.join(MACHINES)}"
+            )
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in given.items() if key not in ("base", "measured")}
         for key, value in values.items():
             if key not in known:
-                raise ValueError(f"machine file {path}: {key}={value!r} is not known; known are {', '.join(sorted(known))}")
+                raise ValueError(
+                    f"machine file {path}: {key}={value!r} is not known; known are {', '.join(sorted(known))}"
+                )
             is_text = key in ("name", "source")
-            if not isinstance(value, str if is_text else int | float) or (not is_text and not 0 < value < float("inf")):
-                raise ValueError(f"machine file {path}: {key}={value!r} must be {'a text' if is_text else 'a positive number'}")
+            if not isinstance(value, str if is_text else int | float) or (
+                not is_text and not 0 < value < float("inf")
+            ):
+                raise ValueError(
+                    f"machine file {path}: {key}={value!r} must be {'a text' if is_text else 'a positive number'}"
+                )
         return replace(MACHINES[given["base"]], **values)
 
 
@@ -66,7 +80,8 @@ _H200 = Machine(
     source="memory, links, copies and kernels measured; launch, decoding and process costs fitted to three 8B runs",
     gpu_bytes=139.8 * GIB,
     peak_flops=989e12,
-    layer_flops=LAYER_SHARE * 790e12,  # layers of transformer-engine reached 56 % MFU forward and backward, attention and norms included
+    layer_flops=LAYER_SHARE
+    * 790e12,  # layers of transformer-engine reached 56 % MFU forward and backward, attention and norms included
     attention_flops=400e12,
     copy_rate=4.19e12,
     same_host_rate=342e9,
@@ -95,4 +110,6 @@ def find_machine(name: str) -> Machine:
         return MACHINES[name]
     if name.endswith(".json"):
         return Machine.from_file(name)
-    raise ValueError(f"gpu {name!r} is not known; choose one of {', '.join(MACHINES)}, or the .json file that tools/calibrate.py wrote")
+    raise ValueError(
+        f"gpu {name!r} is not known; choose one of {', '.join(MACHINES)}, or the .json file that tools/calibrate.py wrote"
+    )

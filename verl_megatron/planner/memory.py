@@ -75,7 +75,10 @@ class MemoryPlan:
     @property
     def resting_bytes(self) -> float:
         """What the fullest rank holds while nothing is computed and vLLM sleeps."""
-        return max(sum(size for part, size in kind.phases["weights_awake"].items() if part not in SERVING) for kind in self.kinds)
+        return max(
+            sum(size for part, size in kind.phases["weights_awake"].items() if part not in SERVING)
+            for kind in self.kinds
+        )
 
     def phase_bytes(self, phase: str) -> float:
         """In use at the end of a phase on the fullest rank, with the blocks that PyTorch keeps: what a run reports as memory/PHASE_mb."""
@@ -108,20 +111,34 @@ def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
 
 def _standings(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
     """World ranks that hold the same stages of the same models, with these."""
-    stages = [{rank: index * role.layout.pp // len(role.layout.ranks) for index, rank in enumerate(role.layout.ranks)} for role in case.roles]
+    stages = [
+        {
+            rank: index * role.layout.pp // len(role.layout.ranks)
+            for index, rank in enumerate(role.layout.ranks)
+        }
+        for role in case.roles
+    ]
     found: dict[tuple, list[int]] = {}
     for rank in range(case.world_size):
         found.setdefault(tuple(stage.get(rank) for stage in stages), []).append(rank)
     for standing, ranks in found.items():
-        yield tuple(ranks), tuple((role, stage) for role, stage in zip(case.roles, standing) if stage is not None)
+        yield (
+            tuple(ranks),
+            tuple((role, stage) for role, stage in zip(case.roles, standing) if stage is not None),
+        )
 
 
-def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: tuple[tuple[PlannedRole, int], ...]) -> RankKind:
+def _rank_kind(
+    case: Case, machine: Machine, ranks: tuple[int, ...], standing: tuple[tuple[PlannedRole, int], ...]
+) -> RankKind:
     models = [(role, stage, held(case, role, stage)) for role, stage in standing]
     own = own_rollout_bytes(case, next((stage for role, stage in standing if role is case.actor), None))
     request = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes
     settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(case)}
-    settled |= {part: sum(getattr(model, part) for *_, model in models) for part in ("weights", "gradients", "optimizer")}
+    settled |= {
+        part: sum(getattr(model, part) for *_, model in models)
+        for part in ("weights", "gradients", "optimizer")
+    }
     host = machine.process_host_bytes + _offloaded_to_host(case, models) + _saved_from_host(case, models)
     return RankKind(
         ranks=ranks,
@@ -132,7 +149,14 @@ def _rank_kind(case: Case, machine: Machine, ranks: tuple[int, ...], standing: t
     )
 
 
-def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: dict[str, float], *, own: float, request: float) -> Phases:
+def _phases(
+    case: Case,
+    models: list[tuple[PlannedRole, int, Held]],
+    settled: dict[str, float],
+    *,
+    own: float,
+    request: float,
+) -> Phases:
     """Bytes by phase and part, in the order of a run; a phase's activations include what PyTorch keeps from those before it.
 
     "start" is vLLM's, with the models that are there before it; "build" is when the last model is there; "weights_awake" the moment of
@@ -147,23 +171,47 @@ def _phases(case: Case, models: list[tuple[PlannedRole, int, Held]], settled: di
         phases["start"] = {"process": settled["process"]} | awake
     else:  # vLLM starts beside the actor, which has no moments yet; sharing needs the whole of what vLLM is allowed
         actor = next((model for role, _, model in models if role is case.actor), Held(0))
-        resting = {part: 0.0 if part in freed else size for part, size in (("gradients", actor.gradients), ("optimizer", actor.masters))}
+        resting = {
+            part: 0.0 if part in freed else size
+            for part, size in (("gradients", actor.gradients), ("optimizer", actor.masters))
+        }
         phases["start"] = {"process": settled["process"], "weights": actor.weights} | resting | awake
-    built = {"gradients": [model.gradients for *_, model in models], "optimizer": [model.masters for *_, model in models]}  # one after the other
-    phases["build"] = settled | {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()} | ({} if config.rollout.sleep else awake)
+    built = {
+        "gradients": [model.gradients for *_, model in models],
+        "optimizer": [model.masters for *_, model in models],
+    }  # one after the other
+    phases["build"] = (
+        settled
+        | {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
+        | ({} if config.rollout.sleep else awake)
+    )
     staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
-    phases["weights_awake"] = settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
+    phases["weights_awake"] = (
+        settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
+    )
     phases["rollout"] = settled | freed | awake
-    first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"  # learns first: its optimizer state returns after rollout
+    first = (
+        "critic" if any(role.name == "critic" for role in case.roles) else "actor"
+    )  # learns first: its optimizer state returns after rollout
     resting = settled if config.rollout.sleep else settled | awake
     activations = 0.0
     for phase, names, measure in _WORK:
         working = [(role, stage) for role, stage, _ in models if role.name in names]
         if any(role.name in names for role in case.roles):
-            waiting = sum(fp8_weight_bytes(case, role, stage, copies=1) for role, stage in working[1:])  # models take turns within a pass and keep their copies
-            activations = max([activations] + [measure(case, role, stage) + waiting for role, stage in working[:1]])
-            there = {"gradients": names if phase in UPDATES else (), "optimizer": ("actor",) if phase == UPDATES[-1] else (first,)}
-            kept = {part: sum(getattr(model, part) for role, _, model in models if role.name in there[part]) for part in freed}
+            waiting = sum(
+                fp8_weight_bytes(case, role, stage, copies=1) for role, stage in working[1:]
+            )  # models take turns within a pass and keep their copies
+            activations = max(
+                [activations] + [measure(case, role, stage) + waiting for role, stage in working[:1]]
+            )
+            there = {
+                "gradients": names if phase in UPDATES else (),
+                "optimizer": ("actor",) if phase == UPDATES[-1] else (first,),
+            }
+            kept = {
+                part: sum(getattr(model, part) for role, _, model in models if role.name in there[part])
+                for part in freed
+            }
             phases[phase] = resting | {"activations": activations} | kept
     return phases
 
@@ -200,7 +248,11 @@ def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) ->
     """The copies of which a checkpoint is written, of all models together: float32 weights and moments, divided among data-parallel ranks."""
     if not case.config.run.save_interval:
         return 0.0
-    return sum(12 * role.elements[stage] / (role.layout.dp * role.layout.cp) for role, stage, _ in models if role.learns)
+    return sum(
+        12 * role.elements[stage] / (role.layout.dp * role.layout.cp)
+        for role, stage, _ in models
+        if role.learns
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +264,9 @@ class Problem:
     room_bytes: float
 
     def __str__(self) -> str:
-        remedy = " for a row; raise rollout.gpu_memory_utilization or rollout.tp" if self.cause == KV_CACHE else ""
+        remedy = (
+            " for a row; raise rollout.gpu_memory_utilization or rollout.tp" if self.cause == KV_CACHE else ""
+        )
         return f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed, {self.room_bytes / GIB:,.1f} there{remedy}"
 
 
@@ -224,7 +278,11 @@ def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: flo
     """
     room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
     needs = {AT_REST: memory.resting_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
-    found = [Problem(cause, needed, min(room, machine.gpu_bytes)) for cause, needed in needs.items() if needed > room]
+    found = [
+        Problem(cause, needed, min(room, machine.gpu_bytes))
+        for cause, needed in needs.items()
+        if needed > room
+    ]
     row = kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
     if memory.kv_cache_bytes < row:
         found.append(Problem(KV_CACHE, row, max(0.0, memory.kv_cache_bytes)))

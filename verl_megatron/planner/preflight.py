@@ -13,7 +13,9 @@ from verl_megatron.planner.text import alternatives
 
 TOLERANCE = 0.02  # of a GPU: what a plan exceeds it by without being refused
 # What no process can do without. Plans take more (Machine.process_bytes and the like), of which some depends on versions and on luck.
-LEAST = dict(process_bytes=1.5 * GIB, communicator_bytes=0.1 * GIB, process_host_bytes=2 * GIB, prefill_tokens=1.0)
+LEAST = dict(
+    process_bytes=1.5 * GIB, communicator_bytes=0.1 * GIB, process_host_bytes=2 * GIB, prefill_tokens=1.0
+)
 NAMES = {"H200": "h200", "H100": "h100", "A100": "a100-80g", "B200": "b200"}  # in what CUDA calls a GPU
 
 
@@ -24,10 +26,17 @@ def machine_here() -> Machine | None:
     properties = torch.cuda.get_device_properties(device.device())
     base = MACHINES[next((name for mark, name in NAMES.items() if mark in properties.name), "h100")]
     prefill_tokens = base.prefill_tokens if properties.total_memory >= 70 * GIB else 8192
-    return replace(base, gpu_bytes=float(properties.total_memory), host_bytes=float(device.host_memory_bytes()), prefill_tokens=prefill_tokens)
+    return replace(
+        base,
+        gpu_bytes=float(properties.total_memory),
+        host_bytes=float(device.host_memory_bytes()),
+        prefill_tokens=prefill_tokens,
+    )
 
 
-def check_fits(config: TrainerConfig, *, world_size: int, machine: Machine | None, ranks_per_host: int = 8) -> list[str]:
+def check_fits(
+    config: TrainerConfig, *, world_size: int, machine: Machine | None, ranks_per_host: int = 8
+) -> list[str]:
     """What of a run has no room on these GPUs, with the three best settings that have; empty if it may fit.
 
     Refused is only what exceeds a GPU with the least that a process can need.
@@ -44,8 +53,14 @@ def check_fits(config: TrainerConfig, *, world_size: int, machine: Machine | Non
     return [_refusal(config, problems, world_size, machine, ranks_per_host)] if problems else []
 
 
-def _refusal(config: TrainerConfig, problems: list[Problem], world_size: int, machine: Machine, ranks_per_host: int) -> str:
+def _refusal(
+    config: TrainerConfig, problems: list[Problem], world_size: int, machine: Machine, ranks_per_host: int
+) -> str:
     lines = alternatives(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
     reasons = "; ".join(map(str, problems))
-    remedy = "use the settings of one of these lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else "use more GPUs, shorter rows or smaller models"
+    remedy = (
+        "use the settings of one of these lines:\n" + "\n".join(f"    {line}" for line in lines)
+        if lines
+        else "use more GPUs, shorter rows or smaller models"
+    )
     return f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {reasons}; {remedy}"

@@ -26,12 +26,29 @@ MARGIN = 0.05  # of a GPU that stays free: more than most predictions of measure
 LONG_ROW = 8192  # tokens of a row from which on context parallelism is tried
 MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # plain choices first
 REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
-CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
+CACHE_SHARE, ENGINE_BYTES = (
+    1.1,
+    2 * GIB,
+)  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
 CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers", "rollout.tp", "rollout.gpu_memory_utilization", "reshard.mode",
           "reshard.offload", "engine.recompute")  # fmt: skip
-ALWAYS_SAID = ("actor.layout", "critic.layout", "engine.tokens_per_micro_batch", "rollout.tp", "rollout.gpu_memory_utilization", "reshard.mode", "reshard.offload")
-ON_HOLDING = ("start", "weights_awake", "rollout", "KV cache", "host memory")  # causes that depend on how vLLM is held and what is offloaded
+ALWAYS_SAID = (
+    "actor.layout",
+    "critic.layout",
+    "engine.tokens_per_micro_batch",
+    "rollout.tp",
+    "rollout.gpu_memory_utilization",
+    "reshard.mode",
+    "reshard.offload",
+)
+ON_HOLDING = (
+    "start",
+    "weights_awake",
+    "rollout",
+    "KV cache",
+    "host memory",
+)  # causes that depend on how vLLM is held and what is offloaded
 Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
 
 
@@ -67,11 +84,20 @@ class Search:
         found: dict[str, list[Candidate]] = {}
         for candidate in self.refused:
             found.setdefault(candidate.problems[0].cause, []).append(candidate)
-        return {cause: sorted(group, key=lambda each: each.problems[0].needed_bytes) for cause, group in found.items()}
+        return {
+            cause: sorted(group, key=lambda each: each.problems[0].needed_bytes)
+            for cause, group in found.items()
+        }
 
 
 def search(
-    base: TrainerConfig, *, world_size: int, machine: Machine, ranks_per_host: int = 8, read: Callable[[str], Architecture] = read_architecture, margin: float = MARGIN
+    base: TrainerConfig,
+    *,
+    world_size: int,
+    machine: Machine,
+    ranks_per_host: int = 8,
+    read: Callable[[str], Architecture] = read_architecture,
+    margin: float = MARGIN,
 ) -> Search:
     """Try every layout of `base`'s models on `world_size` ranks.
 
@@ -84,7 +110,11 @@ def search(
     """
     make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
     arch, result = read(base.actor.path), Search()
-    sizes = [tp for tp in _tensor_sizes(ranks_per_host) if world_size % tp == 0 and _splits(served_elements, arch, tp)]
+    sizes = [
+        tp
+        for tp in _tensor_sizes(ranks_per_host)
+        if world_size % tp == 0 and _splits(served_elements, arch, tp)
+    ]
     reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
     for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
@@ -140,22 +170,43 @@ class _Maker:
         return OFFLOADS if self.base.rollout.sleep else OFFLOADS[:1]
 
     def case(self, chosen: Settings) -> Case:
-        return Case.of(configured(self.base, chosen), world_size=self.world_size, ranks_per_host=self.ranks_per_host, read=self.read)
+        return Case.of(
+            configured(self.base, chosen),
+            world_size=self.world_size,
+            ranks_per_host=self.ranks_per_host,
+            read=self.read,
+        )
 
     def training(self, chosen: Settings) -> Candidate | None:
         """What has to fit whatever vLLM does and with all offload; None where the rows do not split this way, ValueError where a model does not."""
-        case = self.case(chosen | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]})
-        if any(role.layout.dp > case.rows // case.config.algorithm.mini_batches for role in case.roles if role.learns):
+        case = self.case(
+            chosen
+            | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]}
+        )
+        if any(
+            role.layout.dp > case.rows // case.config.algorithm.mini_batches
+            for role in case.roles
+            if role.learns
+        ):
             return None
         memory = plan_memory(case, self.machine)
-        problems = tuple(problem for problem in problems_of(case, self.machine, memory, margin=self.margin) if problem.cause not in ON_HOLDING)
+        problems = tuple(
+            problem
+            for problem in problems_of(case, self.machine, memory, margin=self.margin)
+            if problem.cause not in ON_HOLDING
+        )
         return Candidate(self._said(chosen), case, memory, problems)
 
     def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:
         """The quickest way to hold vLLM's weights at tensor-parallel size `tp`: the plainest under which all rows run at once, if there is one."""
         best = None
         for mode, offload in product(self.modes, self.offloads):
-            holding = chosen | {"rollout.tp": tp, "reshard.mode": mode, "reshard.offload": offload, "rollout.gpu_memory_utilization": 0.0}
+            holding = chosen | {
+                "rollout.tp": tp,
+                "reshard.mode": mode,
+                "reshard.offload": offload,
+                "rollout.gpu_memory_utilization": 0.0,
+            }
             case = self.case(holding)
             empty = plan_memory(case, self.machine)
             share, wanted = self._shares(case, empty)
@@ -165,7 +216,9 @@ class _Maker:
             problems = tuple(problems_of(case, self.machine, memory, margin=self.margin))
             time = None if problems else plan_seconds(case, self.machine, memory, work)
             found = Candidate(self._said(holding), case, memory, problems, time)
-            if best is None or (best.problems and (not problems or problems[0].needed_bytes < best.problems[0].needed_bytes)):
+            if best is None or (
+                best.problems and (not problems or problems[0].needed_bytes < best.problems[0].needed_bytes)
+            ):
                 best = found
             elif not problems and not best.problems and _seconds(found) < _seconds(best):
                 best = found
@@ -179,12 +232,23 @@ class _Maker:
         room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
         cached = cached_tokens(case, rows_at_once(case, inf)) * kv_bytes_per_token(case)
-        wanted = ceil(100 * (own + vllm_working_bytes(case, self.machine) + CACHE_SHARE * cached + ENGINE_BYTES) / self.machine.gpu_bytes) / 100
+        wanted = (
+            ceil(
+                100
+                * (own + vllm_working_bytes(case, self.machine) + CACHE_SHARE * cached + ENGINE_BYTES)
+                / self.machine.gpu_bytes
+            )
+            / 100
+        )
         return max(0.01, min(wanted, floor(100 * room / self.machine.gpu_bytes) / 100)), wanted
 
     def _said(self, chosen: Settings) -> Settings:
         """What a recipe may set otherwise, and the rest where it differs from the base."""
-        return {name: value for name, value in chosen.items() if name in ALWAYS_SAID or _setting(self.base, name) != value}
+        return {
+            name: value
+            for name, value in chosen.items()
+            if name in ALWAYS_SAID or _setting(self.base, name) != value
+        }
 
 
 def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
@@ -193,7 +257,9 @@ def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
     for name, value in chosen.items():
         section, setting = name.split(".")
         changes.setdefault(section, {})[setting] = value
-    return replace(base, **{section: replace(getattr(base, section), **values) for section, values in changes.items()})
+    return replace(
+        base, **{section: replace(getattr(base, section), **values) for section, values in changes.items()}
+    )
 
 
 def _setting(config: TrainerConfig, name: str):
@@ -206,7 +272,9 @@ def spelled(value: str | int | float | list[int]) -> str:
     return str(value).replace(" ", "")
 
 
-def _layouts(base: TrainerConfig, world: int, ranks_per_host: int, read: Callable[[str], Architecture]) -> Iterator[Settings]:
+def _layouts(
+    base: TrainerConfig, world: int, ranks_per_host: int, read: Callable[[str], Architecture]
+) -> Iterator[Settings]:
     """Settings of all models' layouts: tensor parallelism within a host, with sequence parallelism; pipelines; dp is what is left."""
     models = {"actor": base.actor.path}
     if get_algorithm(base.algorithm.name).needs_critic:
@@ -220,7 +288,11 @@ def _layouts(base: TrainerConfig, world: int, ranks_per_host: int, read: Callabl
         split = {f"{name}.stage_layers": uneven_stages(count, pp) for name, count in layers.items()}
         for vpp in VPPS if pp > 1 and not any(split.values()) else (1,):
             if all(count // pp % vpp == 0 for count in layers.values()):
-                sizes = "".join(f"{axis}{size}" for axis, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("cp", cp)) if size > 1)
+                sizes = "".join(
+                    f"{axis}{size}"
+                    for axis, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("cp", cp))
+                    if size > 1
+                )
                 yield {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models} | split
 
 
@@ -257,7 +329,9 @@ def _tensor_sizes(ranks_per_host: int) -> list[int]:
     return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
 
 
-def _reward_layout(base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]) -> Settings:
+def _reward_layout(
+    base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]
+) -> Settings:
     """A layout under which the reward model takes little of a GPU, where there is such a model and its user left it whole."""
     if not base.reward.path or base.reward.layout != RewardConfig().layout:
         return {}
@@ -266,6 +340,9 @@ def _reward_layout(base: TrainerConfig, machine: Machine, ranks_per_host: int, r
     for tp in (size for size in sizes if _splits(part_elements, arch, size, "sequence")):
         parts = part_elements(arch, tp, "sequence")
         layout = {"reward.layout": f"tp{tp}" + "sp" * (tp > 1)}
-        if element_bytes * (parts.embedding + arch.num_layers * parts.layer + parts.output) <= REWARD_SHARE * machine.gpu_bytes:
+        if (
+            element_bytes * (parts.embedding + arch.num_layers * parts.layer + parts.output)
+            <= REWARD_SHARE * machine.gpu_bytes
+        ):
             break
     return layout

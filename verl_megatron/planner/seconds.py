@@ -38,7 +38,12 @@ class TimePlan:
         of tokens that nobody asks about, recomputation, generation.
         """
         phases = phases or tuple(self.flops)
-        return sum(self.flops[phase] for phase in phases) / sum(self.seconds[phase] for phase in phases) / self.gpus / self.peak_flops
+        return (
+            sum(self.flops[phase] for phase in phases)
+            / sum(self.seconds[phase] for phase in phases)
+            / self.gpus
+            / self.peak_flops
+        )
 
 
 def plan_work(case: Case, machine: Machine) -> Work:
@@ -46,7 +51,11 @@ def plan_work(case: Case, machine: Machine) -> Work:
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
     steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
-    for phase, names in (("reward", ("reward",)), ("log_probs", ("actor", "reference")), ("values", ("critic",))):
+    for phase, names in (
+        ("reward", ("reward",)),
+        ("log_probs", ("actor", "reference")),
+        ("values", ("critic",)),
+    ):
         if roles := [role for role in case.roles if role.name in names]:
             seconds[phase] = machine.phase_s + infer_seconds(case, machine, roles)
             flops[phase] = sum(forward_flops(case, role) for role in roles)
@@ -60,7 +69,13 @@ def plan_work(case: Case, machine: Machine) -> Work:
 def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
     """Every phase; `work` is `plan_work`'s answer where it is known already."""
     work = work or plan_work(case, machine)
-    before = {"reshard": reshard_seconds(case, machine), "rollout": rollout_seconds(case, machine, memory.kv_cache_bytes), "return": return_seconds(case, machine)}
+    before = {
+        "reshard": reshard_seconds(case, machine),
+        "rollout": rollout_seconds(case, machine, memory.kv_cache_bytes),
+        "return": return_seconds(case, machine),
+    }
     seconds = before | work.seconds
-    seconds["actor_update"] += sum(leaving_seconds(case, machine, role) for role in case.roles if role.name == "critic")  # its state makes room for the actor's
+    seconds["actor_update"] += sum(
+        leaving_seconds(case, machine, role) for role in case.roles if role.name == "critic"
+    )  # its state makes room for the actor's
     return TimePlan(seconds, work.flops, case.world_size, machine.peak_flops)

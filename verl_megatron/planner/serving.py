@@ -22,8 +22,14 @@ def own_rollout_bytes(case: Case, stage: int | None) -> float:
         return width * max(0, total - case.actor.elements[stage])
     layers, shared = case.actor.layers[stage], 0
     if tp == layout.tp:
-        qkv = (arch.num_heads // tp + 2 * max(1, arch.num_kv_heads // tp)) * arch.head_dim * (arch.hidden_size + arch.qkv_bias)
-        shared += layers * (parts.layer - qkv * (tp != arch.num_kv_heads))  # with one group a rank both orders are the same
+        qkv = (
+            (arch.num_heads // tp + 2 * max(1, arch.num_kv_heads // tp))
+            * arch.head_dim
+            * (arch.hidden_size + arch.qkv_bias)
+        )
+        shared += layers * (
+            parts.layer - qkv * (tp != arch.num_kv_heads)
+        )  # with one group a rank both orders are the same
     if tp % layout.tp == 0:
         shared += (stage == 0) * parts.embedding + (stage == layout.pp - 1) * parts.output
     return width * (total - shared)
@@ -32,7 +38,11 @@ def own_rollout_bytes(case: Case, stage: int | None) -> float:
 def vllm_working_bytes(case: Case, machine: Machine) -> float:
     """What vLLM keeps free of its share for the activations of a step and for the logits of all rows."""
     arch, config = case.actor.arch, case.config.rollout
-    step = machine.prefill_tokens * (3 * arch.intermediate_size / config.tp + 4 * arch.hidden_size) * case.rollout_element_bytes
+    step = (
+        machine.prefill_tokens
+        * (3 * arch.intermediate_size / config.tp + 4 * arch.hidden_size)
+        * case.rollout_element_bytes
+    )
     return step + 3 * 4 * config.max_num_seqs * arch.vocab_size
 
 
@@ -51,4 +61,10 @@ def rows_cached(case: Case, tokens: float) -> int:
 def kv_bytes_per_token(case: Case) -> float:
     """Keys and values of one token on one rank."""
     arch = case.actor.arch
-    return 2 * arch.num_layers * max(1, arch.num_kv_heads // case.config.rollout.tp) * arch.head_dim * case.rollout_element_bytes
+    return (
+        2
+        * arch.num_layers
+        * max(1, arch.num_kv_heads // case.config.rollout.tp)
+        * arch.head_dim
+        * case.rollout_element_bytes
+    )

@@ -16,7 +16,13 @@ STEP = "actor_update"  # the only phase
 REMEDY = "give actor.layout more tp or pp, lower engine.tokens_per_micro_batch or set engine.recompute=full"
 
 
-def supervised_case(config: SFTConfig, *, world_size: int, ranks_per_host: int = 8, read: Callable[[str], Architecture] = read_architecture) -> Case:
+def supervised_case(
+    config: SFTConfig,
+    *,
+    world_size: int,
+    ranks_per_host: int = 8,
+    read: Callable[[str], Architecture] = read_architecture,
+) -> Case:
     """The actor alone, with a step's rows as one mini-batch; all but a row's first token is response.
 
     Raises:
@@ -32,7 +38,9 @@ def supervised_case(config: SFTConfig, *, world_size: int, ranks_per_host: int =
     return Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
 
 
-def supervised_report(config: SFTConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8) -> str:
+def supervised_report(
+    config: SFTConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8
+) -> str:
     """Memory of the fullest rank in a step, its predicted seconds, and whether it fits.
 
     Raises:
@@ -49,21 +57,34 @@ def supervised_report(config: SFTConfig, *, world_size: int, gpu: str = "h200", 
         [
             f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
             f"seconds predicted: {step_seconds(case, machine, case.actor):.1f} a step of rows of {config.data.max_tokens} tokens",
-            f"{DOES_NOT_FIT}\n  {problem}; {REMEDY}" if problem else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
+            f"{DOES_NOT_FIT}\n  {problem}; {REMEDY}"
+            if problem
+            else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
         ]
     )
 
 
 def check_supervised_fits(
-    config: SFTConfig, *, world_size: int, machine: Machine | None, ranks_per_host: int = 8, read: Callable[[str], Architecture] = read_architecture
+    config: SFTConfig,
+    *,
+    world_size: int,
+    machine: Machine | None,
+    ranks_per_host: int = 8,
+    read: Callable[[str], Architecture] = read_architecture,
 ) -> list[str]:
     """What of a supervised run has no room on these GPUs even with the least that a process can need; empty if it may fit, or on a CPU (None)."""
     if machine is None:
         return []
     least = replace(machine, **LEAST)
-    memory = plan_memory(supervised_case(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read), least)
+    memory = plan_memory(
+        supervised_case(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read), least
+    )
     problem = _problem(memory, least.gpu_bytes * (1 + TOLERANCE))
-    return [f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; {REMEDY}"] if problem else []
+    return (
+        [f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; {REMEDY}"]
+        if problem
+        else []
+    )
 
 
 def _problem(memory: MemoryPlan, room: float) -> Problem | None:

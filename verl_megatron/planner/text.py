@@ -41,11 +41,23 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
     if problems:
         others = alternatives(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
         lines += [DOES_NOT_FIT, *(f"  {problem}" for problem in problems)]
-        lines += ["These settings do, best first:", *(f"  {line}" for line in others)] if others else ["No layout does: use more GPUs, shorter rows or smaller models."]
+        lines += (
+            ["These settings do, best first:", *(f"  {line}" for line in others)]
+            if others
+            else ["No layout does: use more GPUs, shorter rows or smaller models."]
+        )
     else:
         spare = machine.gpu_bytes - memory.peak_bytes
-        narrowly = "" if spare >= WRONG_BY * memory.peak_bytes else f" narrowly (plans of measured runs were wrong by up to {WRONG_BY:.0%})"
-        lines += [*seconds_lines(case, plan_seconds(case, machine, memory), memory), "", f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU."]
+        narrowly = (
+            ""
+            if spare >= WRONG_BY * memory.peak_bytes
+            else f" narrowly (plans of measured runs were wrong by up to {WRONG_BY:.0%})"
+        )
+        lines += [
+            *seconds_lines(case, plan_seconds(case, machine, memory), memory),
+            "",
+            f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU.",
+        ]
     if config.engine.spec == "local":
         lines.append("engine.spec=local is planned like te; it is slower and needs more memory.")
     return "\n".join(lines)
@@ -63,14 +75,26 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
     """The fullest rank by phase and part, all kinds of ranks by phase, and the host."""
     peak = memory.peak
     used = [part for part in PARTS if any(phase.get(part) for phase in peak.phases.values())]
-    lines = [f"{f'GiB on {named(peak)}':<26}" + "".join(f"{part:>14}" for part in used) + f"{'together':>12}{'of ' + format(machine.gpu_bytes / GIB, '.1f'):>12}"]
+    lines = [
+        f"{f'GiB on {named(peak)}':<26}"
+        + "".join(f"{part:>14}" for part in used)
+        + f"{'together':>12}{'of ' + format(machine.gpu_bytes / GIB, '.1f'):>12}"
+    ]
     for phase, parts in peak.phases.items():
         cells = "".join(f"{parts.get(part, 0) / GIB:>14.1f}" for part in used)
-        lines.append(f"{phase:<26}{cells}{peak.total(phase) / GIB:>12.1f}{peak.total(phase) / machine.gpu_bytes:>12.0%}")
+        lines.append(
+            f"{phase:<26}{cells}{peak.total(phase) / GIB:>12.1f}{peak.total(phase) / machine.gpu_bytes:>12.0%}"
+        )
     if len(memory.kinds) > 1:
         lines += ["", f"{'GiB by rank':<26}" + "".join(f"{phase:>15}" for phase in peak.phases)]
-        lines += [f"{named(kind):<26}" + "".join(f"{kind.total(phase) / GIB:>15.1f}" for phase in kind.phases) for kind in memory.kinds]
-    return lines + ["", f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB; KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank"]
+        lines += [
+            f"{named(kind):<26}" + "".join(f"{kind.total(phase) / GIB:>15.1f}" for phase in kind.phases)
+            for kind in memory.kinds
+        ]
+    return lines + [
+        "",
+        f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB; KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank",
+    ]
 
 
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
@@ -99,26 +123,62 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
     lines = []
     if shown:
         phases = [phase for phase in PHASES_SHOWN if phase in shown[0].time.seconds]
-        head = f"{'':>3} {'actor layout':<18}{'rollout':<11}" + "".join(f"{phase:>14}" for phase in phases) + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
-        lines += [head, *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)), "", MFU_MEANING]
-        if any(machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes for candidate in shown):
-            lines.append(f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly: plans of measured runs were wrong by up to {WRONG_BY:.0%}")
+        head = (
+            f"{'':>3} {'actor layout':<18}{'rollout':<11}"
+            + "".join(f"{phase:>14}" for phase in phases)
+            + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
+        )
+        lines += [
+            head,
+            *(f"{place:>3} {_row(candidate, phases)}" for place, candidate in enumerate(shown, 1)),
+            "",
+            MFU_MEANING,
+        ]
+        if any(
+            machine.gpu_bytes - candidate.memory.peak_bytes < WRONG_BY * candidate.memory.peak_bytes
+            for candidate in shown
+        ):
+            lines.append(
+                f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly: plans of measured runs were wrong by up to {WRONG_BY:.0%}"
+            )
         first = shown[0]
-        lines += ["", "the first:", *memory_lines(first.memory, machine), *seconds_lines(first.case, first.time, first.memory)]
+        lines += [
+            "",
+            "the first:",
+            *memory_lines(first.memory, machine),
+            *seconds_lines(first.case, first.time, first.memory),
+        ]
     if result.refused:
-        lines += ["", f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:"]
+        lines += [
+            "",
+            f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
+        ]
         for cause, group in result.refused_by_cause().items():
             nearest, problem = group[0], group[0].problems[0]
-            where = " ".join(f"{name}={spelled(value)}" for name, value in nearest.settings.items() if not name.startswith("critic.") and not name.endswith(".stage_layers"))
-            lines.append(f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB of {problem.room_bytes / GIB:,.1f}: {where}")
-    lines += ["", "recipe lines:", *recipe_lines(result)] if shown else ["", "nothing fits: use more GPUs, shorter rows or smaller models"]
+            where = " ".join(
+                f"{name}={spelled(value)}"
+                for name, value in nearest.settings.items()
+                if not name.startswith("critic.") and not name.endswith(".stage_layers")
+            )
+            lines.append(
+                f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB of {problem.room_bytes / GIB:,.1f}: {where}"
+            )
+    lines += (
+        ["", "recipe lines:", *recipe_lines(result)]
+        if shown
+        else ["", "nothing fits: use more GPUs, shorter rows or smaller models"]
+    )
     return "\n".join(lines)
 
 
-def alternatives(config: TrainerConfig, *, world_size: int, machine: Machine, ranks_per_host: int) -> list[str]:
+def alternatives(
+    config: TrainerConfig, *, world_size: int, machine: Machine, ranks_per_host: int
+) -> list[str]:
     """Recipe lines of the best runs with these models that fit; empty where none does, or where devices and stages leave no other layout."""
     try:
-        return recipe_lines(search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host))
+        return recipe_lines(
+            search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
+        )
     except ValueError:
         return []
 
@@ -131,14 +191,21 @@ def recipe_lines(result: Search, count: int = 3) -> list[str]:
 def comparison_lines(compared: list[Compared]) -> list[str]:
     """Planned, measured and the plan's error."""
     lines = [f"{'phase':<16}{'planned':>10}{'measured':>10}{'':<5}{'error':>8}"]
-    return lines + [f"{each.what:<16}{each.planned:>10.2f}{each.measured:>10.2f} {each.unit:<4}{each.error:>+8.1%}" for each in compared]
+    return lines + [
+        f"{each.what:<16}{each.planned:>10.2f}{each.measured:>10.2f} {each.unit:<4}{each.error:>+8.1%}"
+        for each in compared
+    ]
 
 
 def _row(candidate: Candidate, phases: list[str]) -> str:
     case, time, peak = candidate.case, candidate.time, candidate.memory.peak
     rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
     seconds = "".join(f"{time.seconds[phase]:>14.1f}" for phase in phases)
-    rest = " ".join(f"{name}={spelled(value)}" for name, value in candidate.settings.items() if not name.endswith((".layout", ".stage_layers", "rollout.tp")))
+    rest = " ".join(
+        f"{name}={spelled(value)}"
+        for name, value in candidate.settings.items()
+        if not name.endswith((".layout", ".stage_layers", "rollout.tp"))
+    )
     rest += " uneven stages" * bool(candidate.case.actor.layout.stage_layers)
     return f"{case.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
 

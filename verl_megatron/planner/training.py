@@ -38,14 +38,19 @@ def slowdown(element_bytes: int) -> float:
 def forward_flops(case: Case, role: PlannedRole) -> float:
     """Of one pass over all rows of an iteration."""
     packed, asked = case.rows * case.packed_tokens, case.rows * case.response_tokens
-    return role.arch.num_layers * packed * sum(layer_flops(case, role)) + (role.head == "lm") * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
+    return (
+        role.arch.num_layers * packed * sum(layer_flops(case, role))
+        + (role.head == "lm") * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
+    )
 
 
 def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
     """Of a layer's forward pass for each token: products, 2 h (2q + 2k + 3f), and causal attention, 4 q times half a row."""
     arch = role.arch
     queries, keys = attention_channels(arch)
-    return 2.0 * arch.hidden_size * (2 * queries + 2 * keys + 3 * arch.intermediate_size), 2.0 * queries * case.packed_tokens
+    return 2.0 * arch.hidden_size * (
+        2 * queries + 2 * keys + 3 * arch.intermediate_size
+    ), 2.0 * queries * case.packed_tokens
 
 
 def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> float:
@@ -57,7 +62,9 @@ def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> flo
 def step_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
     """One optimizer step on a mini-batch."""
     stages = passes(case, machine, role)
-    work = pipeline_seconds(role, case.micro_batches(role)[0], [each.forward + each.backward for each in stages])
+    work = pipeline_seconds(
+        role, case.micro_batches(role)[0], [each.forward + each.backward for each in stages]
+    )
     return work + optimizer_seconds(case, machine, role, last_backward=min(each.backward for each in stages))
 
 
@@ -75,10 +82,19 @@ def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
     sent = _pipeline_exchange(case, machine, role, tokens)
     stages = []
     for stage in range(role.layout.pp):
-        head = _head_pass(machine, role, asked, case.element_bytes) if role.head == "lm" and stage == role.layout.pp - 1 else Pass(0.0, 0.0)
+        head = (
+            _head_pass(machine, role, asked, case.element_bytes)
+            if role.head == "lm" and stage == role.layout.pp - 1
+            else Pass(0.0, 0.0)
+        )
         accumulated = role.elements[stage] * ACCUMULATED_BYTES / machine.copy_rate
         layers = role.layers[stage]
-        stages.append(Pass(layers * layer.forward + head.forward + sent, layers * layer.backward + head.backward + accumulated + sent))
+        stages.append(
+            Pass(
+                layers * layer.forward + head.forward + sent,
+                layers * layer.backward + head.backward + accumulated + sent,
+            )
+        )
     return stages
 
 
@@ -90,7 +106,9 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
     product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(case, role))
     slower = slowdown(case.element_bytes)
     products = product_flops / machine.layer_flops * slower * fp8["products"]
-    attention = max(attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens))
+    attention = max(
+        attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens)
+    )
     # Read and written: norms 8h and residuals 12h; rotation, attention's operands and the gate on this rank's heads and channels.
     outer = 20 * arch.hidden_size / (tp if layout.sequence_parallel else 1)
     touched = outer + (4 * (queries + keys) + 2 * (2 * queries + 2 * keys) + 6 * arch.intermediate_size) / tp
@@ -98,8 +116,13 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
     exchange = _tensor_exchange(case, machine, role, tokens)
     forward = products + attention + memory + exchange
     backward = PASSES["products"] * products + PASSES["attention"] * attention + PASSES["memory"] * memory
-    backward += exchange * (1.5 if layout.sequence_parallel else 1.0)  # under sequence parallelism inputs are gathered again
-    forward, backward = max(forward, machine.forward_launch_s * fp8["launch"]), max(backward, machine.backward_launch_s)
+    backward += exchange * (
+        1.5 if layout.sequence_parallel else 1.0
+    )  # under sequence parallelism inputs are gathered again
+    forward, backward = (
+        max(forward, machine.forward_launch_s * fp8["launch"]),
+        max(backward, machine.backward_launch_s),
+    )
     return Pass(forward, backward + {"none": 0.0, "selective": attention, "full": forward}[recompute])
 
 
@@ -158,8 +181,18 @@ def _context_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: f
     layout, arch = role.layout, role.arch
     if layout.cp == 1:
         return 0.0
-    moved = (layout.cp - 1) * tokens * 2 * max(1, arch.num_kv_heads / layout.tp) * arch.head_dim * case.element_bytes
-    return moved / group_rate(case, machine, span=layout.tp * layout.cp, stride=layout.tp) + (layout.cp - 1) * machine.collective_s
+    moved = (
+        (layout.cp - 1)
+        * tokens
+        * 2
+        * max(1, arch.num_kv_heads / layout.tp)
+        * arch.head_dim
+        * case.element_bytes
+    )
+    return (
+        moved / group_rate(case, machine, span=layout.tp * layout.cp, stride=layout.tp)
+        + (layout.cp - 1) * machine.collective_s
+    )
 
 
 def _pipeline_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
@@ -169,5 +202,7 @@ def _pipeline_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: 
         return 0.0
     step = layout.tp * layout.cp * layout.dp
     rate = machine.same_host_rate if step < case.ranks_per_host else machine.other_host_rate
-    sent = tokens * role.arch.hidden_size * case.element_bytes / (layout.tp if layout.sequence_parallel else 1)
+    sent = (
+        tokens * role.arch.hidden_size * case.element_bytes / (layout.tp if layout.sequence_parallel else 1)
+    )
     return layout.vpp * (sent / rate + machine.collective_s)

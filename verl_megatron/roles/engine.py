@@ -8,7 +8,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
@@ -47,10 +51,18 @@ def compute_of(config: EngineConfig) -> Compute:
     Raises:
         ValueError: fp8 where there is no GPU for it, or without transformer-engine.
     """
-    dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "float32": torch.float32}.get(config.dtype, torch.bfloat16)
-    compute = Compute(dtype=dtype, spec=choose_spec(config.spec), fp8=config.dtype == "fp8", recompute=config.recompute)
-    if compute.fp8 and not (compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)):
-        raise ValueError("engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); use bfloat16 here")
+    dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "float32": torch.float32}.get(
+        config.dtype, torch.bfloat16
+    )
+    compute = Compute(
+        dtype=dtype, spec=choose_spec(config.spec), fp8=config.dtype == "fp8", recompute=config.recompute
+    )
+    if compute.fp8 and not (
+        compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)
+    ):
+        raise ValueError(
+            "engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); use bfloat16 here"
+        )
     return compute
 
 
@@ -87,11 +99,19 @@ class Engine:
         megatron.seed(groups, seed)
         self.chunks = build_chunks(arch, groups, self.compute, head=head)
         self.model_config = self.chunks[0].config
-        self.parameters = megatron_parameters(arch, self.layout, groups.rank, spec=self.compute.spec, head=head)
-        self.tensors = {(i, name): parameter.data for i, chunk in enumerate(self.chunks) for name, parameter in chunk.named_parameters()}
+        self.parameters = megatron_parameters(
+            arch, self.layout, groups.rank, spec=self.compute.spec, head=head
+        )
+        self.tensors = {
+            (i, name): parameter.data
+            for i, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
         described = {(p.chunk, p.name): p.shape for p in self.parameters}
         built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
-        assert described == built, f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
+        assert described == built, (
+            f"the weight map and the model disagree: {set(described.items()) ^ set(built.items())}"
+        )
         if folder is not None:
             with CheckpointFolder(folder) as files:
                 load_parameters(files, self.parameters, self.tensors)
@@ -122,7 +142,11 @@ class Engine:
             return
         self.model_config.grad_scale_func = self.optimizer.scale_loss
         # Parameters may have moved into the distributed optimizer's buffers: resharding and export read these tensors.
-        self.tensors = {(i, name): parameter.data for i, chunk in enumerate(self.chunks) for name, parameter in chunk.module.named_parameters()}
+        self.tensors = {
+            (i, name): parameter.data
+            for i, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.module.named_parameters()
+        }
         self.scheduler = make_scheduler(self.optimizer, config, lr=lr, total_steps=total_steps)
 
     @property
@@ -139,18 +163,38 @@ class Engine:
             overlap_param_gather=self._gathers_late,
         )
         for module in (module for chunk in self.chunks for module in chunk.modules()):
-            if hasattr(module, "fuse_wgrad_accumulation"):  # transformer-engine adds weight gradients straight into the buffer
+            if hasattr(
+                module, "fuse_wgrad_accumulation"
+            ):  # transformer-engine adds weight gradients straight into the buffer
                 module.fuse_wgrad_accumulation = True
         view = megatron.collection(self.groups)
-        self.chunks = [DistributedDataParallel(self.model_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=view) for i, chunk in enumerate(self.chunks)]
+        self.chunks = [
+            DistributedDataParallel(
+                self.model_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=view
+            )
+            for i, chunk in enumerate(self.chunks)
+        ]
         if overlap:
-            no_sync, start = [chunk.no_sync for chunk in self.chunks], [chunk.start_grad_sync for chunk in self.chunks]
+            no_sync, start = (
+                [chunk.no_sync for chunk in self.chunks],
+                [chunk.start_grad_sync for chunk in self.chunks],
+            )
             self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self.model_config.grad_sync_func = start if len(start) > 1 else start[0]
         # The loss is divided by the global token count before the backward pass: nothing is left to scale.
-        self.model_config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(chunks, None, **kwargs)
+        self.model_config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: (
+            finalize_model_grads(chunks, None, **kwargs)
+        )
 
-    def train_step(self, batch: RolloutBatch, micro_batches: Sequence[list[int]], loss: Loss, *, fields: tuple[str, ...], scale: LossScale) -> Sums:
+    def train_step(
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[list[int]],
+        loss: Loss,
+        *,
+        fields: tuple[str, ...],
+        scale: LossScale,
+    ) -> Sums:
         """One optimizer step on the mean of a loss, of whose rows this rank's data-parallel share is in `batch`.
 
         Args:
@@ -181,7 +225,9 @@ class Engine:
             total = loss_N.sum()
             return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
-        for metrics in run_schedule([self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False):
+        for metrics in run_schedule(
+            [self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False
+        ):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the step: the first of a warm-up has a rate above 0
         self.offload.wait()
@@ -205,14 +251,22 @@ class Engine:
 
     def weight_source(self) -> WeightSource:
         """The weights, for a reshard; ask after `prepare_training`, which may move them."""
-        return WeightSource(arch=self.arch, tensors=self.tensors if self.groups.is_member else {}, shards=self._shards(), dtype=self.compute.dtype, gather=self.gather_weights)
+        return WeightSource(
+            arch=self.arch,
+            tensors=self.tensors if self.groups.is_member else {},
+            shards=self._shards(),
+            dtype=self.compute.dtype,
+            gather=self.gather_weights,
+        )
 
     def _shards(self) -> Shards:
         layout, known, shards = self.layout, {}, {}
         for rank in layout.ranks:
             place = layout.coordinates(rank)
             if (place.tp, place.pp) not in known:
-                known[place.tp, place.pp] = megatron_parameters(self.arch, layout, rank, spec=self.compute.spec)
+                known[place.tp, place.pp] = megatron_parameters(
+                    self.arch, layout, rank, spec=self.compute.spec
+                )
             shards[rank] = known[place.tp, place.pp]
         return shards
 
@@ -228,10 +282,14 @@ class Engine:
         if self.optimizer is None:
             return
         if what in ("grads", "all"):
-            self.idle_gradients.offload_async(keep=(), drop=gradients(self.chunks), stay=self.tensors.values())
+            self.idle_gradients.offload_async(
+                keep=(), drop=gradients(self.chunks), stay=self.tensors.values()
+            )
             self.idle_gradients.wait_offload(for_others=False)
         if what in ("optimizer", "all"):
-            self.offload.offload_async(keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values())
+            self.offload.offload_async(
+                keep=optimizer_tensors(self.optimizer), drop=(), stay=self.tensors.values()
+            )
 
     def wait_offload(self, *, for_others: bool = True) -> None:
         """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore.
@@ -302,7 +360,10 @@ class Engine:
         if not self.groups.is_member:
             return
         self.gather_weights()
-        parameters = {rank: megatron_parameters(self.arch, self.layout, rank, spec=self.compute.spec, head=self.head) for rank in self.layout.ranks}
+        parameters = {
+            rank: megatron_parameters(self.arch, self.layout, rank, spec=self.compute.spec, head=self.head)
+            for rank in self.layout.ranks
+        }
         export_folder(
             arch=self.arch,
             source=self.tensors,
@@ -314,12 +375,17 @@ class Engine:
             rank=self.groups.rank,
             group=self.groups.world,
             device=device.device(),
-            config=self.arch.to_hf(head=self.head, carry=read_config(template) | {"dtype": str(self.compute.dtype).removeprefix("torch.")}),
+            config=self.arch.to_hf(
+                head=self.head,
+                carry=read_config(template) | {"dtype": str(self.compute.dtype).removeprefix("torch.")},
+            ),
         )
 
     # ---- forward passes -----------------------------------------------------------------------------------------------
 
-    def infer(self, batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False) -> dict[str, Tensor] | None:
+    def infer(
+        self, batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False
+    ) -> dict[str, Tensor] | None:
         """Per-token outputs [B, T] float32 on the CPU, 0 where nothing was asked; None on ranks without the last stage.
 
         A language head gives "logprobs" and "entropy", a value head "values". With context parallelism each rank fills in its
@@ -333,12 +399,24 @@ class Engine:
         asked = output.squeeze(0).index_select(0, micro.index)
         if self.head != "lm":
             return {"values": asked.squeeze(-1)}
-        logprobs, entropy = token_log_probs(asked, head_weight(model), micro.labels, vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
+        logprobs, entropy = token_log_probs(
+            asked,
+            head_weight(model),
+            micro.labels,
+            vocab_size=self.arch.vocab_size,
+            temperature=self.temperature,
+            group=self.groups.tp,
+        )
         return {"logprobs": logprobs, "entropy": entropy}
 
 
 def infer_models(
-    engines: Sequence[Engine], batch: RolloutBatch, micro_batches: Sequence[list[int]], names: Sequence[str], *, last_token: bool = False
+    engines: Sequence[Engine],
+    batch: RolloutBatch,
+    micro_batches: Sequence[list[int]],
+    names: Sequence[str],
+    *,
+    last_token: bool = False,
 ) -> list[dict[str, Tensor] | None]:
     """The named outputs of several models under the same layout, in one pass over the rows; see `Engine.infer`."""
     groups = engines[0].groups
@@ -351,13 +429,22 @@ def infer_models(
     with ExitStack() as frozen_models:
         for engine in engines:
             frozen_models.enter_context(frozen(engine.chunks))
-        answers = run_schedule(engines, batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token)
+        answers = run_schedule(
+            engines, batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token
+        )
     if not groups.is_last_stage:
         return [None] * len(engines)
-    return [_filled(engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine], names) for engine in engines]
+    return [
+        _filled(
+            engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine], names
+        )
+        for engine in engines
+    ]
 
 
-def _filled(engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]], names: Sequence[str]) -> dict[str, Tensor]:
+def _filled(
+    engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]], names: Sequence[str]
+) -> dict[str, Tensor]:
     filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
     for micro, outputs in answers:
         for name in names:

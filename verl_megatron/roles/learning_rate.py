@@ -7,7 +7,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from verl_megatron.config import EngineConfig
 
 
-def make_scheduler(optimizer: Any, config: EngineConfig, *, lr: float, total_steps: int) -> OptimizerParamScheduler:
+def make_scheduler(
+    optimizer: Any, config: EngineConfig, *, lr: float, total_steps: int
+) -> OptimizerParamScheduler:
     """Make the scheduler of a run of `total_steps` optimizer steps; call `step(1)` before each of them.
 
     Step k of a warm-up of w steps has the rate lr * k / w, so that the first is above 0 and the last has the full rate. Decay starts

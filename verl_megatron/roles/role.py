@@ -29,7 +29,9 @@ class DispatchedBatch:
 
     batch: RolloutBatch
     dp_of_row: Tensor  # [R] int64, the data-parallel index that works on each sample of the iteration
-    micro_batches: list[list[list[int]]]  # of each mini-batch; the same for forward passes and updates, so ratios start at 1
+    micro_batches: list[
+        list[list[int]]
+    ]  # of each mini-batch; the same for forward passes and updates, so ratios start at 1
 
 
 class Role:
@@ -44,24 +46,42 @@ class Role:
         dp_of_row = rows.assign(layout.dp)
         fields = self.collector.to_role(batch, dp_of_row, TOKENS)
         width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["row_id"]) else 1
-        here = RolloutBatch(input_ids=fields["row_id"].new_zeros(len(fields["row_id"]), 0), **trim(fields, width))
+        here = RolloutBatch(
+            input_ids=fields["row_id"].new_zeros(len(fields["row_id"]), 0), **trim(fields, width)
+        )
         budget = self.engine.config.tokens_per_micro_batch * layout.cp
-        micro = rows.micro_batches(here.row_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1)
+        micro = rows.micro_batches(
+            here.row_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
+        )
         return DispatchedBatch(here, dp_of_row, micro)
 
     def send_fields(self, dispatched: DispatchedBatch, batch: RolloutBatch, names: Sequence[str]) -> None:
         """Send per-token fields after the tokens; those that are not set are left out."""
         fields = self.collector.to_role(batch, dispatched.dp_of_row, names)
-        assert torch.equal(fields.pop("row_id"), dispatched.batch.row_id), "fields follow the samples that were dispatched"
+        assert torch.equal(fields.pop("row_id"), dispatched.batch.row_id), (
+            "fields follow the samples that were dispatched"
+        )
         width = dispatched.batch.generated_ids.size(1)
         dispatched.batch = replace(dispatched.batch, **trim(fields, width))
 
-    def infer(self, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False) -> dict[str, Tensor]:
+    def infer(
+        self, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False
+    ) -> dict[str, Tensor]:
         """The named per-token results [B, T] float32 for the samples owned here: "logprobs" and "entropy", or "values"."""
-        return infer_together([self], self.dispatch(batch, rows), batch, rows, names, last_token=last_token)[0]
+        return infer_together([self], self.dispatch(batch, rows), batch, rows, names, last_token=last_token)[
+            0
+        ]
 
     def update(
-        self, dispatched: DispatchedBatch, rows: RowTable, loss: Loss, normalizer: Normalizer, *, fields: Sequence[str], epochs: int, stop: Callable[[Sums], bool] | None = None
+        self,
+        dispatched: DispatchedBatch,
+        rows: RowTable,
+        loss: Loss,
+        normalizer: Normalizer,
+        *,
+        fields: Sequence[str],
+        epochs: int,
+        stop: Callable[[Sums], bool] | None = None,
     ) -> tuple[Sums, int]:
         """Optimizer steps over all mini-batches, `epochs` times; returns the metrics and the number of steps taken.
 
@@ -73,7 +93,9 @@ class Role:
         for _ in range(epochs):
             for mini_batch, micro in zip(rows.mini_batches, dispatched.micro_batches):
                 scale = normalizer(rows.response_R, mini_batch)
-                metrics = self.engine.train_step(dispatched.batch, micro, loss, fields=tuple(fields), scale=scale)
+                metrics = self.engine.train_step(
+                    dispatched.batch, micro, loss, fields=tuple(fields), scale=scale
+                )
                 sums.merge(metrics)
                 steps += 1
                 if stop is not None and stop(metrics):
@@ -82,20 +104,34 @@ class Role:
 
 
 def infer_together(
-    roles: Sequence[Role], dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False
+    roles: Sequence[Role],
+    dispatched: DispatchedBatch,
+    batch: RolloutBatch,
+    rows: RowTable,
+    names: Sequence[str],
+    *,
+    last_token: bool = False,
 ) -> list[dict[str, Tensor]]:
     """`Role.infer` of several roles under the same layout, in one pass over the samples and one exchange."""
     flat = [micro for mini_batch in dispatched.micro_batches for micro in mini_batch]
-    results = infer_models([role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token)
+    results = infer_models(
+        [role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token
+    )
     keys = [(place, name) for place in range(len(roles)) for name in names]
-    sent = {f"{name}_{place}": results[place][name] for place, name in keys} if results[0] is not None else None
-    home = roles[0].collector.to_home([f"{name}_{place}" for place, name in keys], sent, dispatched.batch.row_id, rows.home_R, batch)
+    sent = (
+        {f"{name}_{place}": results[place][name] for place, name in keys} if results[0] is not None else None
+    )
+    home = roles[0].collector.to_home(
+        [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.row_id, rows.home_R, batch
+    )
     return [{name: home[f"{name}_{place}"] for name in names} for place in range(len(roles))]
 
 
 def layout_of(model: ModelConfig) -> Layout:
     """The layout as the settings give it, with ranks in their usual order."""
-    return Layout.parse(model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers))
+    return Layout.parse(
+        model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers)
+    )
 
 
 def make_role(
@@ -112,7 +148,16 @@ def make_role(
 ) -> Role:
     """A role on its own layout; with `train_steps` above 0 it learns. `progress` is called before each micro-batch."""
     groups = ProcessGroups(layout)
-    made = Engine(arch=arch, folder=model.path, groups=groups, config=engine, head=head, seed=seed, temperature=temperature, progress=progress)
+    made = Engine(
+        arch=arch,
+        folder=model.path,
+        groups=groups,
+        config=engine,
+        head=head,
+        seed=seed,
+        temperature=temperature,
+        progress=progress,
+    )
     if train_steps:
         made.prepare_training(lr=model.lr, total_steps=train_steps)
     return Role(made, DataCollector(layout, rank=dist.get_rank(), group=None, device=device.device()))

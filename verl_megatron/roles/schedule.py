@@ -59,14 +59,18 @@ def run_schedule(
     split = layout.tp if layout.sequence_parallel else 1  # of the tokens between stages
     multiple_of = first.compute.token_multiple * split
     shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
-    packed = to_device([pack(batch, rows, fields=fields, last_token=last_token, **shape) for rows in micro_batches])
+    packed = to_device(
+        [pack(batch, rows, fields=fields, last_token=last_token, **shape) for rows in micro_batches]
+    )
     if not packed:
         return []
     work = [(engine, micro) for micro in packed for engine in engines]
     iterators = [iter(work) for _ in first.chunks]
     pipeline = {}
     if layout.pp > 1:
-        pipeline["p2p_communicator"] = megatron.Pipeline(groups, first.model_config, [micro.tokens.size(1) // split for _, micro in work])
+        pipeline["p2p_communicator"] = megatron.Pipeline(
+            groups, first.model_config, [micro.tokens.size(1) // split for _, micro in work]
+        )
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     with megatron.lent_to_globals(groups):
         answers = run(
@@ -83,11 +87,18 @@ def run_schedule(
         )
     for chunk in (chunk for engine in engines for chunk in engine.chunks):
         trunk(chunk).set_input_tensor(None)  # the last activations received, with their gradient
-        drop_fp8_weights(chunk)  # Megatron has those of the first engine made anew in each pass, and of no other
+        drop_fp8_weights(
+            chunk
+        )  # Megatron has those of the first engine made anew in each pass, and of no other
     return answers
 
 
-def _forward_step(first: ScheduledModel, on_last_stage: Callable, iterator: Iterator[tuple[ScheduledModel, MicroBatch]], chunk: torch.nn.Module):
+def _forward_step(
+    first: ScheduledModel,
+    on_last_stage: Callable,
+    iterator: Iterator[tuple[ScheduledModel, MicroBatch]],
+    chunk: torch.nn.Module,
+):
     """One micro-batch through one chunk: its output, and what makes the answers of it. Megatron gives `chunk` of the first engine what came in."""
     engine, micro = next(iterator)
     engine.progress()
@@ -95,7 +106,13 @@ def _forward_step(first: ScheduledModel, on_last_stage: Callable, iterator: Iter
         received, chunk = trunk(chunk).decoder.input_tensor, engine.chunks[first.chunks.index(chunk)]
         trunk(chunk).set_input_tensor(received)
     longest = max(micro.lengths)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro.cu_seqlens,
+        cu_seqlens_kv=micro.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
     params.lengths = micro.lengths
     output = chunk(micro.tokens, micro.positions, None, packed_seq_params=params)
 

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, token_budget
 
-ContinueTurn = Callable[[Generation], Sequence[int] | None]  # tokens that follow a turn, such as a tool's answer; None: it was the last
+ContinueTurn = Callable[
+    [Generation], Sequence[int] | None
+]  # tokens that follow a turn, such as a tool's answer; None: it was the last
 
-_queue_number = itertools.count()  # every rank makes its queues in the same order, so a number names the same queue everywhere
+_queue_number = (
+    itertools.count()
+)  # every rank makes its queues in the same order, so a number names the same queue everywhere
 
 
 class WorkQueue:
@@ -144,7 +148,9 @@ class _Turns:
 
     def __init__(self, engine: RolloutEngine, continue_turn: ContinueTurn | None):
         self._engine, self._continue_turn = engine, continue_turn
-        self._earlier: dict[int, tuple[Generation, Sequence[int]]] = {}  # of unfinished rows: their turns so far, and what follows them
+        self._earlier: dict[
+            int, tuple[Generation, Sequence[int]]
+        ] = {}  # of unfinished rows: their turns so far, and what follows them
         self._num_turns: dict[int, int] = {}
 
     def add(self, request: Request, generation: Generation) -> tuple[Generation, Request | None]:
@@ -176,7 +182,9 @@ class _Turns:
 def _check_request(request: Request, engine: RolloutEngine) -> None:
     stop = request.sampling.stop
     if stop and not engine.has_tokenizer:
-        raise ValueError(f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; add its files or use rollout.stop_token_ids")
+        raise ValueError(
+            f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; add its files or use rollout.stop_token_ids"
+        )
     token_budget(request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
 
 
@@ -186,6 +194,11 @@ def _check_same_rows(rows: list[Generation], engine: RolloutEngine) -> None:
         return
     text = json.dumps([(row.row_id, row.token_ids) for row in rows]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-    mine_1, all_R = torch.tensor([digest]), torch.empty(dist.get_world_size(engine.tp_group), dtype=torch.int64)
+    mine_1, all_R = (
+        torch.tensor([digest]),
+        torch.empty(dist.get_world_size(engine.tp_group), dtype=torch.int64),
+    )
     dist.all_gather_into_tensor(all_R, mine_1, group=engine.tp_group)
-    assert (all_R == digest).all(), f"the tensor-parallel ranks of rollout replica {engine.replica} generated different tokens"
+    assert (all_R == digest).all(), (
+        f"the tensor-parallel ranks of rollout replica {engine.replica} generated different tokens"
+    )

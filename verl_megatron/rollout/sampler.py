@@ -22,7 +22,9 @@ from verl_megatron.rollout.dispatch import ContinueTurn, generate
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
 
-KeepGroup = Callable[[Sequence[float]], bool]  # the rewards of a prompt's samples → whether they are trained on
+KeepGroup = Callable[
+    [Sequence[float]], bool
+]  # the rewards of a prompt's samples → whether they are trained on
 
 
 class PromptSource(Protocol):
@@ -53,8 +55,22 @@ class Sampler:
         on_step: called as tokens are added.
     """
 
-    def __init__(self, engine: RolloutEngine, *, tokenizer: Tokenizer, pool: RewardPool | None, seed: int, on_step: Callable[[], None] = lambda: None):
-        self.engine, self.tokenizer, self.pool, self.seed, self.on_step = engine, tokenizer, pool, seed, on_step
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        tokenizer: Tokenizer,
+        pool: RewardPool | None,
+        seed: int,
+        on_step: Callable[[], None] = lambda: None,
+    ):
+        self.engine, self.tokenizer, self.pool, self.seed, self.on_step = (
+            engine,
+            tokenizer,
+            pool,
+            seed,
+            on_step,
+        )
         self._results: dict[int, Reward] = {}  # of the samples last collected, where they are known already
         self._shown_failures: set[str] = set()
 
@@ -92,21 +108,34 @@ class Sampler:
             if keep_group is None:
                 return batch
             kept = self._kept_groups(batch, keep_group)[: wanted - num_kept]
-            parts.append(self._renumbered(batch, kept, first_group=num_kept, samples_per_prompt=draw.samples_per_prompt))
+            parts.append(
+                self._renumbered(
+                    batch, kept, first_group=num_kept, samples_per_prompt=draw.samples_per_prompt
+                )
+            )
             num_kept += len(kept)
             if num_kept == wanted:
                 break
         return RolloutBatch.concatenate(parts)
 
-    def _requests(self, prompts: list[Prompt], draw: Draw, *, iteration: int, first_group: int) -> list[Request]:
+    def _requests(
+        self, prompts: list[Prompt], draw: Draw, *, iteration: int, first_group: int
+    ) -> list[Request]:
         """A request for each sample of these prompts, of which the first has the number `first_group`."""
         n, first = draw.samples_per_prompt, first_group * draw.samples_per_prompt
         return [
-            Request(first + i, prompts[i // n].prompt_token_ids, row_seed(self.seed, iteration, first + i), draw.sampling)
+            Request(
+                first + i,
+                prompts[i // n].prompt_token_ids,
+                row_seed(self.seed, iteration, first + i),
+                draw.sampling,
+            )
             for i in range(n * len(prompts))
         ]
 
-    def _generate(self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None) -> list[Generation]:
+    def _generate(
+        self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
+    ) -> list[Generation]:
         """The samples that this rank owns, by number; each goes to the reward workers as it finishes."""
         first = requests[0].row_id
 
@@ -115,7 +144,9 @@ class Sampler:
             self.pool.submit(row.row_id, prompt.text, self._text(row), prompt.answer, prompt.extra)
 
         on_finish = score if self.pool is not None and self.engine.is_home else None
-        rows = generate(self.engine, requests, on_finish=on_finish, on_step=self.on_step, continue_turn=continue_turn)
+        rows = generate(
+            self.engine, requests, on_finish=on_finish, on_step=self.on_step, continue_turn=continue_turn
+        )
         return sorted(rows, key=lambda row: row.row_id) if self.engine.is_home else []
 
     def _text(self, row: Generation) -> str:
@@ -155,14 +186,19 @@ class Sampler:
         here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
         failed, calls, names = all_sum(torch.tensor(here)).tolist()
         if 0 < failed == calls or names > MAX_METRICS:
-            said = all_names([complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else [])
+            said = all_names(
+                [complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else []
+            )
             if said:
                 raise ValueError(said[0])
 
     def _kept_groups(self, batch: RolloutBatch, keep_group: KeepGroup) -> list[int]:
         """The groups of this round to keep, in order; the same on every rank. A group's samples may lie on several ranks."""
         self._wait_for_rewards()
-        mine = [(group, self._results[row].score) for row, group in zip(batch.row_id.tolist(), batch.group_id.tolist())]
+        mine = [
+            (group, self._results[row].score)
+            for row, group in zip(batch.row_id.tolist(), batch.group_id.tolist())
+        ]
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         scores: dict[int, list[float]] = {}
@@ -170,7 +206,9 @@ class Sampler:
             scores.setdefault(group, []).append(score)
         return [group for group in sorted(scores) if keep_group(scores[group])]
 
-    def _renumbered(self, batch: RolloutBatch, kept: list[int], *, first_group: int, samples_per_prompt: int) -> RolloutBatch:
+    def _renumbered(
+        self, batch: RolloutBatch, kept: list[int], *, first_group: int, samples_per_prompt: int
+    ) -> RolloutBatch:
         """The samples of the kept groups, which are numbered from `first_group` on; their rewards follow them."""
         number = {group: first_group + i for i, group in enumerate(kept)}
         places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]

@@ -57,9 +57,13 @@ class Generation:
     row_id: int
     prompt_token_ids: Sequence[int]
     token_ids: list[int]  # response, the stop token included
-    logprobs: list[float]  # of each response token under the distribution it was drawn from (after temperature, top-p, top-k, min-tokens)
+    logprobs: list[
+        float
+    ]  # of each response token under the distribution it was drawn from (after temperature, top-p, top-k, min-tokens)
     finish_reason: str  # "stop" (a stop token or string), "length" or "abort"
-    is_sampled: list[bool] | None = None  # for each response token: the model's own, not a tool's; None: all of them
+    is_sampled: list[bool] | None = (
+        None  # for each response token: the model's own, not a tool's; None: all of them
+    )
 
     def then(self, other_token_ids: Sequence[int], following: "Generation") -> "Generation":
         """This turn, tokens that the model did not sample (of log-probability 0 here), and the turn that followed them."""
@@ -100,10 +104,16 @@ def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> in
     """
     length, row = len(request.prompt_token_ids), request.row_id
     if not length:
-        raise ValueError(f"row {row} has an empty prompt; give it at least one token, such as the tokenizer's bos")
+        raise ValueError(
+            f"row {row} has an empty prompt; give it at least one token, such as the tokenizer's bos"
+        )
     if length >= max_model_len:
-        raise ValueError(f"row {row}: a prompt of {length} tokens leaves no room for a response within max_model_len={max_model_len}; shorten the prompt or raise max_model_len")
+        raise ValueError(
+            f"row {row}: a prompt of {length} tokens leaves no room for a response within max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
+        )
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}; use the model's own tokenizer")
+        raise ValueError(
+            f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}; use the model's own tokenizer"
+        )
     return min(request.sampling.max_tokens, max_model_len - length)

@@ -81,15 +81,23 @@ class VLLMActor:
         _check_split(self.model_name, self.tp, world)
         self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
         if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
-            raise ValueError(f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, and engines of a process share their groups; close it first")
+            raise ValueError(
+                f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, and engines of a process share their groups; close it first"
+            )
         if shared_weights and load_weights:
-            raise ValueError("shared_weights would be overwritten by the files' weights; pass load_weights=False and write them yourself")
+            raise ValueError(
+                "shared_weights would be overwritten by the files' weights; pass load_weights=False and write them yourself"
+            )
         self.num_replicas = world // self.tp
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
         self._asleep: set[Tag] = set()
         self._running: dict[int, Request] = {}
         self._tokenizer = None
-        options = dict(max_model_len=max_model_len, dtype=_resolve_dtype(dtype, self.config.dtype), load_format="auto" if load_weights else "dummy")
+        options = dict(
+            max_model_len=max_model_len,
+            dtype=_resolve_dtype(dtype, self.config.dtype),
+            load_format="auto" if load_weights else "dummy",
+        )
         with self._guarded():
             try:
                 self._llm = self._start(options, shared_weights or {})
@@ -107,15 +115,25 @@ class VLLMActor:
 
         config = self.config
         if device.is_gpu():
-            options |= dict(gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager, enable_sleep_mode=config.sleep)
+            options |= dict(
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                enforce_eager=config.enforce_eager,
+                enable_sleep_mode=config.sleep,
+            )
         else:
             vllm_cpu.prepare()
-            options |= vllm_cpu.engine_options(kv_cache_mib=config.kv_cache_mib, max_model_len=options["max_model_len"])
+            options |= vllm_cpu.engine_options(
+                kv_cache_mib=config.kv_cache_mib, max_model_len=options["max_model_len"]
+            )
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
         groups = _groups_in_order(self.ranks) if self._in_world else contextlib.nullcontext()
-        weights = contextlib.nullcontext() if options["load_format"] == "auto" else vllm_weights.sharing(shared_weights)
+        weights = (
+            contextlib.nullcontext()
+            if options["load_format"] == "auto"
+            else vllm_weights.sharing(shared_weights)
+        )
         with _starting(), groups, weights:
             llm = LLM(
                 model=self.model_name,
@@ -137,7 +155,9 @@ class VLLMActor:
             assert get_tp_group().ranks == expected, f"vLLM's group {get_tp_group().ranks} is not {expected}"
         held = _parameters(llm)
         for name, tensor in shared_weights.items():
-            assert held[name].data_ptr() == tensor.data_ptr(), f"vLLM replaced {name} while it started, so that it is no longer shared"
+            assert held[name].data_ptr() == tensor.data_ptr(), (
+                f"vLLM replaced {name} while it started, so that it is no longer shared"
+            )
         VLLMActor._open += 1
         VLLMActor._open_ranks, VLLMActor._groups_are_ours = self.ranks, not self._in_world
         return llm
@@ -181,7 +201,9 @@ class VLLMActor:
 
         budget = token_budget(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = _sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
-        self._llm.llm_engine.add_request(str(request.row_id), tokens_input(list(request.prompt_token_ids)), params)
+        self._llm.llm_engine.add_request(
+            str(request.row_id), tokens_input(list(request.prompt_token_ids)), params
+        )
         self._running[request.row_id] = request
 
     def step(self) -> list[Generation]:
@@ -190,7 +212,9 @@ class VLLMActor:
 
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """End running requests; what each has so far, with finish_reason "abort"."""
-        outputs = [_partial_output(self._llm.llm_engine.output_processor, str(row_id)) for row_id in request_ids]
+        outputs = [
+            _partial_output(self._llm.llm_engine.output_processor, str(row_id)) for row_id in request_ids
+        ]
         generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
         self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
         return generations
@@ -204,7 +228,13 @@ class VLLMActor:
         request, completion = self._running.pop(int(output.request_id)), output.outputs[0]
         logprobs = list(completion.logprobs.logprobs)
         assert len(logprobs) == len(completion.token_ids)
-        return Generation(request.row_id, request.prompt_token_ids, list(completion.token_ids), logprobs, completion.finish_reason)
+        return Generation(
+            request.row_id,
+            request.prompt_token_ids,
+            list(completion.token_ids),
+            logprobs,
+            completion.finish_reason,
+        )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, **options) -> list[Generation]:
         """All of `requests`, sampled alike; options, result and errors are those of `dispatch.generate`."""
@@ -218,8 +248,13 @@ class VLLMActor:
         """
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model_name)
-        requests = [Request(i, self._tokenizer.encode_prompt(prompt), row_seed(self.seed, 0, i)) for i, prompt in enumerate(prompts)]
-        texts = [self._tokenizer.decode(row.token_ids) for row in self.generate(requests, sampling, shared=False)]
+        requests = [
+            Request(i, self._tokenizer.encode_prompt(prompt), row_seed(self.seed, 0, i))
+            for i, prompt in enumerate(prompts)
+        ]
+        texts = [
+            self._tokenizer.decode(row.token_ids) for row in self.generate(requests, sampling, shared=False)
+        ]
         for stop in sampling.stop:
             texts = [text.split(stop)[0] for text in texts]
         return texts
@@ -274,9 +309,13 @@ class VLLMActor:
     def _guarded(self) -> Iterator[None]:
         """Environment, random states and threads as they were, whatever vLLM does to them."""
         environment = dict(_ENVIRONMENT)
-        if self._in_world:  # the external launcher reads these; a world that torchrun did not start may lack them
+        if (
+            self._in_world
+        ):  # the external launcher reads these; a world that torchrun did not start may lack them
             environment |= dict(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
-            environment |= dict(LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else dist.get_rank()))
+            environment |= dict(
+                LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else dist.get_rank())
+            )
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
                 yield
@@ -285,7 +324,11 @@ class VLLMActor:
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
     """Around imports and construction of vLLM: quicker, and without other authors' deprecation notes."""
-    with paused_collector(), warnings.catch_warnings(), contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing():
+    with (
+        paused_collector(),
+        warnings.catch_warnings(),
+        contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing(),
+    ):
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
@@ -323,7 +366,9 @@ def _partial_output(processor, request_id: str):
 
     internal_id = getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
     state = processor.request_states[internal_id]
-    return state.make_request_output(new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None)
+    return state.make_request_output(
+        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+    )
 
 
 def _parameters(llm) -> dict[str, Tensor]:
@@ -337,13 +382,17 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
     for first in range(0, world, tp):
         replica = list(ranks[first : first + tp])
         if replica != sorted(replica):  # torch sorts the ranks of a group, and vLLM asks it for the slot
-            raise ValueError(f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; write {sorted(replica)}")
+            raise ValueError(
+                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; write {sorted(replica)}"
+            )
     return tuple(ranks)
 
 
 def _check_split(model_name: str, tp: int, world: int) -> None:
     if tp < 1 or world % tp:
-        raise ValueError(f"rollout.tp={tp} must divide the world of {world} ranks; choose a divisor or start vLLM in a torchrun world of tp ranks")
+        raise ValueError(
+            f"rollout.tp={tp} must divide the world of {world} ranks; choose a divisor or start vLLM in a torchrun world of tp ranks"
+        )
     heads = read_config(model_name).get("num_attention_heads", tp)
     if is_count(heads) and heads % tp:
         raise ValueError(f"rollout.tp={tp} must divide the model's {heads} attention heads; choose a divisor")

@@ -31,13 +31,19 @@ def _free_memory_policy():
 
 # What fails without the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
-    "keep_weights": ("linear weights are repacked into opaque handles, so they cannot be written in place; tied ones go wrong silently", _keep_weights),
+    "keep_weights": (
+        "linear weights are repacked into opaque handles, so they cannot be written in place; tied ones go wrong silently",
+        _keep_weights,
+    ),
     "plain_all_reduce": (
         "the shared-memory all-reduce names its files alike in all jobs of a machine (a killed job blocks every later one) and spins, "
         "which is erratic where ranks outnumber cores; gloo takes its place",
         _plain_all_reduce,
     ),
-    "free_memory_policy": ("memory of the whole process, the trainer's too, is bound to one NUMA node, with a warning from every rank", _free_memory_policy),
+    "free_memory_policy": (
+        "memory of the whole process, the trainer's too, is bound to one NUMA node, with a warning from every rank",
+        _free_memory_policy,
+    ),
 }
 
 
@@ -47,7 +53,9 @@ def importing() -> Iterator[None]:
     import torch._dynamo
 
     disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
-    triton = logging.getLogger("torch._library.triton")  # its absence, which every rank would report, is no fault here
+    triton = logging.getLogger(
+        "torch._library.triton"
+    )  # its absence, which every rank would report, is no fault here
     level, triton.level = triton.level, logging.ERROR
     try:
         yield
@@ -76,12 +84,15 @@ def preserving_threads() -> Iterator[None]:
 def engine_options(*, kv_cache_mib: int, max_model_len: int | None) -> dict[str, object]:
     """Settings that differ from a GPU's."""
     options: dict[str, object] = {
-        "kv_cache_memory_bytes": kv_cache_mib << 20,  # otherwise every rank asks for 92 % of the machine's memory
+        "kv_cache_memory_bytes": kv_cache_mib
+        << 20,  # otherwise every rank asks for 92 % of the machine's memory
         "enable_chunked_prefill": False,  # a prompt split over two steps needs a generator offset, which CPU generators lack
         "enforce_eager": True,  # no CUDA graphs here; compiling takes longer than it saves
     }
     if max_model_len is not None:
         options["max_num_batched_tokens"] = max(4096, max_model_len)  # prompts are computed whole
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        raise ValueError("VLLM_CPU_KVCACHE_SPACE overrides rollout.kv_cache_mib; unset it and give the size in MiB as rollout.kv_cache_mib")
+        raise ValueError(
+            "VLLM_CPU_KVCACHE_SPACE overrides rollout.kv_cache_mib; unset it and give the size in MiB as rollout.kv_cache_mib"
+        )
     return options

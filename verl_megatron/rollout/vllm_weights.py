@@ -86,7 +86,9 @@ class Emptying:
 
     def _empty(self, parameter: nn.Parameter) -> None:
         storage = parameter.untyped_storage()
-        if storage.nbytes() == parameter.nbytes:  # neither a part of another tensor nor emptied before (a tied one comes twice)
+        if (
+            storage.nbytes() == parameter.nbytes
+        ):  # neither a part of another tensor nor emptied before (a tied one comes twice)
             self.emptied.add(parameter)
             storage.resize_(0)
 
@@ -107,14 +109,23 @@ def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Set[nn.Param
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         if name not in parameters:
-            raise ValueError(f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); choose from {', '.join(parameters)}")
+            raise ValueError(
+                f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); choose from {', '.join(parameters)}"
+            )
         given, wanted = _describe(tensor), _describe(parameters[name])
         if given != wanted:
             raise ValueError(f"shared_weights: {name} is {given}, and vLLM's parameter is {wanted}")
         if tensor.data_ptr() % _ALIGNMENT_BYTES:
-            raise ValueError(f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} bytes; pad what stands before it")
-    own = [parameter for name, parameter in parameters.items() if name not in weights and parameter in emptied]
-    starts = [0, *accumulate(-(-parameter.nbytes // _OWN_ALIGNMENT_BYTES) * _OWN_ALIGNMENT_BYTES for parameter in own)]
+            raise ValueError(
+                f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} bytes; pad what stands before it"
+            )
+    own = [
+        parameter for name, parameter in parameters.items() if name not in weights and parameter in emptied
+    ]
+    starts = [
+        0,
+        *accumulate(-(-parameter.nbytes // _OWN_ALIGNMENT_BYTES) * _OWN_ALIGNMENT_BYTES for parameter in own),
+    ]
     memory = torch.empty(starts[-1], dtype=torch.uint8, device=own[0].device if own else None)
     for start, parameter in zip(starts, own):
         flat = memory[start : start + parameter.nbytes].view(parameter.dtype)
@@ -151,4 +162,8 @@ def sleeping_bytes(allocations: Iterable, tag: str) -> int:
     Args:
         allocations: vLLM's records (vllm.device_allocator.AllocationData).
     """
-    return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep and (allocation.tag == tag or allocation.tag not in TAGS))
+    return sum(
+        allocation.handle[1]
+        for allocation in allocations
+        if allocation.is_asleep and (allocation.tag == tag or allocation.tag not in TAGS)
+    )

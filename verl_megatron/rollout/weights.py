@@ -70,7 +70,13 @@ class WeightSync:
         self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
         self.peers = _mapped_everywhere(self.source) if dtype == source.dtype else None
         single_host = device.host_of(dist.get_world_size() - 1) == 0
-        common = dict(source=source.shards, destination=self.destination, element_bytes=dtype.itemsize, window_bytes=config.window_mib << 20, host_of=device.host_of)
+        common = dict(
+            source=source.shards,
+            destination=self.destination,
+            element_bytes=dtype.itemsize,
+            window_bytes=config.window_mib << 20,
+            host_of=device.host_of,
+        )
         self.back: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
@@ -80,7 +86,12 @@ class WeightSync:
         dist.all_gather_object(memory, addresses_of(self.source))
         if self.peers is not None and not single_host:
             self.peers = None  # in place a window's order holds for all ranks together: by messages
-        found = overlay(**common, memory=dict(enumerate(memory)), in_place=config.mode == "swap", peer_memory=self.peers is not None)
+        found = overlay(
+            **common,
+            memory=dict(enumerate(memory)),
+            in_place=config.mode == "swap",
+            peer_memory=self.peers is not None,
+        )
         self.plan, self.back = found.forth, found.back
         views = views_at(found.addresses[self.rank], self.destination[self.rank], self.source, dtype)
         self.shared_weights = {name: tensor for (_, name), tensor in views.items()}
@@ -93,13 +104,21 @@ class WeightSync:
         """
         held = {(0, name): tensor for name, tensor in engine.weight_target().items()}
         check_parameters(self.destination[self.rank], held, self.dtype)
-        common = dict(rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify)
+        common = dict(
+            rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify
+        )
         if self.back is not None:  # one way at a time
             staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.back))
-            common["staging"] = torch.empty(staged // self.dtype.itemsize, dtype=self.dtype, device=device.device())
+            common["staging"] = torch.empty(
+                staged // self.dtype.itemsize, dtype=self.dtype, device=device.device()
+            )
         self.engine = engine
         self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
-        self.backward = Resharder(self.back, source=held, destination=self.source, **common) if self.back is not None else None
+        self.backward = (
+            Resharder(self.back, source=held, destination=self.source, **common)
+            if self.back is not None
+            else None
+        )
 
     def run(self, meanwhile: Callable[[], None] = lambda: None) -> ReshardReport:
         """Move, prove, and forget what vLLM cached with the old weights. In mode `swap` Megatron's weights are gone until `restore()`.
@@ -151,12 +170,18 @@ def check_parameters(described: list[ShardedParameter], held: Parameters, dtype:
         ValueError: names the first of them, with the share of bytes that the map covers.
     """
     expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
-    known = {key for key, tensor in held.items() if expected.get(key) == tuple(tensor.shape) and tensor.dtype == dtype}
+    known = {
+        key
+        for key, tensor in held.items()
+        if expected.get(key) == tuple(tensor.shape) and tensor.dtype == dtype
+    }
     if len(known) == len(held) == len(expected):
         return
     covered = sum(held[key].nbytes for key in known) / max(1, sum(tensor.nbytes for tensor in held.values()))
     (chunk, name) = min({*held, *expected} - known)
-    found = f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
+    found = (
+        f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
+    )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
         f"vLLM holds {name} as {found} where the weight map has {wanted}; the map covers {covered:.1%} of the bytes of vLLM's weights."
