@@ -33,22 +33,22 @@ from parallel.groups import ProcessGroups
 
 device.prepare()
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
     is_main_replica,
-)  # noqa: E402
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
     mcore_to_pyt_state_dict,
-)  # noqa: E402
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from parallel.megatron import lent_to_globals  # noqa: E402
+from parallel.megatron import lent_to_globals
 
 VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
 _PIECE = 2**24  # elements widened at a time
