@@ -113,9 +113,9 @@ def _write(folder: Path) -> None:
     import torch
     from torch.distributed.checkpoint import save
 
-    from parallel.checkpoint.training_state import folders as checkpoints
-    from parallel.checkpoint.training_state import random_state
-    from parallel.checkpoint.training_state import training_state as checkpoint
+    from parallel.checkpoint import folders as checkpoints
+    from parallel.checkpoint import random_state
+    from parallel.checkpoint import training_state as checkpoint
 
     _world()
 
@@ -148,8 +148,8 @@ def _manifest(step: int) -> dict[str, Any]:
 
 def resume_from(folder: Path) -> None:
     """Which checkpoint a run goes on from: the newest, or with an error that tells why not."""
-    from parallel.checkpoint.training_state import folders as checkpoints
-    from parallel.checkpoint.training_state import resume
+    from parallel.checkpoint import folders as checkpoints
+    from parallel.checkpoint import resume
     from verl_megatron.manifest import manifest_problem
 
     _world()
@@ -247,7 +247,7 @@ def of_a_file(job: Job, rng: random.Random, *, file: str, what: str, make: Calla
 
 def unfinished(folder: Path) -> None:
     """The older one is used without a word: the newer was not complete."""
-    from parallel.checkpoint.training_state import resume
+    from parallel.checkpoint import resume
 
     _world()
     path, _ = resume.newest_sound(folder, say=lambda text: None)

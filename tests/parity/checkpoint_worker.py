@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.background import Background
-from parallel.checkpoint.training_state import training_state as checkpoint
 from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout

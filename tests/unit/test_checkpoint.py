@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import metadata
 
 from parallel import device
+from parallel.checkpoint import folders as checkpoints
+from parallel.checkpoint import random_state, resume
+from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.folders import MANIFEST, CheckpointError
 from parallel.checkpoint.metadata import read_metadata
-from parallel.checkpoint.training_state import folders as checkpoints
-from parallel.checkpoint.training_state import random_state, resume
-from parallel.checkpoint.training_state import training_state as checkpoint
 
 MODELS = {"actor": {"hidden_size": 64, "rope_theta": 1e4}, "critic": {"hidden_size": 32}}
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from parallel import device
+from parallel.checkpoint import folders as checkpoints
+from parallel.checkpoint import random_state, resume, sealed
+from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.folders import MANIFEST, CheckpointError
-from parallel.checkpoint.training_state import folders as checkpoints
-from parallel.checkpoint.training_state import random_state, resume, sealed
-from parallel.checkpoint.training_state import training_state as checkpoint
 from verl_megatron.algorithms.kl import AdaptiveKL
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 from parallel import device, megatron
-from parallel.checkpoint.training_state import training_state as checkpoint
+from parallel.checkpoint import training_state as checkpoint
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
