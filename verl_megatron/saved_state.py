@@ -13,9 +13,10 @@ import torch.distributed as dist
 import verl_megatron
 from parallel import device
 from parallel.checkpoint import folders as checkpoints
+from parallel.checkpoint import random_state, resume
 from parallel.checkpoint.background import Background
 from parallel.checkpoint.folders import CheckpointError
-from parallel.checkpoint.training_state import Snapshot, random_state, resume
+from parallel.checkpoint.training_state import Snapshot
 from parallel.collectives import all_max
 from verl_megatron.checks.versions import installed
 from verl_megatron.data.batch import RolloutBatch
