@@ -54,7 +54,8 @@ def export_folder(
     folder = Path(folder)
     if folder.resolve() == Path(template_folder).resolve():
         raise ValueError(
-            f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original"
+            f"export folder {folder} is the folder the model came from; choose another, so that a broken"
+            " export does not cost the original"
         )
     action = f"the model was not exported to {folder}; make room or make the folder writable"
     with together(action, group):

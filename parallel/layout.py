@@ -41,7 +41,8 @@ class Layout:
         size = self.tp * self.cp * self.dp * self.pp
         if len(self.ranks) != size or len(set(self.ranks)) != size:
             raise ValueError(
-                f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change its sizes or its devices"
+                f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change"
+                " its sizes or its devices"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
@@ -49,7 +50,8 @@ class Layout:
             )
         if self.stage_layers and len(self.stage_layers) != self.pp:
             raise ValueError(
-                f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of the {self.pp} pipeline stages"
+                f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of"
+                f" the {self.pp} pipeline stages"
             )
 
     @classmethod
@@ -78,7 +80,8 @@ class Layout:
         if len(ranks) % model or sizes.get("dp", len(ranks) // model) != len(ranks) // model:
             need = model * sizes.get("dp", 1)
             raise ValueError(
-                f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has {len(ranks)}; change the layout or its devices'
+                f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has'
+                f" {len(ranks)}; change the layout or its devices"
             )
         sizes.setdefault("dp", len(ranks) // model)
         return cls(
@@ -127,15 +130,18 @@ class Layout:
         stages = self.stage_layers or (num_layers // self.pp,) * self.pp
         if sum(stages) != num_layers:
             raise ValueError(
-                f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that divides them or set stage_layers (sum {num_layers})"
+                f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that"
+                f" divides them or set stage_layers (sum {num_layers})"
             )
         if not all(count > 0 for count in stages):
             raise ValueError(
-                f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one, or choose a smaller pp"
+                f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one,"
+                " or choose a smaller pp"
             )
         if any(count % self.vpp for count in stages):
             raise ValueError(
-                f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that divides each stage"
+                f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that"
+                " divides each stage"
             )
         ranges, first = {}, 0
         for chunk in range(self.vpp):
@@ -158,7 +164,8 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
         match = _RANKS.fullmatch(part)
         if not match:
             raise ValueError(
-                f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or cuda:0-3,6"
+                f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or"
+                " cuda:0-3,6"
             )
         last = int(match[2] or match[1])
         if last >= world_size:  # before they are listed

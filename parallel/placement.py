@@ -58,7 +58,8 @@ def place(
     """
     if rollout.cp * rollout.pp > 1:
         raise ValueError(
-            f"rollout layout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{rollout.tp}"
+            f"rollout layout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only;"
+            f" write tp{rollout.tp}"
         )
     missing = cache(_Counts(arch, train, rollout, spec).missing)
     trained, served = (

@@ -111,7 +111,8 @@ class Resharder:
         )
         if plan.element_bytes != dtype.itemsize:
             raise ValueError(
-                f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize}; compile it with element_bytes={dtype.itemsize}"
+                f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize};"
+                f" compile it with element_bytes={dtype.itemsize}"
             )
         transfers = list(plan.transfers())
         # By a transfer's number: the slice of this rank's parameter that it reads, or writes.
@@ -128,7 +129,8 @@ class Resharder:
         for number, write in self.writes.items():
             if write.dtype != dtype:
                 raise ValueError(
-                    f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same"
+                    f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the"
+                    f" reshard carries {dtype}; both must be the same"
                 )
         self.bytes = {
             name: getattr(plan, f"{name}_bytes").get(rank, 0) for name in ("received", "sent", "local")
@@ -239,7 +241,8 @@ class Resharder:
     def _lost(self, number: int, error: RuntimeError) -> RuntimeError:
         window = self.windows[number]
         return RuntimeError(
-            f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one is gone or broken: {error}"
+            f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one"
+            f" is gone or broken: {error}"
         )
 
     def _pull(self) -> None:
@@ -345,7 +348,8 @@ class Resharder:
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         if marks[0] != -marks[1]:
             raise ValueError(
-                "the ranks compiled different reshard plans; give every rank the same layouts, window_bytes and parameters"
+                "the ranks compiled different reshard plans; give every rank the same layouts, window_bytes"
+                " and parameters"
             )
 
 
@@ -353,7 +357,8 @@ def _view(parameters: Mapping[tuple[int, str], Tensor], place: Place, shape: tup
     chunk, name, row, col = place
     if (chunk, name) not in parameters:
         raise ValueError(
-            f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does not have; compile the plan for this model"
+            f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does"
+            " not have; compile the plan for this model"
         )
     tensor_RC = parameters[chunk, name].detach()
     return tensor_RC.view(len(tensor_RC), -1)[row : row + shape[0], col : col + shape[1]]

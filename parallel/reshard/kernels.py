@@ -93,7 +93,8 @@ class Copies:
         for destination, source in self.pairs:
             if destination.shape != source.shape:
                 raise ValueError(
-                    f"a copy from {tuple(source.shape)} to {tuple(destination.shape)}; both must have the same shape"
+                    f"a copy from {tuple(source.shape)} to {tuple(destination.shape)}; both must have the"
+                    " same shape"
                 )
             _require_dense_columns(destination, source)
         by_kernel = [
@@ -228,7 +229,8 @@ def checksum_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
 def _require_triton(device: torch.device) -> None:
     if device.type != "cpu" and triton is None:
         raise ImportError(
-            "the reshard's kernels are Triton's, which is not installed here; install the `triton` that your torch names (CUDA builds of torch bring it)"
+            "the reshard's kernels are Triton's, which is not installed here; install the `triton` that your"
+            " torch names (CUDA builds of torch bring it)"
         )
 
 
@@ -236,7 +238,8 @@ def _require_dense_columns(*tensors: Tensor) -> None:
     for tensor_RC in tensors:
         if tensor_RC.shape[1] > 1 and tensor_RC.stride(1) != 1:
             raise ValueError(
-                f"a slice of shape {tuple(tensor_RC.shape)} has strides {tensor_RC.stride()}; its columns must be dense"
+                f"a slice of shape {tuple(tensor_RC.shape)} has strides {tensor_RC.stride()}; its columns"
+                " must be dense"
             )
 
 

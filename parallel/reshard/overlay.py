@@ -332,7 +332,8 @@ class _Schedule:
         if not laid_over:
             need = 2 * max(move.shape[1] for move in moves) * element_bytes
             raise ValueError(
-                f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes; set it to {need} or more"
+                f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes;"
+                f" set it to {need} or more"
             )
         for (rank, place), move in zip(ends, moves):
             if (rank, place[:2]) in laid_over:

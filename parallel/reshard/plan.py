@@ -114,8 +114,10 @@ class Plan:
             max(self.local_bytes.values(), default=0),
         )
         return (
-            f"{len(self.ranks)} ranks, {self.messages} messages in {len(self.windows)} windows; busiest rank receives {received / 2**20:.1f} MiB"
-            f" (lower bound {self.lower_bound_bytes / 2**20:.1f}, gathering all {self.gather_all_bytes / 2**20:.1f})"
+            f"{len(self.ranks)} ranks, {self.messages} messages in {len(self.windows)} windows; busiest rank"
+            f" receives {received / 2**20:.1f} MiB"
+            f" (lower bound {self.lower_bound_bytes / 2**20:.1f}, gathering all"
+            f" {self.gather_all_bytes / 2**20:.1f})"
             f", copies {local / 2**20:.1f} MiB, stages {self.peak_extra_bytes / 2**20:.1f} MiB"
         )
 
@@ -350,7 +352,8 @@ def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Pi
     if missing:
         first, end, left, right = missing[0]
         raise ValueError(
-            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.place[1]} of rank {rank} and no source rank holds them;"
+            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.place[1]} of"
+            f" rank {rank} and no source rank holds them;"
             " both sides must describe the same model"
         )
     return pieces
@@ -364,7 +367,8 @@ def _padding_of(parameter: ShardedParameter) -> list[Rect]:
     padding = holes((0, height, 0, width), written)
     if padding is None:
         raise ValueError(
-            f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it: {parameter.blocks}"
+            f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it:"
+            f" {parameter.blocks}"
         )
     return padding
 

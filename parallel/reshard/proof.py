@@ -101,7 +101,8 @@ class Proof:
         if wrong:
             named = "; ".join(str(checked[index]) for index in wrong[:4])
             raise ReshardError(
-                f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent: {named}{'; …' if len(wrong) > 4 else ''}"
+                f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent:"
+                f" {named}{'; …' if len(wrong) > 4 else ''}"
             )
         return len(checked)
 

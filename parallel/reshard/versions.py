@@ -75,11 +75,13 @@ class VersionedReshard:
         """
         if group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group):
             raise ValueError(
-                "weights in the background need a process group of their own that also carries CPU tensors; make one with background_group"
+                "weights in the background need a process group of their own that also carries CPU tensors;"
+                " make one with background_group"
             )
         if any(transfer.source_rank != transfer.destination_rank for transfer in plan.direct):
             raise ValueError(
-                "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with peer_memory=False"
+                "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with"
+                " peer_memory=False"
             )
         read = {transfer.source[:2] for transfer in plan.transfers() if transfer.source_rank == rank}
         written = {
@@ -139,11 +141,13 @@ class VersionedReshard:
             self._raise_error()
             if not self._published < version < _ANY_VERSION:
                 raise ValueError(
-                    f"version {version} cannot follow version {self._published}; versions are numbered upwards from 1"
+                    f"version {version} cannot follow version {self._published}; versions are numbered"
+                    " upwards from 1"
                 )
             if self._pending is not None and self._arrived is not None:
                 raise RuntimeError(
-                    f"version {self._pending} cannot leave rank {self.rank} before it adopts version {self._arrived}; call adopt() first"
+                    f"version {self._pending} cannot leave rank {self.rank} before it adopts version"
+                    f" {self._arrived}; call adopt() first"
                 )
             self._wait(lambda: self._pending is None)
             if self._ended:
@@ -238,7 +242,8 @@ class VersionedReshard:
         versions = sorted(set(words) - {_ANY_VERSION})
         if len(versions) != 1:
             raise RuntimeError(
-                f"the source ranks published versions {versions} at the same time; every one has to publish each version"
+                f"the source ranks published versions {versions} at the same time; every one has to publish"
+                " each version"
             )
         return versions[0]
 

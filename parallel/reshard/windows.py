@@ -23,7 +23,8 @@ class Windows:
         if width > self.capacity:
             need = 2 * width * self.element_bytes
             raise ValueError(
-                f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more"
+                f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of"
+                f" {transfer.tensor}, {need} bytes; set it to {need} or more"
             )
         pair = giver, taker = transfer.source_rank, transfer.destination_rank
         given, taken = self._used(giver), self._used(taker)

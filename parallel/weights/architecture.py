@@ -168,7 +168,8 @@ class Architecture:
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
             raise ValueError(
-                f"{source}: model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
+                f"{source}: model_type={shown(model_type)} is not supported; supported are"
+                f" {', '.join(FAMILIES)}"
             )
         problems: list[str] = []
         values: dict[str, Any] = {}
@@ -238,7 +239,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             )
     except OSError as error:  # a path that is too long, or behind a folder that may not be read
         raise ValueError(
-            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging Face folder"
+            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging"
+            " Face folder"
         ) from None
     return read_object(path)
 
@@ -305,17 +307,20 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         return {}
     if old and new and old != new:
         problems.append(
-            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of them"
+            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of"
+            " them"
         )
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
     if types[1:] and types[0] != types[1]:
         problems.append(
-            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other; keep one of them"
+            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other;"
+            " keep one of them"
         )
     inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         problems.append(
-            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one of them"
+            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one"
+            " of them"
         )
     theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
     theta = _typed(
@@ -326,19 +331,22 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
     partial = given.pop("partial_rotary_factor", 1.0)
     if partial != 1.0 or isinstance(partial, bool):
         problems.append(
-            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}"
+            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0):"
+            f" {FIXED['partial_rotary_factor'][1]}"
         )
     rope_type = types[0] if types else "default"
     if rope_type == "default":
         problems += [
-            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it if it has no effect"
+            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it"
+            " if it has no effect"
             for key, value in given.items()
             if value is not None
         ]
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         problems.append(
-            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default, {', '.join(ROPE_TYPES)}"
+            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default,"
+            f" {', '.join(ROPE_TYPES)}"
         )
         return {}
     return {
@@ -415,7 +423,8 @@ def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[s
         return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
     return [
-        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which is not supported; {remedy}"
+        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which"
+        f" is not supported; {remedy}"
     ]
 
 

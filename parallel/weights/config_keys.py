@@ -92,7 +92,8 @@ def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
             problems.append(f"{key}={shown(config[key])} is not supported (only {allowed}): {reason}")
     known = sizes | FIXED.keys() | READ_SEPARATELY | OF_THE_HEAD | HARMLESS
     problems += [
-        f"{shown_key(key)}={shown(value)} is not understood and may change the mathematics; remove it if it does not"
+        f"{shown_key(key)}={shown(value)} is not understood and may change the mathematics; remove it if it"
+        " does not"
         for key, value in config.items()
         if key not in known and value is not None
     ]
@@ -102,7 +103,8 @@ def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
 def lengths(config: Mapping[str, Any], max_positions: int) -> list[str]:
     """Second names of max_position_embeddings that would limit vLLM to shorter rows, or that it cannot read."""
     return [
-        f"{key}={shown(value)} is no whole number from max_position_embeddings={max_positions} on, and vLLM limits rows by it; set it to null"
+        f"{key}={shown(value)} is no whole number from max_position_embeddings={max_positions} on, and vLLM"
+        " limits rows by it; set it to null"
         for key in LENGTHS
         if (value := config.get(key)) is not None and not (is_count(value) and value >= max_positions)
     ]
@@ -122,7 +124,8 @@ def class_names(config: Mapping[str, Any], stem: str) -> list[str]:
     ):
         return []
     return [
-        f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute something else"
+        f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute"
+        " something else"
     ]
 
 

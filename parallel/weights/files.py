@@ -108,11 +108,13 @@ class CheckpointFolder:
         rows, cols = (*shape, 1)[:2]
         if len(shape) > 2 or bottom > rows or right > cols:
             raise ValueError(
-                f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and columns {left}-{right} of config.json's model"
+                f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and"
+                f" columns {left}-{right} of config.json's model"
             )
         if source.get_dtype() not in FLOATS:
             raise ValueError(
-                f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not supported, convert them to bfloat16"
+                f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not"
+                " supported, convert them to bfloat16"
             )
         matrix = source[top:bottom, left:right] if len(shape) == 2 else source[top:bottom][:, None]
         return matrix.to(dtype)
@@ -285,11 +287,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
     files = sorted(set(weight_map.values()))
     if wrong := [shown(name) for name in files if not _is_plain(name)]:
         raise ValueError(
-            f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one, without a folder"
+            f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one,"
+            " without a folder"
         )
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(
-            f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from their source"
+            f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from"
+            " their source"
         )
     return weight_map
 
@@ -305,7 +309,8 @@ def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, s
         f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]
     ]:
         raise ValueError(
-            f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source"
+            f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from"
+            " its source"
         )
     found = [
         (tensor, name)
@@ -317,7 +322,8 @@ def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, s
         f"{shown_key(tensor)} in {name}" for tensor, name in found if weight_map.get(tensor) != name
     ]:
         raise ValueError(
-            f"{path} leaves out tensors that its files hold, or names another file for them: {_listed(stray)}; copy the folder again from its source"
+            f"{path} leaves out tensors that its files hold, or names another file for them:"
+            f" {_listed(stray)}; copy the folder again from its source"
         )
 
 
@@ -333,7 +339,8 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     if not header:
         raise ValueError(
-            f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; {again}"
+            f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the"
+            f" file has {actual}; {again}"
         )
     try:
         table = parse_object(header)
@@ -344,11 +351,13 @@ def _open(path: Path) -> Any:
         )
     except ValueError as error:
         raise ValueError(
-            f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors ({reason_of(error)}); {again}"
+            f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors"
+            f" ({reason_of(error)}); {again}"
         ) from None
     if actual != expected:
         raise ValueError(
-            f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has {actual}; {again}"
+            f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has"
+            f" {actual}; {again}"
         )
     try:
         return safe_open(path, framework="pt", device="cpu")

@@ -177,7 +177,8 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
     vocab = padded_vocab(arch.vocab_size, 1)
     if vocab % tp:
         raise ValueError(
-            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose a divisor"
+            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose"
+            " a divisor"
         )
     rules = [(EMBEDDING, "")] + [
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)

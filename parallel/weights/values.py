@@ -21,7 +21,8 @@ def check_tied(folder: CheckpointFolder) -> None:
     pairs = zip(folder.rows(EMBEDDING), folder.rows(HEAD))
     if len(kinds) > 1 or not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         raise ValueError(
-            f"{folder.file(HEAD)} holds an lm_head.weight that is not the embedding, and tie_word_embeddings=true in config.json leaves"
+            f"{folder.file(HEAD)} holds an lm_head.weight that is not the embedding, and"
+            " tie_word_embeddings=true in config.json leaves"
             " it out; set tie_word_embeddings to false to use it, or delete the tensor"
         )
 
@@ -37,7 +38,8 @@ def not_finite(
                 (dtype for dtype in (part.dtype, *dtypes) if not extremes.to(dtype).isfinite().all()), None
             ):
                 yield (
-                    f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {str(lost).removeprefix('torch.')};"
+                    f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond"
+                    f" {str(lost).removeprefix('torch.')};"
                     " copy the file again from its source, or use an earlier checkpoint of the model"
                 )
                 break
