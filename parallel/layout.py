@@ -1,6 +1,6 @@
-"""Who holds what: a model's parallel layout as pure arithmetic, without torch.
+"""A model's parallel layout as pure arithmetic, without torch.
 
-Ranks are ordered as in Megatron: tp varies fastest, then cp, dp and, slowest, pp.
+Ranks are ordered as in Megatron: tp varies fastest, then cp, then dp, and pp slowest.
 """
 
 import re
@@ -26,15 +26,15 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of a model's parallel axes and the world ranks it occupies (`len(ranks) == tp * cp * dp * pp`)."""
+    """Sizes of a model's parallel axes and its world ranks (`len(ranks) == tp * cp * dp * pp`)."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
-    vpp: int = 1  # model chunks (virtual stages) a pipeline rank holds
+    vpp: int = 1  # model chunks (virtual stages) per pipeline rank
     sequence_parallel: bool = False
-    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; empty: all stages alike
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; empty: the same for all stages
     ranks: tuple[int, ...] = (0,)
 
     def __post_init__(self):
@@ -56,7 +56,9 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, ranks: tuple[int, ...], stage_layers: tuple[int, ...] = ()) -> "Layout":
-        """Read the compact form: sizes in any order, "sp" for sequence parallelism, dp from what is left of `ranks`.
+        """Parse the compact form: sizes in any order, "sp" for sequence parallelism.
+
+        Without a dp size, dp is the number of `ranks` divided by the other sizes.
 
         >>> Layout.parse("tp2pp2sp", ranks=tuple(range(8))).dp
         2
@@ -100,7 +102,7 @@ class Layout:
         return (sizes or "tp1") + ("sp" if self.sequence_parallel else "")
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of world rank `rank`; ValueError if it is not part of the layout."""
+        """Return the coordinates of world rank `rank`; ValueError if it is not part of the layout."""
         index, place = self.ranks.index(rank), {}
         for axis in AXES:
             index, place[axis] = divmod(index, getattr(self, axis))
@@ -110,7 +112,10 @@ class Layout:
         return self.ranks[((pp * self.dp + dp) * self.cp + cp) * self.tp + tp]
 
     def group_ranks(self, *axes: str) -> list[list[int]]:
-        """World ranks of every group that spans `axes`, one list a group; together they cover the layout once."""
+        """Return the world ranks of every group along `axes`, one list per group.
+
+        Together the groups contain each rank of the layout once.
+        """
         fixed = [axis for axis in reversed(AXES) if axis not in axes]
         spanned = [axis for axis in reversed(AXES) if axis in axes]
         groups = []
@@ -122,7 +127,9 @@ class Layout:
         return groups
 
     def layers_of(self, num_layers: int) -> dict[tuple[int, int], range]:
-        """Global layer indices of each (pipeline stage, virtual chunk), in Megatron's order: chunk by chunk over the stages.
+        """Return the global layer indices of each (pipeline stage, virtual chunk).
+
+        In Megatron's order: chunk by chunk, over all stages.
 
         Raises:
             ValueError: `num_layers` cannot be split this way.
@@ -152,10 +159,11 @@ class Layout:
 
 
 def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
-    """World ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
+    """Return the world ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
 
     Raises:
-        ValueError: not a list of ranks, ranks that do not increase, a rank named twice, or a rank outside the world.
+        ValueError: not a list of ranks, ranks that do not increase, a rank named twice, or a rank outside
+            the world.
     """
     if not text:
         return tuple(range(world_size))
@@ -168,12 +176,12 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
                 " cuda:0-3,6"
             )
         last = int(match[2] or match[1])
-        if last >= world_size:  # before they are listed
+        if last >= world_size:  # before the range is expanded
             raise ValueError(
                 f"devices {shown(text)} must name distinct ranks below the {world_size} that were started"
             )
         ranks += range(int(match[1]), last + 1)
-    if ranks != sorted(ranks):  # torch sorts a group's ranks, so that Megatron would take them for others
+    if ranks != sorted(ranks):  # torch sorts the ranks of a group, so Megatron would mix them up
         raise ValueError(f"devices {shown(text)} must name ranks in increasing order; write them so")
     if len(set(ranks)) != len(ranks) or not ranks:
         raise ValueError(
