@@ -43,7 +43,7 @@ def place(
     spec: Literal["te", "local"] = "local",
     ranks_per_host: int,
 ) -> tuple[Layout, Layout]:
-    """Reorder the `ranks` of both layouts such that a reshard from `train` to `rollout` moves the least.
+    """Return both layouts with their `ranks` reordered so that a `train` to `rollout` reshard moves least.
 
     Minimizes the bytes that the busiest rank receives from other hosts, then those that the busiest rank
     receives at all. The order changes only for a gain, and that of `train` only if reordering `rollout` alone
@@ -81,10 +81,7 @@ def busiest_elements(
     spec: Literal["te", "local"] = "local",
     ranks_per_host: int,
 ) -> tuple[int, int]:
-    """Return what `place` minimizes: elements that a rank receives from other hosts, and in total.
-
-    Each is the number of the rank that receives the most.
-    """
+    """Return what `place` minimizes: the most elements that a rank receives from other hosts and in total."""
     return _busiest(
         _shards(train), _shards(rollout), _Counts(arch, train, rollout, spec).missing, ranks_per_host
     )

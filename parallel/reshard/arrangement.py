@@ -20,7 +20,7 @@ from parallel.weights.shard import ShardedParameter
 Span = tuple[int, int, int]  # allocation, first byte, end
 Gap = tuple[int, int, int]  # bytes, allocation, first byte
 Key = tuple[int, str]  # model chunk, parameter
-Address = tuple[int, int]  # which of a rank's allocations, first byte in it
+Address = tuple[int, int]  # index of an allocation of the rank, first byte in it
 Addresses = dict[Key, Address]
 Shards = Mapping[int, Sequence[ShardedParameter]]  # by world rank
 ALIGNMENT = 256  # bytes, of a parameter in a gap
@@ -38,7 +38,7 @@ def arrangements(
 ) -> Iterator[dict[int, "Arrangement"]]:
     """Yield the memory layouts of all ranks, first the one that moves least.
 
-    The other one follows if the excess of the first is too large by the time that it is asked for.
+    A second one follows if the first one's excess is too large when the caller asks for the next.
     """
     homes = {
         block.tensor: (p.chunk, p.name)

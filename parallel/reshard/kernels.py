@@ -42,15 +42,14 @@ COPY = Tuning()
 CHECKSUM = Tuning(steps=4)
 SPLITS = (1, 4, 16)  # factors by which a tile may be taller and narrower
 VECTOR = 16  # bytes of the widest load
+# Addresses, strides, widths and element sizes in bytes.
 COPIED = np.dtype(
     [
         (name, np.int64)
         for name in ("source", "source_stride", "rows", "width", "destination", "destination_stride", "label")
     ]
-)  # bytes
-SUMMED = np.dtype(
-    [(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")]
-)  # bytes
+)
+SUMMED = np.dtype([(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")])
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def overlay(
     Raises:
         ValueError: as `compile_plan`.
     """
-    # Without a window limit transfers stay whole: they are cut later, once the cycles are known.
+    # Without a window limit transfers stay whole; `_Schedule` cuts them, so that the pieces of a cycle match.
     common = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
@@ -387,9 +387,9 @@ class _Room:
     def take(self, first: int, staged: Mapping[int, int]) -> int:
         """Reserve and return the earliest window from `first` on that has room on every rank.
 
-        A component of more than half of the staging memory gets a window alone, between two empty ones:
+        A cycle that needs more than half of the staging memory gets a window alone, between two empty ones:
 
-            window        n-1       n        n+1
+            window        n - 1   |      n      |   n + 1
             staging       empty   | both halves |   empty
         """
         if max(staged.values()) > self.half:

@@ -210,7 +210,7 @@ class VersionedReshard:
 
     @property
     def closed(self) -> bool:
-        """Whether transfers have ended: this rank or another has closed, or an error occurred."""
+        """True once transfers have ended: this rank or another has closed, or an error occurred."""
         return self._ended
 
     def close(self) -> None:

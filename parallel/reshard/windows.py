@@ -3,10 +3,10 @@
 A window holds at most one message for each (source, destination) pair. Per rank it holds at most half of
 `window_bytes`, because two consecutive windows share the staging memory:
 
-    staging memory     | half A        | half B        |
-    window 0             packed, sent
-    window 1                             packed while window 0 is sent
-    window 2             packed while window 1 is sent
+    staging memory   | half A                         | half B                         |
+    window 0           packed
+    window 1                                            packed while window 0 is sent
+    window 2           packed while window 1 is sent
 """
 
 from collections import defaultdict
