@@ -1,1 +1,1 @@
-"""Who holds what and how it moves. Knows nothing of reinforcement learning, Hydra or vLLM."""
+"""Parallel layouts, sharded weights and resharding; independent of reinforcement learning, Hydra and vLLM."""

@@ -1,7 +1,8 @@
-"""The only file that knows whether the program runs on GPUs or on a CPU.
+"""The device of the process: the only file that distinguishes GPUs from a CPU.
 
-Megatron-Core is written for CUDA. `prepare()` makes it run on CPU tensors and gloo; where CUDA is available it does nothing.
-Everything it changes is one entry of `CPU_PATCHES`, and a test shows that Megatron-Core fails without each.
+Megatron-Core is written for CUDA. `prepare()` makes it run on CPU tensors and gloo; where CUDA is available
+it patches nothing. Each patch is one entry of `CPU_PATCHES`, and a test shows that Megatron-Core fails
+without it.
 """
 
 import itertools
@@ -25,11 +26,10 @@ import torch.distributed as dist
 from parallel.runtime import process, store
 from parallel.runtime.environment import check_world
 
-COLLECTIVE_TIMEOUT = timedelta(
-    hours=2
-)  # ranks that have no part in a phase may wait that long; which rank makes no progress the watchdog tells much earlier
-_served: set[int] = set()  # ports of stores that this process has made
-_worlds = itertools.count()  # that this process has joined
+# Ranks without a part in a phase may wait this long; the watchdog reports a stuck rank much earlier.
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+_served: set[int] = set()  # ports of the stores that this process has started
+_worlds = itertools.count()  # numbers the worlds that this process joins
 _CPU_NAMES = {
     "cuda": "cpu",
     **{f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")},
@@ -54,7 +54,7 @@ def initialize() -> None:
     """Join the world that torchrun started (or a world of one) and choose this rank's device.
 
     Raises:
-        ValueError: the environment describes no world, or more ranks of this host than it has GPUs.
+        ValueError: the environment describes no world, or this host has more ranks than GPUs.
     """
     process.end_with_launcher()
     prepare()
@@ -66,7 +66,7 @@ def initialize() -> None:
     one_host = _is_on_one_host()
     if one_host and os.path.exists("/sys/class/net/lo"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")  # what the ranks listen on is nobody else's
+            os.environ.setdefault(name, "lo")  # the ranks' ports are unreachable from other hosts
     if is_gpu():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= gpus:
@@ -85,10 +85,11 @@ def initialize() -> None:
 
 
 def _shared_store(*, one_host: bool) -> dict:
-    """Arguments that join through the launcher's store, or one that rank 0 has served, under keys of this world alone.
+    """Return arguments for `init_process_group` that use the launcher's store, or one that rank 0 starts.
 
-    Without such keys a restarted gloo rank (torch 2.13) finds the addresses of the ranks that have ended, and cannot connect.
-    A rank that served the store itself would take it along when it is stopped, and the others could not say which one is.
+    Keys get a prefix of this world alone. Without it a restarted gloo rank (torch 2.13) finds the addresses
+    of ranks that have ended, and cannot connect. The store is a process of its own: if a rank served it and
+    were stopped, the other ranks could not report which rank is missing.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -127,7 +128,7 @@ def _free_port() -> int:
 
 
 def named_range(name: str) -> AbstractContextManager:
-    """Nsight Systems shows the block under this name (NVTX); nothing on a CPU."""
+    """Return an NVTX range, which Nsight Systems shows under this name; a null context on a CPU."""
     return torch.cuda.nvtx.range(name) if is_gpu() else nullcontext()
 
 
@@ -137,28 +138,31 @@ def synchronize() -> None:
 
 
 def synchronize_stream() -> None:
-    """Wait for what the current stream was given; copies on streams of their own go on."""
+    """Synchronize the current stream; copies on other streams continue."""
     if is_gpu():
         torch.cuda.current_stream().synchronize()
 
 
 def host_of(rank: int) -> int:
-    """The host that world rank `rank` runs on."""
+    """Return the index of the host that world rank `rank` runs on."""
     return rank // ranks_per_host()
 
 
 def ranks_per_host() -> int:
-    """torchrun starts the same number on each host; a process without a world is alone."""
+    """Return the number of ranks on each host, the same for all under torchrun; 1 without a world."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def cores_per_rank() -> int:
-    """Of this host's, as far as the process may use them; at least one."""
+    """Return this rank's share of the host's cores that the process may use; at least one."""
     return max(1, len(os.sched_getaffinity(0)) // ranks_per_host())
 
 
 def used_memory_bytes() -> int:
-    """Bytes taken on this rank's GPU, by whomever, freed blocks that PyTorch keeps included; on a CPU the process's peak."""
+    """Return the used memory of this rank's GPU in bytes, by all processes; on a CPU the process's peak.
+
+    Includes freed blocks that PyTorch caches.
+    """
     if is_gpu():
         free, total = torch.cuda.mem_get_info()
         return total - free
@@ -168,35 +172,34 @@ def used_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Memory of this host."""
+    """Return the memory of this host in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def release_cached_memory() -> None:
-    """Give freed blocks back to the GPU: another allocator (vLLM's) is about to need them."""
+    """Return cached blocks to the GPU, for another allocator (vLLM's) that is about to need them."""
     if is_gpu():
         torch.cuda.empty_cache()
 
 
 def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
-    """[N] uint8 on the host. Where there is a GPU it copies to and from this memory beside its work (pinned) until `owner` is gone.
+    """Allocate [N] uint8 on the host, pinned if there is a GPU, until `owner` is garbage-collected.
 
-    PyTorch's own pinned memory comes in powers of two, and one thread alone takes it from the system.
+    Pinned memory lets the GPU copy concurrently with its kernels. PyTorch's own allocator rounds pinned
+    memory up to a power of two, and a single thread touches its pages.
 
     Raises:
-        ValueError: the system does not allow it.
+        ValueError: the memory cannot be pinned.
     """
     if not is_gpu() or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(
-        -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # CUDA pins whole pages: they are shared with nothing else
+    # CUDA pins whole pages, so they are shared with nothing else.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with ThreadPoolExecutor(cores_per_rank()) as pool:
-        list(
-            pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank()))
-        )  # the system gives a page when it is first written to
+        # The system allocates a page when it is first written to.
+        list(pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank())))
     cudart = torch.cuda.cudart()
     failure = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if failure:
@@ -204,13 +207,17 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
         raise ValueError(
             f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {failure}); {remedy}"
         )
-    # Before the memory is freed: CUDA would go on to copy to the old pages, whoever has the address next. The process's end frees it anyway.
+    # Unregister before the memory is freed: CUDA would keep copying to the old pages although another
+    # allocation may own the address. Not needed at exit, where the system frees everything.
     weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 
 
 def copy_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """CPU tensors on this rank's device, in one copy for each dtype: where optimizer state is on its way, too, every copy waits for a piece of it."""
+    """Copy CPU tensors to this rank's device, in one copy per dtype.
+
+    While optimizer state is being copied, too, every separate copy would wait for a piece of it.
+    """
     moved = list(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -221,11 +228,11 @@ def copy_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return moved
 
 
-# ---- Megatron-Core on a CPU -------------------------------------------------------------------------------------------
+# ---- Megatron-Core on a CPU ------------------------------------------------------------------------
 
 
 def _renamed(constant):
-    """A compiled constant with CUDA's names replaced, through nested tuples and function bodies."""
+    """Return a compiled constant with CUDA's names replaced, through nested tuples and function bodies."""
     if isinstance(constant, CodeType):
         return constant.replace(co_consts=_renamed(constant.co_consts))
     if isinstance(constant, tuple):
@@ -269,7 +276,7 @@ def _rng():
     )
 
 
-# In the order in which they are applied: what fails without the patch, and the patch.
+# In the order of application: the reason for the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "literals": (
         'Megatron-Core writes device="cuda" and compares tensor types with torch.cuda.FloatTensor',
@@ -280,37 +287,33 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "rng": ("the tensor-parallel random state is kept in CUDA generators; here it is the CPU's", _rng),
 }
 
-_applied: list[str] = []  # entries that were dealt with in this process
+_applied: list[str] = []  # entries that were applied, or left out, in this process
 
 
 def prepare(*, leave_out: str = "") -> None:
     """Make Megatron-Core usable on this machine; call it before megatron.core is imported.
 
     Args:
-        leave_out: one entry of `CPU_PATCHES` that a test wants to see missed.
+        leave_out: one entry of `CPU_PATCHES` to skip, for tests.
 
     Raises:
-        RuntimeError: megatron.core was imported before.
+        RuntimeError: megatron.core is imported already.
     """
-    logging.getLogger("megatron").setLevel(
-        logging.ERROR
-    )  # notices for Megatron's own developers, once a rank
-    warnings.filterwarnings(
-        "ignore", module=r"megatron\.core"
-    )  # every module says once a rank that Apex is missing
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module=r"torch\.distributed"
-    )  # names that Megatron-Core still uses
+    # Notices for Megatron's own developers, once per rank.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # Every module warns once per rank that Apex is missing.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # Deprecated names that Megatron-Core still uses.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if is_gpu() or _applied:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError(
             "megatron.core was imported before parallel.device.prepare(); import parallel.device first"
         )
-    os.environ.setdefault(
-        "TORCH_COMPILE_DISABLE", "1"
-    )  # Megatron-Core compiles small functions: seconds each, with a C++ compiler, for nothing
+    # Megatron-Core compiles small functions, which takes seconds each and a C++ compiler, without a gain.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     for name, (_, patch) in CPU_PATCHES.items():
-        _applied.append(name)  # first: a patch may import modules that call prepare() themselves
+        _applied.append(name)  # before the patch, which may import modules that call prepare() themselves
         if name != leave_out:
             patch()

@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder from the shards of a model; no process ever holds the whole of it."""
+"""Export a sharded model as a Hugging Face folder; no process ever holds the whole model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,27 +34,29 @@ def export_folder(
     config: dict | None = None,
     max_file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write the model to `folder`; collective over the ranks of its layout, each of which writes some of the files.
+    """Write the model to `folder`; collective over the ranks of its layout, each of which writes some files.
 
-    Rows that only pad the vocabulary are not written, and a tied output layer is not written twice.
+    Padding rows of the vocabulary are not written, and a tied output layer is not written twice.
 
     Args:
         source: this rank's parameters.
-        parameters_of: what every rank of the layout holds, by world rank.
-        template_folder: where the configuration and tokenizer files come from.
+        parameters_of: the sharded parameters of every rank of the layout, by world rank.
+        template_folder: the folder from which configuration and tokenizer files are copied.
         dtype: of the tensors in the files.
         group: spans the layout's ranks.
-        config: takes the place of the template's config.json (another head or dtype).
-        max_file_bytes: largest size of a file, and of what a rank holds beside its shard; only a single larger tensor exceeds it.
+        config: replaces the template's config.json (another head or dtype).
+        max_file_bytes: largest size of a file, and of a rank's memory in addition to its shard; only a
+            single larger tensor exceeds it.
 
     Raises:
-        ValueError: `folder` is the template's, or a rank could not write.
-        ReshardError: a tensor did not arrive as its owners hold it.
+        ValueError: `folder` is the template folder, or a rank could not write.
+        ReshardError: a tensor differs from its source.
     """
     folder = Path(folder)
     if folder.resolve() == Path(template_folder).resolve():
         raise ValueError(
-            f"export folder {folder} is the folder the model came from; choose another, so that a broken export does not cost the original"
+            f"export folder {folder} is the folder the model came from; choose another, so that a broken"
+            " export does not cost the original"
         )
     action = f"the model was not exported to {folder}; make room or make the folder writable"
     with together(action, group):
@@ -97,12 +99,11 @@ def export_folder(
     with together(action, group):  # after it the folder is complete on every rank
         if rank == writers[0]:
             carry_files(template_folder, folder, config=config)
+            # Files of an earlier export under other names, which a reader would take for this one's.
             for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {
                 folder / name for name in names
             }:
-                old.unlink(
-                    missing_ok=True
-                )  # of an earlier export with other files, which a reader would take for these
+                old.unlink(missing_ok=True)
             if len(files) > 1:
                 total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
                 write_index(
@@ -113,7 +114,7 @@ def export_folder(
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         write_safetensors(path, {name: tensor.cpu() for name, tensor in tensors.items()})
-    except SafetensorError as error:  # how it tells of a full disk
+    except SafetensorError as error:  # raised for a full disk, for example
         raise OSError(str(error)) from None
 
 

@@ -1,4 +1,4 @@
-"""The torch process groups of a `Layout`: made once, handed on as arguments."""
+"""The torch process groups of a `Layout`: created once, passed on as arguments."""
 
 import torch.distributed as dist
 
@@ -9,7 +9,10 @@ _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these world ranks. Every rank of the world has to call this, in the same order; equal ranks share a group."""
+    """Return the group of these world ranks, created on the first call.
+
+    Every rank of the world must call this, in the same order.
+    """
     if ranks not in _made:
         _made[ranks] = dist.new_group(
             list(ranks), backend=device.backend(), timeout=device.COLLECTIVE_TIMEOUT
@@ -20,18 +23,29 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 class ProcessGroups:
     """All groups of one model on this rank.
 
-    Every rank of the world constructs it, in the same order; a rank outside the layout has `is_member` False and no groups.
+    Every rank of the world constructs it, in the same order. A rank outside the layout has `is_member` False
+    and no groups.
     """
 
     def __init__(self, layout: Layout):
         self.layout = layout
         self.rank = dist.get_rank()
         self.is_member = self.rank in layout.ranks
-        for name, axes in dict(tp=["tp"], cp=["cp"], dp=["dp"], pp=["pp"], dp_cp=["cp", "dp"], tp_cp=["tp", "cp"], mp=["tp", "pp"],
-                               tp_dp_cp=["tp", "cp", "dp"], world=["tp", "cp", "dp", "pp"]).items():  # fmt: skip
+        for name, axes in dict(
+            tp=["tp"],
+            cp=["cp"],
+            dp=["dp"],
+            pp=["pp"],
+            dp_cp=["cp", "dp"],
+            tp_cp=["tp", "cp"],
+            mp=["tp", "pp"],
+            tp_dp_cp=["tp", "cp", "dp"],
+            world=["tp", "cp", "dp", "pp"],
+        ).items():
             setattr(self, name, self._mine(layout.group_ranks(*axes)))
         self.alone = self._mine([[rank] for rank in layout.ranks])
-        # The first and the last stage share a tied embedding. Other stages are alone: Megatron takes None for "ask the globals".
+        # The first and the last stage share a tied embedding. The other stages get a group of one rank: None
+        # would make Megatron look the group up in its globals.
         pipelines = layout.group_ranks("pp")
         ends = [sorted({stages[0], stages[-1]}) for stages in pipelines]
         self.embedding = self._mine(ends + [[rank] for stages in pipelines for rank in stages[1:-1]])

@@ -1,6 +1,6 @@
-"""Who holds what: a model's parallel layout as pure arithmetic, without torch.
+"""A model's parallel layout as pure arithmetic, without torch.
 
-Ranks are ordered as in Megatron: tp varies fastest, then cp, dp and, slowest, pp.
+Ranks are ordered as in Megatron: tp varies fastest, then cp, then dp, and pp slowest.
 """
 
 import re
@@ -26,22 +26,23 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of a model's parallel axes and the world ranks it occupies (`len(ranks) == tp * cp * dp * pp`)."""
+    """Sizes of a model's parallel axes and its world ranks (`len(ranks) == tp * cp * dp * pp`)."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
-    vpp: int = 1  # model chunks (virtual stages) a pipeline rank holds
+    vpp: int = 1  # model chunks (virtual stages) per pipeline rank
     sequence_parallel: bool = False
-    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; empty: all stages alike
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; empty: the same for all stages
     ranks: tuple[int, ...] = (0,)
 
     def __post_init__(self):
         size = self.tp * self.cp * self.dp * self.pp
         if len(self.ranks) != size or len(set(self.ranks)) != size:
             raise ValueError(
-                f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change its sizes or its devices"
+                f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change"
+                " its sizes or its devices"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
@@ -49,12 +50,15 @@ class Layout:
             )
         if self.stage_layers and len(self.stage_layers) != self.pp:
             raise ValueError(
-                f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of the {self.pp} pipeline stages"
+                f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of"
+                f" the {self.pp} pipeline stages"
             )
 
     @classmethod
     def parse(cls, text: str, ranks: tuple[int, ...], stage_layers: tuple[int, ...] = ()) -> "Layout":
-        """Read the compact form: sizes in any order, "sp" for sequence parallelism, dp from what is left of `ranks`.
+        """Parse the compact form: sizes in any order, "sp" for sequence parallelism.
+
+        Without a dp size, dp is the number of `ranks` divided by the other sizes.
 
         >>> Layout.parse("tp2pp2sp", ranks=tuple(range(8))).dp
         2
@@ -78,7 +82,8 @@ class Layout:
         if len(ranks) % model or sizes.get("dp", len(ranks) // model) != len(ranks) // model:
             need = model * sizes.get("dp", 1)
             raise ValueError(
-                f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has {len(ranks)}; change the layout or its devices'
+                f'layout "{text}" needs {need} ranks{"" if "dp" in sizes else " or a multiple"} and has'
+                f" {len(ranks)}; change the layout or its devices"
             )
         sizes.setdefault("dp", len(ranks) // model)
         return cls(
@@ -97,7 +102,7 @@ class Layout:
         return (sizes or "tp1") + ("sp" if self.sequence_parallel else "")
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of world rank `rank`; ValueError if it is not part of the layout."""
+        """Return the coordinates of world rank `rank`; ValueError if it is not part of the layout."""
         index, place = self.ranks.index(rank), {}
         for axis in AXES:
             index, place[axis] = divmod(index, getattr(self, axis))
@@ -107,7 +112,10 @@ class Layout:
         return self.ranks[((pp * self.dp + dp) * self.cp + cp) * self.tp + tp]
 
     def group_ranks(self, *axes: str) -> list[list[int]]:
-        """World ranks of every group that spans `axes`, one list a group; together they cover the layout once."""
+        """Return the world ranks of every group along `axes`, one list per group.
+
+        Together the groups contain each rank of the layout once.
+        """
         fixed = [axis for axis in reversed(AXES) if axis not in axes]
         spanned = [axis for axis in reversed(AXES) if axis in axes]
         groups = []
@@ -119,7 +127,9 @@ class Layout:
         return groups
 
     def layers_of(self, num_layers: int) -> dict[tuple[int, int], range]:
-        """Global layer indices of each (pipeline stage, virtual chunk), in Megatron's order: chunk by chunk over the stages.
+        """Return the global layer indices of each (pipeline stage, virtual chunk).
+
+        In Megatron's order: chunk by chunk, over all stages.
 
         Raises:
             ValueError: `num_layers` cannot be split this way.
@@ -127,15 +137,18 @@ class Layout:
         stages = self.stage_layers or (num_layers // self.pp,) * self.pp
         if sum(stages) != num_layers:
             raise ValueError(
-                f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that divides them or set stage_layers (sum {num_layers})"
+                f"{num_layers} layers do not split over pp={self.pp} as {list(stages)}; choose a pp that"
+                f" divides them or set stage_layers (sum {num_layers})"
             )
         if not all(count > 0 for count in stages):
             raise ValueError(
-                f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one, or choose a smaller pp"
+                f"stages of {list(stages)} layers leave a pipeline stage without any; give each at least one,"
+                " or choose a smaller pp"
             )
         if any(count % self.vpp for count in stages):
             raise ValueError(
-                f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that divides each stage"
+                f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that"
+                " divides each stage"
             )
         ranges, first = {}, 0
         for chunk in range(self.vpp):
@@ -146,10 +159,11 @@ class Layout:
 
 
 def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
-    """World ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
+    """Return the world ranks of a device list such as "0-3", "cuda:0-3,6" or "" for all of them.
 
     Raises:
-        ValueError: not a list of ranks, ranks that do not increase, a rank named twice, or a rank outside the world.
+        ValueError: not a list of ranks, ranks that do not increase, a rank named twice, or a rank outside
+            the world.
     """
     if not text:
         return tuple(range(world_size))
@@ -158,15 +172,16 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
         match = _RANKS.fullmatch(part)
         if not match:
             raise ValueError(
-                f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or cuda:0-3,6"
+                f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or"
+                " cuda:0-3,6"
             )
         last = int(match[2] or match[1])
-        if last >= world_size:  # before they are listed
+        if last >= world_size:  # before the range is expanded
             raise ValueError(
                 f"devices {shown(text)} must name distinct ranks below the {world_size} that were started"
             )
         ranks += range(int(match[1]), last + 1)
-    if ranks != sorted(ranks):  # torch sorts a group's ranks, so that Megatron would take them for others
+    if ranks != sorted(ranks):  # torch sorts the ranks of a group, so Megatron would mix them up
         raise ValueError(f"devices {shown(text)} must name ranks in increasing order; write them so")
     if len(set(ranks)) != len(ranks) or not ranks:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where explicit groups meet Megatron-Core: its collection of groups, and the globals that some of it still reads."""
+"""Megatron-Core with explicit process groups: its group collection, its globals, pipeline and optimizer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,10 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 def collection(groups: ProcessGroups) -> ProcessGroupCollection:
-    """Megatron's view of a member's groups. Dense models: every expert group is a single rank or its dense counterpart."""
+    """Return a member's groups as Megatron's collection.
+
+    For dense models: every expert group is a single rank or its dense counterpart.
+    """
     view = ProcessGroupCollection()
     for name in ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "mp", "tp_dp_cp"):
         setattr(view, name, getattr(groups, name))
@@ -33,7 +36,7 @@ def collection(groups: ProcessGroups) -> ProcessGroupCollection:
     return view
 
 
-# parallel_state's variable -> the field of the collection that it stands for
+# parallel_state's variable -> the corresponding field of the collection
 _GLOBALS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -51,10 +54,10 @@ _GLOBALS = {
 
 @contextmanager
 def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
-    """Within the block Megatron's `parallel_state` answers with these groups; afterwards it knows nothing again.
+    """Set Megatron's `parallel_state` globals to these groups within the block; restore them afterwards.
 
-    Needed by attention with fewer key/value heads than tensor-parallel ranks (0.16) and by scratch memory that is looked up
-    globally. The world itself is never initialised there.
+    Needed by attention with fewer key/value heads than tensor-parallel ranks (0.16) and by scratch memory
+    that is looked up globally. `parallel_state` itself is never initialised.
     """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -71,17 +74,18 @@ def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
 
 
 class Pipeline(P2PCommunicator):
-    """Megatron's messages between stages in one pass, with activations whose length differs from micro-batch to micro-batch.
+    """Megatron's messages between pipeline stages, with sequence lengths that differ between micro-batches.
 
-    Megatron lets a sender tell the shape before each message. A process then waits until its neighbour has come that far, and so do they
-    all in turn: none gets ahead of its GPU, which stands idle while the next kernels are queued. Here every stage knows what will come:
-    it has all micro-batches, and messages come in the order of the schedule.
+    Megatron sends the shape before each message. A process then waits until its neighbour has reached that
+    message, and so on through the pipeline. No process gets ahead of its GPU, which idles while the next
+    kernels are queued. Here every stage computes the shapes itself: it has all micro-batches, and messages
+    arrive in the order of the schedule.
     """
 
     def __init__(self, groups: ProcessGroups, config: TransformerConfig, lengths: Sequence[int]):
         """
         Args:
-            lengths: tokens of each micro-batch that this rank holds between stages.
+            lengths: tokens of each micro-batch in this rank's activations between stages.
         """
         super().__init__(pp_group=groups.pp, config=config)
         passes = get_schedule_table(
@@ -90,7 +94,8 @@ class Pipeline(P2PCommunicator):
             config.microbatch_group_size_per_vp_stage,
         )
         shapes = [[length, 1, config.hidden_size] for length in lengths]
-        # The first stage begins with its first chunk, the last stage's backward pass with its last: the table counts both as 0.
+        # Neither the first chunk of the first stage nor, in the backward pass, the last chunk of the last
+        # stage receives anything: the table numbers both as chunk 0.
         self._from_previous = iter(
             [shapes[micro] for micro, chunk in passes if chunk or not groups.is_first_stage]
         )
@@ -105,12 +110,15 @@ class Pipeline(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[list[int] | None, list[int] | None]:
-        """Shapes [3] of what comes from the previous and from the next stage with this message."""
+        """Return the shapes [3] of the tensors received from the previous and the next stage."""
         return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
 def seed(groups: ProcessGroups, value: int) -> None:
-    """Seed Megatron's random states: tensor-parallel ranks differ inside tensor-parallel regions and agree outside."""
+    """Seed Megatron's random states.
+
+    Tensor-parallel ranks have different states inside tensor-parallel regions and equal ones outside.
+    """
     place = groups.coordinates
     model_parallel_cuda_manual_seed(
         value + 100 * place.pp, tp_rank=place.tp, ep_rank=0, etp_rank=0, force_reset_rng=True
@@ -118,9 +126,10 @@ def seed(groups: ProcessGroups, value: int) -> None:
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list, groups: ProcessGroups) -> MegatronOptimizer | None:
-    """Megatron's optimizer of a member's model chunks; every rank of the world calls this, non-members get None.
+    """Build Megatron's optimizer of a member's model chunks.
 
-    While it is built Megatron compares parameter groups over the whole world, once for dense and once for expert parameters.
+    Every rank of the world calls this; non-members get None. Megatron compares parameter groups over the
+    whole world meanwhile, once for dense and once for expert parameters.
     """
     if not groups.is_member:
         for _ in range(2):

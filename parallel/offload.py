@@ -1,6 +1,6 @@
-"""Device memory given up for a while: what is kept waits in pinned host memory, what is dropped comes back zeroed.
+"""Offload of device memory: kept tensors are copied to pinned host memory, dropped ones return as zeros.
 
-A storage is emptied and filled again in place, so tensors, and all views of them, stay the objects that their owners hold.
+A storage is emptied and refilled in place, so tensors and all views of them remain valid objects.
 """
 
 from collections import deque
@@ -15,29 +15,30 @@ from torch import Tensor, UntypedStorage
 from parallel.device import host_memory, release_cached_memory
 
 PIECE_BYTES = 64 * 2**20  # of one copy
-PIECES_QUEUED = 8  # enough to keep the link busy while Python does something else
+PIECES_QUEUED = 8  # enough to keep the link busy while Python runs other code
 
 
 class Residence(Enum):
-    """Where the contents are."""
+    """The location of the contents."""
 
     ON_DEVICE = auto()  # on the device
-    LEAVING = auto()  # on the device, and being copied to the host
-    ON_HOST = auto()  # on the host; the device's memory is free
-    RETURNING = auto()  # in new device memory, and being copied there
+    LEAVING = auto()  # on the device, being copied to the host
+    ON_HOST = auto()  # on the host; the device memory is free
+    RETURNING = auto()  # being copied to new device memory
 
 
 class Offload:
-    """Storages that leave a device and come back together: offload_async, wait_offload, onload_async, wait, and again.
+    """Storages that are offloaded and onloaded together, repeatedly.
 
-    A call with nothing to do does nothing. All calls come from one thread and one current stream, the one on which the tensors
-    are used; copies run beside it on streams of their own, which a thread gives them piece by piece. On a CPU the same happens
-    without streams and thread.
+    The order of calls is offload_async, wait_offload, onload_async, wait; a call with nothing to do returns
+    at once. All calls come from one thread and one current stream, on which the tensors are used. Copies run
+    concurrently on streams of their own, queued piece by piece by a background thread. On a CPU the copies
+    are synchronous.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.residence = device, Residence.ON_DEVICE
-        self.device_bytes = 0  # of what the latest release moved
+        self.device_bytes = 0  # freed by the latest offload
         self._kept: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
         self._dropped: list[tuple[UntypedStorage, int]] = []
         self._blocks: list[Tensor] = []
@@ -47,18 +48,21 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held from the first release on, pinned on a GPU's host."""
+        """Host memory that is held from the first offload on, pinned if the device is a GPU."""
         return sum(block.numel() for block in self._blocks)
 
     def offload_async(
         self, *, keep: Iterable[Tensor], drop: Iterable[Tensor], stay: Iterable[Tensor]
     ) -> None:
-        """Begin to copy `keep` to the host. Until `wait_offload` all tensors may be read; what is written to `keep` may be lost.
+        """Begin to copy `keep` to the host.
+
+        Until `wait_offload` all tensors may be read; writes to `keep` may be lost.
 
         Args:
-            keep: whose contents come back.
-            drop: whose contents are lost: they come back zeroed.
-            stay: a storage with one of these never leaves, whatever else is in it. Nor do tensors of other devices.
+            keep: tensors whose contents are restored by `onload_async`.
+            drop: tensors whose contents are lost; they return as zeros.
+            stay: tensors whose storages stay on the device, also if they contain other tensors. Tensors of
+                other devices stay, too.
         """
         if self.residence in (Residence.LEAVING, Residence.ON_HOST):
             return
@@ -70,7 +74,7 @@ class Offload:
         self.residence = Residence.LEAVING
 
     def _storages(self, tensors: Iterable[Tensor], taken: set[int]) -> list[tuple[UntypedStorage, int]]:
-        """The storages of `tensors`, each once; adds them to `taken`, the addresses of those that are dealt with."""
+        """Return the storages of `tensors` that are not in `taken` (addresses), each once; add them to it."""
         found = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -80,15 +84,16 @@ class Offload:
         return found
 
     def wait_offload(self, *, for_others: bool = True) -> None:
-        """Wait for the copies and free the device's memory. The tensors may not be used now.
+        """Wait for the copies and free the device memory. Afterwards the tensors may not be used.
 
         Args:
-            for_others: other allocators get the memory, too; False leaves it to PyTorch.
+            for_others: return the memory to the device for other allocators; False keeps it in PyTorch's
+                cache.
         """
         if self.residence is not Residence.LEAVING:
             return
         if self._copied is not None:
-            self._copied.result().synchronize()  # memory freed here belongs to the current stream again at once
+            self._copied.result().synchronize()  # memory freed here is at once reusable on the current stream
         for storage, _ in self._kept + self._dropped:
             storage.resize_(0)
         if for_others:
@@ -96,9 +101,9 @@ class Offload:
         self.residence = Residence.ON_HOST
 
     def onload_async(self) -> None:
-        """Take memory again (other than before) and begin to fill it; a release that is not finished is called off.
+        """Allocate device memory again, at other addresses, and begin to restore the contents.
 
-        Dropped tensors may be used from here on, kept ones after `wait`.
+        Cancels an unfinished offload. Dropped tensors may be used from here on, kept ones after `wait`.
         """
         if self.residence is Residence.ON_HOST:
             for storage, size in self._kept + self._dropped:
@@ -111,21 +116,20 @@ class Offload:
             self.residence = Residence.RETURNING
 
     def wait(self) -> None:
-        """What the current stream is given from here on finds everything in place; the host waits until the last copies are queued."""
+        """Make the current stream wait for the copies; the host waits only until the last copy is queued."""
         assert self.residence in (Residence.ON_DEVICE, Residence.RETURNING), (
             f"nothing is on its way back: {self.residence.name}; call onload_async first"
         )
         if self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied.result())
-        self._kept, self._dropped, self._copied, self.residence = (
-            [],
-            [],
-            None,
-            Residence.ON_DEVICE,
-        )  # their owners may let go of the tensors
+        # Drop the references, so that the owners can free the tensors.
+        self._kept, self._dropped, self._copied, self.residence = [], [], None, Residence.ON_DEVICE
 
     def _copy(self, *, to_host: bool) -> None:
-        """Copy the kept storages to the host or back, after what the current stream was given, beside what it is given next."""
+        """Copy the kept storages to the host or back.
+
+        The copies follow the work queued on the current stream and run concurrently with later work.
+        """
         missing = sum(size for _, size in self._kept) - self.host_bytes
         if missing > 0:
             self._blocks.append(host_memory(missing, owner=self))
@@ -133,7 +137,7 @@ class Offload:
         copies = [(here, there) if to_host else (there, here) for there, here in pairs]
         if self.device.type == "cuda":
             self._streams = self._streams or (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
-            # On the way back too: kernels of this stream may still work on what the new memory held before.
+            # Needed to onload, too: kernels of this stream may still use earlier contents of the new memory.
             begin = torch.cuda.current_stream(self.device).record_event()
             self._copied = self._thread.submit(copy_beside, copies, self._streams, begin)
         else:
@@ -144,10 +148,14 @@ class Offload:
 def copy_beside(
     copies: Iterable[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], begin: torch.cuda.Event
 ) -> torch.cuda.Event:
-    """Give the streams in turn the copies (target, source), each after the one before, the first after `begin`; the event after the last.
+    """Queue the copies (target, source) on alternating streams, one after the other, the first after `begin`.
 
-    One direction's copy engine stays with a stream as long as that has copies: a copy of the work beside 16 GiB had to wait for all of
-    it, 310 ms. At a piece that waits for another stream's the engine turns to others: 1.3 ms, at the same 55 GB/s (tools/bench_copies.py, H200).
+    The copy engine of a direction stays with a stream as long as that stream has copies: another copy issued
+    during 16 GiB of offload waited for all of it, 310 ms. At a piece that waits for another stream the engine
+    switches: the wait is 1.3 ms, at the same 55 GB/s (tools/bench_copies.py, H200).
+
+    Returns:
+        The event after the last copy.
     """
     queued = deque([begin])
     for (target, source), stream in zip(copies, cycle(streams)):
@@ -161,12 +169,15 @@ def copy_beside(
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """[N] uint8: all of the storage."""
+    """Return the whole storage as a tensor [N] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _pieces(parts: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equally long pieces of both, as if each were one row, of at most PIECE_BYTES; the blocks may be longer together."""
+    """Yield pairs of pieces of equal length, at most PIECE_BYTES, from the concatenated parts and blocks.
+
+    The blocks may be longer in total than the parts.
+    """
     following = iter(blocks)
     block = torch.empty(0)
     for part in parts:
@@ -177,18 +188,22 @@ def _pieces(parts: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple
             part, block = part[size:], block[size:]
 
 
-# ---- what a Megatron-Core model that learns can do without while vLLM generates ---------------------------------------
+# ---- tensors of a trained Megatron-Core model that are not needed while vLLM generates -------------
 
 
 def gradients(chunks: Iterable) -> list[Tensor]:
-    """The gradient buffers of DistributedDataParallel chunks; every bucket and every parameter's main_grad is a view of one."""
+    """Return the gradient buffers of DistributedDataParallel chunks.
+
+    Every bucket and every parameter's main_grad is a view of one of them.
+    """
     return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
 def optimizer_tensors(optimizer) -> list[Tensor]:
-    """What a Megatron optimizer steps on and its moments, as far as there are any yet.
+    """Return the parameters that a Megatron optimizer steps and its moments, if they exist yet.
 
-    In bfloat16 that is the float32 master weights; in float32 the model's own parameters, which the caller lets stay.
+    In bfloat16 the parameters are the float32 master weights. In float32 they are the model's own, which the
+    caller passes as `stay`.
     """
     stepped = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
     moments = [

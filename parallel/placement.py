@@ -1,12 +1,14 @@
-"""Which world rank takes which place in Megatron's layout and in vLLM's, so that a rank already holds much of what it needs.
+"""Placement of world ranks in Megatron's and vLLM's layouts such that a weight sync moves the least.
 
-Only the order of the axes changes: which of tp, cp, dp and pp varies fastest over the world ranks, or over those of a host.
-Within a group of one axis ranks still increase with the position, as torch sorts them. In groups of several axes (model parallel,
-say) they may not: there a rank's number in the group is only a name.
+Only the order of the axes changes: which of tp, cp, dp and pp varies fastest over the world ranks, or over
+those of a host. Within a group along one axis ranks still increase with the position, as torch sorts them. In
+groups along several axes (model parallel, for example) they may not; there the position in the group has no
+meaning.
 
-Bytes are counted, not planned. Every layer is split alike, so one layer stands for all, beside the embedding and the output.
-Of a tensor two of Megatron's tensor-parallel ranks hold either the same or nothing in common; what the ranks of a host hold
-together is therefore a sum of overlaps. A plan takes each element from the nearest rank that holds it, so the counts are the plan's.
+Bytes are counted without compiling a plan. Every layer is split the same way, so one layer represents all, in
+addition to the embedding and the output. Two tensor-parallel ranks of Megatron hold either the same part of a
+tensor or disjoint parts, so the ranks of a host together hold a sum of overlaps. A plan copies each element
+from the nearest rank that holds it, so the counts equal the plan's.
 """
 
 from collections import defaultdict
@@ -24,13 +26,11 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import EMBEDDING, megatron_parameters, vllm_parameters
 from parallel.weights.shard import ShardedParameter
 
-NEVER_WIDER = (
-    "tp",
-    "cp",
-    "dp",
-)  # axes that speak in every layer or reduce every gradient: their groups span no more hosts than in the usual order
-Digit = tuple[str, int]  # an axis or a factor of it, and its size
-Shard = tuple[int, int]  # tp and pp: which part of the model
+# Axes that communicate in every layer or reduce every gradient: their groups span no more hosts than in the
+# default order.
+NEVER_WIDER = ("tp", "cp", "dp")
+Digit = tuple[str, int]  # an axis, and its size or a factor of its size
+Shard = tuple[int, int]  # tp and pp coordinates, which identify a part of the model
 Shards = dict[int, Shard]  # by world rank
 Rects = dict[str, list[Rect]]  # by Hugging Face tensor
 
@@ -43,29 +43,30 @@ def place(
     spec: Literal["te", "local"] = "local",
     ranks_per_host: int,
 ) -> tuple[Layout, Layout]:
-    """The same two layouts with their `ranks` reordered so that a reshard from `train` into `rollout` moves least.
+    """Return both layouts with their `ranks` reordered so that a `train` to `rollout` reshard moves least.
 
-    First the bytes that the busiest rank receives from other hosts are made smallest, then those that it receives at all. Nothing
-    changes without a gain, and `train` not where the same is gained by `rollout` alone. World rank r stands on host
-    r // `ranks_per_host`. Tensor-, context- and data-parallel groups span no more hosts than before; pipeline groups may, which pass
-    only activations.
+    Minimizes the bytes that the busiest rank receives from other hosts, then those that the busiest rank
+    receives at all. The order changes only for a gain, and that of `train` only if reordering `rollout` alone
+    gains less. World rank r is on host r // `ranks_per_host`. Tensor-, context- and data-parallel groups span
+    no more hosts than before; pipeline groups, which pass only activations, may.
 
-    Each side keeps its set of ranks, which may differ from the other's. A side whose ranks do not increase was ordered by its
-    user (or by this function) and stays as it is.
+    Each side keeps its set of ranks; the two sets may differ. A side whose ranks do not increase was ordered
+    by the user (or by this function) and is left unchanged.
 
     Raises:
         ValueError: the architecture does not split over a layout, or `rollout` has more axes than tp and dp.
     """
     if rollout.cp * rollout.pp > 1:
         raise ValueError(
-            f"rollout layout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{rollout.tp}"
+            f"rollout layout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only;"
+            f" write tp{rollout.tp}"
         )
     missing = cache(_Counts(arch, train, rollout, spec).missing)
     trained, served = (
         [(layout, _shards(layout)) for layout in _candidates(side, ranks_per_host)]
         for side in (train, rollout)
     )
-    # The first of the smallest: both candidates' lists begin with the layout as it is.
+    # min returns the first of equals, and both lists of candidates begin with the unchanged layout.
     (best_train, _), (best_rollout, _) = min(
         product(trained, served), key=lambda pair: _busiest(pair[0][1], pair[1][1], missing, ranks_per_host)
     )
@@ -80,14 +81,17 @@ def busiest_elements(
     spec: Literal["te", "local"] = "local",
     ranks_per_host: int,
 ) -> tuple[int, int]:
-    """What `place` makes smallest: elements that the busiest rank receives from other hosts, and that the busiest rank receives."""
+    """Return what `place` minimizes: the most elements that a rank receives from other hosts and in total."""
     return _busiest(
         _shards(train), _shards(rollout), _Counts(arch, train, rollout, spec).missing, ranks_per_host
     )
 
 
 def described(train: Layout, rollout: Layout) -> str:
-    """Both orders in words, for a log: "neighbours along pp are 1 apart, along tp are 2 apart in Megatron; as usual in vLLM"."""
+    """Describe both orders for a log.
+
+    Example: "neighbours along pp are 1 apart, along tp are 2 apart in Megatron; as usual in vLLM".
+    """
     return f"{_in_words(train)} in Megatron; {_in_words(rollout)} in vLLM"
 
 
@@ -103,7 +107,7 @@ def _in_words(layout: Layout) -> str:
 
 
 def _candidates(layout: Layout, ranks_per_host: int) -> list[Layout]:
-    """The layout itself, then its ranks by other orders of the axes, plain ones first."""
+    """Return the layout itself, then the layouts with other orders of the axes, simple ones first."""
     if list(layout.ranks) != sorted(layout.ranks):
         return [layout]
     hosts = _hosts(layout, ranks_per_host)
@@ -118,7 +122,10 @@ def _candidates(layout: Layout, ranks_per_host: int) -> list[Layout]:
 
 
 def _orders(layout: Layout, ranks_per_host: int) -> Iterator[list[Digit]]:
-    """Orders of whole axes; then of a host's part of each axis, with the rest of the axes as usual over the hosts."""
+    """Yield orders of whole axes, then orders of each axis's part within a host.
+
+    In the latter the rest of each axis is in the default order over the hosts.
+    """
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     for order in permutations(axis for axis in AXES if sizes[axis] > 1):
         yield [(axis, sizes[axis]) for axis in order]
@@ -132,7 +139,7 @@ def _orders(layout: Layout, ranks_per_host: int) -> Iterator[list[Digit]]:
 
 
 def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
-    """The increasing ranks of `layout`, dealt out along `digits`, the fastest first."""
+    """Return `layout` with its increasing ranks assigned along `digits`, the fastest digit first."""
     offsets, stride = {axis: [0] for axis in AXES}, 1
     for axis, size in digits:
         offsets[axis] = [step * stride + offset for step in range(size) for offset in offsets[axis]]
@@ -146,7 +153,7 @@ def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
 
 
 def _hosts(layout: Layout, ranks_per_host: int) -> list[int]:
-    """Numbers of hosts that the groups of each axis in `NEVER_WIDER` span, the largest first."""
+    """Return how many hosts the groups of each axis in `NEVER_WIDER` span, the largest first per axis."""
     hosts, counts, step = [rank // ranks_per_host for rank in layout.ranks], [], 1
     for axis in AXES:
         size, step = getattr(layout, axis), step * getattr(layout, axis)
@@ -182,7 +189,10 @@ def _busiest(
 
 
 class _Counts:
-    """How much of what vLLM needs is in Megatron's shards, in elements. Parts of a model: 0 the embedding, 1 a layer, 2 the output."""
+    """Overlaps of vLLM's and Megatron's shards, in elements.
+
+    Parts of a model: 0 the embedding, 1 a layer, 2 the output.
+    """
 
     def __init__(self, arch: Architecture, train: Layout, rollout: Layout, spec: Literal["te", "local"]):
         self.repeats = _repeats(arch, train)
@@ -197,13 +207,14 @@ class _Counts:
         own = [
             {tensor: rects for tensor, rects in rects_of.items() if tensor not in common} for rects_of in held
         ]
-        # By vLLM's tensor-parallel rank: what it needs, what all of Megatron's tensor-parallel ranks hold of it, what each alone does.
+        # By vLLM's tensor-parallel rank: the elements that it needs, those of them that every tensor-parallel
+        # rank of Megatron holds, and those that each of these ranks holds alone.
         self.need = [_meeting(rects, rects) for rects in wanted]
         self.common = [_meeting(rects, common) for rects in wanted]
         self.own = [[_meeting(rects, mine) for mine in own] for rects in wanted]
 
     def missing(self, shards: frozenset[Shard], slot: int) -> int:
-        """Elements that vLLM's tensor-parallel rank `slot` needs and none of `shards` holds."""
+        """Return the elements that vLLM's tensor-parallel rank `slot` needs and none of `shards` holds."""
         stages: dict[int, list[int]] = defaultdict(list)
         for tp, pp in shards:
             stages[pp].append(tp)
@@ -218,7 +229,7 @@ class _Counts:
 
 
 def _meeting(wanted: Rects, held: Rects) -> tuple[int, int, int]:
-    """Elements in both, by part."""
+    """Return the number of elements in both, by part."""
     elements = [0, 0, 0]
     for tensor, rects in wanted.items():
         part = 0 if tensor in EMBEDDING.tensors else 1 if tensor.startswith("model.layers.") else 2
@@ -229,7 +240,10 @@ def _meeting(wanted: Rects, held: Rects) -> tuple[int, int, int]:
 
 
 def _repeats(arch: Architecture, train: Layout) -> list[tuple[int, int, int]]:
-    """By pipeline stage: how many embeddings, layers and outputs it holds. A tied output is the embedding's copy, no source of it."""
+    """Return how many embeddings, layers and outputs each pipeline stage holds.
+
+    A tied output is a copy of the embedding and no source of it.
+    """
     layers = [0] * train.pp
     for (stage, _), chunk in train.layers_of(arch.num_layers).items():
         layers[stage] += len(chunk)

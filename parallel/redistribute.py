@@ -1,4 +1,4 @@
-"""Rows of tensors move between the ranks of a group, each row to any number of them.
+"""Redistribute rows of tensors between the ranks of a group, each row to any number of ranks.
 
 Letters: B rows, ... any trailing sizes.
 """
@@ -18,17 +18,19 @@ def exchange_rows(
     *,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Send row b of every tensor to the ranks `destinations[b]`; return the rows received, by source rank, then source order.
+    """Send row b of every tensor to the ranks `destinations[b]`.
 
     Args:
-        tensors: [B, ...] of any dtype, the same names, dtypes and number of dimensions on every rank of `group`; B may be 0.
-            Trailing sizes may differ over ranks: rows are padded with zeros to the largest.
-        destinations: for each local row the ranks of `group` (0 to its size - 1) that receive it; none: the row goes nowhere.
+        tensors: [B, ...] of any dtype, the same names, dtypes and number of dimensions on every rank of
+            `group`; B may be 0. Trailing sizes may differ between ranks: rows are padded with zeros to the
+            largest.
+        destinations: for each local row the ranks of `group` (0 to its size - 1) that receive it; an empty
+            list drops the row.
         group: every rank of it calls this; None is the whole world.
-        device: where the exchange runs: the GPU under NCCL. Results lie there.
+        device: of the exchange and of the results; the GPU under NCCL.
 
     Returns:
-        The same names, [B', ...], B' rows received.
+        Tensors of the same names, [B', ...]: the B' received rows by source rank, then by source order.
     """
     assert all(len(value) == len(destinations) for value in tensors.values()), (
         "each tensor has a row for every list of destinations"
@@ -61,7 +63,7 @@ def _exchange_counts(
 def _common_trailing_shapes(
     tensors: dict[str, Tensor], group: ProcessGroup | None, *, device: torch.device | str
 ) -> dict[str, tuple[int, ...]]:
-    """The largest trailing sizes that any rank holds, by name."""
+    """Return the largest trailing sizes over all ranks, by name."""
     names = sorted(tensors)
     flat = torch.tensor(
         [size for name in names for size in tensors[name].shape[1:]], dtype=torch.int64, device=device
@@ -73,7 +75,7 @@ def _common_trailing_shapes(
 
 
 def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`value` [B, ...] with zeros after its end on every trailing dimension, up to `shape`."""
+    """Return `value` [B, ...], padded with zeros at the end of every trailing dimension up to `shape`."""
     assert all(have <= want for have, want in zip(value.shape[1:], shape, strict=True)), (
         f"{tuple(value.shape)} is larger than {shape}"
     )
@@ -87,7 +89,7 @@ def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _all_to_all(
     send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup | None
 ) -> Tensor:
-    """Rows of `send`, ordered by destination, to their ranks. Travels as bytes, so every dtype does."""
+    """Exchange the rows of `send`, which are ordered by destination; as bytes, so any dtype works."""
     total, shape, dtype = sum(receive_counts), send.shape[1:], send.dtype
     width = shape.numel() * send.element_size()
     payload = (

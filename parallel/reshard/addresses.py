@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, as numbers that other ranks can plan with, and tensors at such places."""
+"""Addresses of tensors as plain numbers that all ranks can plan with, and tensors at such addresses."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from parallel.weights.shard import ShardedParameter
 
 
 def allocations_of(parameters: Mapping[Key, Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct allocations that hold the parameters, in the order of their addresses."""
+    """Return the distinct allocations that hold the parameters, in the order of their addresses."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
         for tensor in parameters.values()
@@ -20,7 +20,7 @@ def allocations_of(parameters: Mapping[Key, Tensor]) -> list[torch.UntypedStorag
 
 
 def addresses_of(parameters: Mapping[Key, Tensor]) -> Addresses:
-    """Where each parameter lies: which of `allocations_of`, and its first byte in it."""
+    """Return the address of each parameter: an index into `allocations_of` and the first byte in it."""
     numbers = {storage.data_ptr(): number for number, storage in enumerate(allocations_of(parameters))}
     return {
         key: (numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset() * tensor.element_size())
@@ -35,7 +35,7 @@ def views_at(
     memory: Mapping[Key, Tensor],
     dtype: torch.dtype,
 ) -> dict[Key, Tensor]:
-    """Tensors for those of `parameters` that have an address, in the allocations that hold `memory`."""
+    """Return tensors for the `parameters` that have an address, in the allocations that hold `memory`."""
     allocations, views = allocations_of(memory), {}
     for parameter in parameters:
         key = (parameter.chunk, parameter.name)

@@ -1,4 +1,14 @@
-"""Where one rank's destination parameters lie in the memory of its source parameters."""
+"""The memory layout of one rank: its destination parameters in the memory of its source parameters.
+
+A destination parameter that finds no place gets its own memory. There are three layouts:
+
+    source parameters   |   A    |   B     |    C      |
+    share               |   a    |         |           |   own memory: b, c
+    fill_by_name        |   a    | b    |..| c      |..|   each in its source parameter; padding (..) is left
+    fill_in_order       |   a    | b    | c      | free|   packed without padding; most values move
+
+`share` places only those that are one contiguous block of a source parameter. The other two also overwrite.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -10,12 +20,12 @@ from parallel.weights.shard import ShardedParameter
 Span = tuple[int, int, int]  # allocation, first byte, end
 Gap = tuple[int, int, int]  # bytes, allocation, first byte
 Key = tuple[int, str]  # model chunk, parameter
-Address = tuple[int, int]  # which of a rank's allocations, first byte in it
+Address = tuple[int, int]  # index of an allocation of the rank, first byte in it
 Addresses = dict[Key, Address]
 Shards = Mapping[int, Sequence[ShardedParameter]]  # by world rank
 ALIGNMENT = 256  # bytes, of a parameter in a gap
-VECTOR = 16  # bytes; vLLM's kernels read so many at a time, so that no parameter may begin between
-WORTH_ANOTHER = 64  # excess memory is, from this part of the larger copy on
+VECTOR = 16  # bytes; vLLM's kernels load this many at a time, so every parameter is aligned to it
+WORTH_ANOTHER = 64  # another layout is tried if the excess is more than 1/64 of the larger copy
 
 
 def arrangements(
@@ -26,7 +36,10 @@ def arrangements(
     element_bytes: int,
     in_place: bool,
 ) -> Iterator[dict[int, "Arrangement"]]:
-    """Every rank's arrangement, in the way that moves least; if that leaves too much unused when the next one is asked for, in the other way."""
+    """Yield the memory layouts of all ranks, first the one that moves least.
+
+    A second one follows if the first one's excess is too large when the caller asks for the next.
+    """
     homes = {
         block.tensor: (p.chunk, p.name)
         for shards in source.values()
@@ -53,12 +66,15 @@ def arrangements(
 
 
 def excess_bytes(laid: Mapping[int, "Arrangement"]) -> int:
-    """Of the rank that has most."""
+    """Return the excess memory of the rank that has the most."""
     return max((arrangement.excess_bytes for arrangement in laid.values()), default=0)
 
 
 class Arrangement:
-    """One rank's destination parameters over its source memory: first `share`, `fill_by_name` or `fill_in_order`, once, then `move`."""
+    """The memory layout of one rank's destination parameters.
+
+    Call `share`, `fill_by_name` or `fill_in_order` once, then `move` as often as needed.
+    """
 
     def __init__(
         self,
@@ -71,8 +87,8 @@ class Arrangement:
     ):
         """
         Args:
-            memory: where the source parameters lie.
-            homes: which source parameter holds a tensor, on whatever rank.
+            memory: addresses of the source parameters.
+            homes: the source parameter that holds each tensor, on any rank.
         """
         self.source, self.destination, self.memory, self.element_bytes, self.homes = (
             source,
@@ -81,32 +97,32 @@ class Arrangement:
             element_bytes,
             homes,
         )
-        self.addresses: Addresses = {}  # a destination parameter that is not named has memory of its own
+        self.addresses: Addresses = {}  # a destination parameter without an address has its own memory
         self.sizes = {(p.chunk, p.name): prod(p.shape) * element_bytes for p in destination}
         self.source_sizes = {(p.chunk, p.name): prod(p.shape) * element_bytes for p in source}
         self.held = {block.tensor for p in source if p.owner for block in p.blocks}
         self.free = _merged((*memory[key], size) for key, size in self.source_sizes.items())
         self.shared: set[Key] = set()
         self.moved: set[Key] = set()
-        self.left: list[Span] = []  # by parameters that moved
+        self.left: list[Span] = []  # memory that relocated parameters have left
 
     @property
     def larger_bytes(self) -> int:
-        """The larger one of the two copies."""
+        """Size of the larger copy, source or destination."""
         return max(sum(self.sizes.values()), sum(self.source_sizes.values()))
 
     @property
     def own_bytes(self) -> int:
-        """Of the parameters that have memory of their own."""
+        """Size of the destination parameters with their own memory."""
         return sum(size for key, size in self.sizes.items() if key not in self.addresses)
 
     @property
     def excess_bytes(self) -> int:
-        """By how much both together exceed the larger copy."""
+        """Memory of both copies together, less that of the larger copy."""
         return self.own_bytes - self.larger_bytes + sum(self.source_sizes.values())
 
     def share(self) -> None:
-        """Parameters that are one contiguous block of a source parameter."""
+        """Alias the parameters that are one contiguous block of a source parameter."""
         holders = {
             block.tensor: parameter
             for parameter in self.source
@@ -124,10 +140,12 @@ class Arrangement:
                     self.shared.add((parameter.chunk, parameter.name))
 
     def fill_by_name(self) -> None:
-        """Share; the others, largest first: where their elements come from here, then where such elements would be, then wherever they fit.
+        """Alias what `share` can; place the other parameters in the memory of their source parameter's name.
 
-        What other ranks hold in a parameter of some name goes into this rank's parameter of that name: then whole parameters change
-        places, in circles that fit a window. Gaps may be left beside each of them.
+        They are placed largest first, in three passes: within that source parameter, from its beginning over
+        what follows, then in any gap. A parameter whose values come from other ranks also goes to this rank's
+        source parameter of that name. Whole parameters then swap places, in cycles that fit into a window.
+        Padding may be left after each of them.
         """
         self.share()
         own_first = sorted(
@@ -145,10 +163,11 @@ class Arrangement:
                     self.addresses[key] = address
 
     def fill_in_order(self) -> None:
-        """All one after the other, in the order of their sources in memory, those of other ranks last, each as far in front as it fits.
+        """Place all parameters by first fit, in the order of their source parameters in memory.
 
-        In the end what is left of an allocation is smaller than any parameter with memory of its own. A parameter that is larger than
-        its source lies behind it: dealt from the last to the first, nothing is overwritten that is still to be read.
+        Parameters whose values come from other ranks are placed last. At the end the rest of an allocation is
+        smaller than any parameter with its own memory. A parameter that is larger than its source is placed
+        behind it: moved from the last to the first, nothing is overwritten that is still to be read.
         """
 
         def turn(parameter: ShardedParameter) -> tuple[bool, Address]:
@@ -164,7 +183,11 @@ class Arrangement:
                 self.addresses[key] = address
 
     def move(self, keys: Sequence[Key]) -> None:
-        """Each to where another was that has moved, but once only, or to memory of its own; then others may lie where these were."""
+        """Relocate parameters, and offer the memory that they leave to later calls.
+
+        A parameter goes to memory that an earlier call left, if it fits and the parameter has not been
+        relocated before. Otherwise it gets its own memory.
+        """
         places = [
             (space, start, start + self.sizes[key])
             for key in keys
@@ -185,7 +208,7 @@ class Arrangement:
         self.shared.difference_update(keys)
 
     def overwritten(self) -> list[Span]:
-        """Intervals (allocation, first byte, end) in which the source's values are lost, sorted."""
+        """Return the sorted intervals (allocation, first byte, end) whose source values are overwritten."""
         return sorted(
             (space, start, start + self.sizes[key])
             for key, (space, start) in self.addresses.items()
@@ -193,7 +216,7 @@ class Arrangement:
         )
 
     def _slot(self, home: Key | None, size: int) -> Address | None:
-        """What is free of the source parameter `home`, from its beginning on."""
+        """Reserve `size` bytes at the first free place within the source parameter `home`."""
         if home not in self.memory:
             return None
         (space, start), end = self.memory[home], self.memory[home][1] + self.source_sizes[home]
@@ -207,11 +230,15 @@ class Arrangement:
         return None
 
     def _spill(self, home: Key | None, size: int) -> Address | None:
-        """From the beginning of `home` over what follows."""
+        """Reserve `size` bytes from the beginning of `home` on, beyond its end if need be."""
         return self.memory[home] if home in self.memory and self._take(self.memory[home], size) else None
 
     def _gap(self, home: Key | None, size: int, choose: Callable[[list[Gap]], Gap] = min) -> Address | None:
-        """The smallest one, or what `choose` takes of all that are large enough, in the order of their addresses."""
+        """Reserve `size` bytes in the smallest gap that fits.
+
+        Args:
+            choose: selects another one of the gaps that fit, which are ordered by address.
+        """
         aligned = ((end - _aligned(start), space, _aligned(start)) for space, start, end in self.free)
         gaps = [gap for gap in aligned if gap[0] >= size]
         if not gaps:
@@ -221,7 +248,7 @@ class Arrangement:
         return space, start
 
     def _take(self, address: Address, size: int) -> bool:
-        """Whether the interval was free and begins well; now it is taken."""
+        """Reserve an interval; return False if it is not free or not aligned to VECTOR."""
         space, first = address
         if first % VECTOR:
             return False
@@ -242,7 +269,10 @@ def _aligned(start: int) -> int:
 
 
 def _merged(regions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(allocation, first byte, bytes) to sorted (allocation, first byte, end); what only alignment parts becomes one."""
+    """Merge regions (allocation, first byte, bytes) into sorted intervals (allocation, first byte, end).
+
+    Regions that only alignment padding separates become one interval.
+    """
     merged: list[tuple[int, int, int]] = []
     for space, start, size in sorted(regions):
         if merged and merged[-1][0] == space and start - merged[-1][2] < ALIGNMENT:
@@ -253,7 +283,10 @@ def _merged(regions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int
 
 
 def _same_block(holder: ShardedParameter, wanted: ShardedParameter) -> int | None:
-    """The element of `holder` at which `wanted` begins, if it holds all of it, in the same order and with the same padding."""
+    """Return the element of `holder` at which `wanted` begins; None unless `holder` contains all of it.
+
+    The rows must have the same order and the same padding.
+    """
     (rows, width), (held_rows, held_width) = matrix_shape(wanted.shape), matrix_shape(holder.shape)
     if width != held_width or any(
         block.cols[1] - block.cols[0] != width for block in (*wanted.blocks, *holder.blocks)
@@ -277,7 +310,10 @@ def _same_block(holder: ShardedParameter, wanted: ShardedParameter) -> int | Non
 
 
 def _row_names(parameter: ShardedParameter, start: int, stop: int) -> list[tuple[int, int, tuple, int]]:
-    """What lies in rows `start` to `stop`, counted from `start`: (first, end, tensor and columns, the tensor's row); neighbours joined."""
+    """Return the contents of rows `start` to `stop`: (first, end, (tensor, columns), row in the tensor).
+
+    `first` and `end` count from `start`; adjacent intervals of consecutive tensor rows are merged.
+    """
     names: list[tuple[int, int, tuple, int]] = []
     for block in sorted(parameter.blocks, key=lambda block: block.row):
         first, end = max(block.row, start), min(block.row + block.rows[1] - block.rows[0], stop)

@@ -1,21 +1,22 @@
-"""The checksum of a slice, by its formula; `kernels.Checksums` computes the same for many slices in one launch."""
+"""The checksum of a slice in plain torch; `kernels.Checksums` computes many of them in one launch."""
 
 import torch
 from torch import Tensor
 
 PIECE = 2**22  # elements widened to int64 at a time, so that a large slice needs 32 MiB
+# Odd; Knuth's MMIX and Vigna's xorshift* multipliers.
 ROW_FACTOR, COLUMN_FACTOR = (
     0x5851F42D4C957F2D,
     0x2545F4914F6CDD1D,
-)  # odd; Knuth's MMIX and Vigna's xorshift* multipliers
+)
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(slice_RC: Tensor) -> Tensor:
-    """An int64 that depends on each bit of the slice and on where it stands; any strides, any device.
+    """Return an int64 that depends on each bit of the slice and its position; any strides, any device.
 
-    The sum over rows r and columns c of bits[r, c] · u[r] · v[c] modulo 2**64, where u and v are odd: an odd factor is
-    invertible, so a single changed element always changes the sum.
+    It is the sum over rows r and columns c of bits[r, c] · u[r] · v[c] modulo 2**64, where u and v are odd.
+    An odd factor is invertible, so a single changed element always changes the sum.
     """
     num_rows, num_cols = slice_RC.shape
     weight_C = _weights(0, num_cols, COLUMN_FACTOR, slice_RC.device)

@@ -1,8 +1,19 @@
-"""Carry out a plan: straight copies, then windows of packed messages, and the proof. All names are resolved once, beforehand.
+"""Execute a reshard plan: direct copies, windows of packed messages, and the checksum proof.
 
-Between ranks that reach each other's memory (`parallel.reshard.peers`) nothing is sent: the destination copies out of the source's
-parameters, or out of its staging memory. Elsewhere a window is one message a pair of ranks, packed and unpacked while its
-neighbours are on their way.
+All names are resolved once, when the `Resharder` is constructed. Where ranks cannot read each other's memory,
+a window is one message per pair of ranks, and three windows overlap:
+
+    time ------>     (every row is one window; even and odd ones use opposite ends of the staging memory)
+    window 0     pack | send   | unpack
+    window 1            pack   | send   | unpack
+    window 2                     pack   | send   | unpack        (packed after window 0 is unpacked)
+
+Ranks that can read each other's memory (`parallel.reshard.peers`) send nothing. The destination rank copies
+out of the source rank's parameters, or out of its staging memory (`pulled`):
+
+    launch 0     pack 0             barrier
+    launch 1     unpack 0, pack 1   barrier
+    launch 2     unpack 1, pack 2   barrier
 """
 
 import time
@@ -27,12 +38,12 @@ Parameters = dict[tuple[int, str], Tensor]  # by (model chunk, name)
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What one run did on this rank."""
+    """Statistics of one run on this rank."""
 
-    seconds: float = 0.0  # with the proof
+    seconds: float = 0.0  # including the proof
     bytes_received: int = 0  # from other ranks
     bytes_sent: int = 0
-    bytes_local: int = 0  # copied from own parameters
+    bytes_local: int = 0  # copied from this rank's own parameters
     checked_slices: int = 0  # on all ranks
 
 
@@ -41,18 +52,23 @@ Pairs = list[tuple[Tensor, Tensor]]  # destinations and sources of copies
 
 @dataclass(slots=True)
 class _Window:
-    """One window on this rank."""
+    """The copies and messages of one window on this rank."""
 
     pack: Pairs = field(default_factory=list)  # parameters to staging memory
-    unpack: Pairs = field(default_factory=list)  # staging memory, a peer's if it is pulled, to parameters
-    givers: list[int] = field(default_factory=list)  # of `unpack`
+    unpack: Pairs = field(default_factory=list)  # staging memory (a peer's if pulled) to parameters
+    givers: list[int] = field(default_factory=list)  # source rank of each pair in `unpack`
     messages: list[dist.P2POp] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Staging:
-    """Where a window's slices lie in the staging memory of every rank: even windows from its beginning, odd ones up to its end."""
+    """Offsets of a window's slices in every rank's staging memory.
+
+    Even windows start at the beginning of the memory, odd ones finish at its end:
+
+        | even window ...  |  free  |  odd window ... |
+    """
 
     sizes: Mapping[int, int]  # elements, by rank
     used: dict[int, int] = field(default_factory=dict)
@@ -68,9 +84,9 @@ class _Staging:
 
 
 class Resharder:
-    """Moves the values of one engine's parameters into another's, in place, again and again.
+    """Copies the parameters of one engine into those of another, in place and repeatedly.
 
-    Constructing it and `run()` are collective over `group`. The parameters have to stay where they are.
+    The constructor and `run()` are collective over `group`. The parameters must keep their addresses.
     """
 
     def __init__(
@@ -90,16 +106,19 @@ class Resharder:
         """Resolve every slice.
 
         Args:
-            rank: this process's world rank. It may give, take, do both or neither.
-            source: this rank's parameters that the plan reads, on `device`; empty if it gives nothing.
-            destination: those that it writes, on `device` and of type `dtype`; others in it are left alone.
-            dtype: of an element on its way; the source casts before it sends.
+            rank: this process's world rank. It may be a source, a destination, both or neither.
+            source: this rank's parameters that the plan reads, on `device`; empty if it is no source.
+            destination: the parameters that the plan writes, on `device`, of `dtype`; others are left alone.
+            dtype: of a transferred element; the source rank casts before it sends.
             group: spans every rank of the plan; None is the world.
-            peers: the sources of the other ranks, all of them, from `map_tensors`; needed by a plan compiled with `peer_memory`.
-            staging: [N] of type `dtype` on `device`, to be used by the windows and, at other times, by other plans; by default memory of its own.
+            peers: IPC tensors of all other ranks' sources, from `map_tensors`; required by a plan compiled
+                with `peer_memory`.
+            staging: [N] of `dtype` on `device`, for the windows; other plans may use it at other times.
+                Allocated here by default.
 
         Raises:
-            ValueError: a parameter that the plan names is missing or of another type, or the ranks hold different plans.
+            ValueError: a parameter that the plan names is missing or of another dtype, or the ranks hold
+                different plans.
         """
         self.plan, self.rank, self.dtype, self.group, self.device, self.peers = (
             plan,
@@ -111,10 +130,11 @@ class Resharder:
         )
         if plan.element_bytes != dtype.itemsize:
             raise ValueError(
-                f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize}; compile it with element_bytes={dtype.itemsize}"
+                f"the plan counts {plan.element_bytes} bytes an element and {dtype} has {dtype.itemsize};"
+                f" compile it with element_bytes={dtype.itemsize}"
             )
         transfers = list(plan.transfers())
-        # By a transfer's number: the slice of this rank's parameter that it reads, or writes.
+        # By transfer number: the slice of this rank's parameter that the transfer reads or writes.
         self.reads = {
             number: _view(source, t.source, t.shape)
             for number, t in enumerate(transfers)
@@ -128,7 +148,8 @@ class Resharder:
         for number, write in self.writes.items():
             if write.dtype != dtype:
                 raise ValueError(
-                    f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the reshard carries {dtype}; both must be the same"
+                    f"destination parameter {transfers[number].destination[1]} is {write.dtype} and the"
+                    f" reshard carries {dtype}; both must be the same"
                 )
         self.bytes = {
             name: getattr(plan, f"{name}_bytes").get(rank, 0) for name in ("received", "sent", "local")
@@ -137,7 +158,7 @@ class Resharder:
         self._agree()
         self.direct = self._resolve_direct()
         self.windows = self._resolve_windows(staging)
-        self.packs, self.unpacks, self.steps = [], [], []  # ready to be launched
+        self.packs, self.unpacks, self.steps = [], [], []  # prepared launches
         if plan.pulled:
             self.steps = self._resolve_steps()
         else:
@@ -156,16 +177,16 @@ class Resharder:
         self.proof.prepare()
 
     def run(self) -> ReshardReport:
-        """Write the source's present values into the destination, zeros into its padding, and prove it.
+        """Write the source's values into the destination, zeros into its padding, and verify checksums.
 
         Raises:
-            ReshardError: on every rank of the group, if a checked slice differs; or a peer is gone.
+            ReshardError: a checked slice differs (on every rank of the group), or a peer is gone.
         """
         self.start()
         return self.finish()
 
     def start(self) -> None:
-        """The first half of `run()`: on GPUs everything is queued, and this returns."""
+        """Run the first half of `run()`; on GPUs, return as soon as all work is queued."""
         self._settle()
         self._started = time.perf_counter()
         with torch.no_grad(), self._named_errors():
@@ -173,7 +194,7 @@ class Resharder:
             self.move()
 
     def finish(self) -> ReshardReport:
-        """The second half: wait and prove."""
+        """Run the second half of `run()`: wait, and verify checksums."""
         with torch.no_grad(), self._named_errors():
             checked = self.proof.compare()
             self._settle()
@@ -195,23 +216,23 @@ class Resharder:
             raise ReshardError(f"reshard stopped on rank {self.rank}: {error}") from error
 
     def move(self) -> None:
-        """Only the copies and messages."""
+        """Run the copies and messages alone, without the proof."""
         if self.peers is not None:
-            self._meet()  # everyone's source is complete
+            self._meet()  # the sources of all ranks are complete
         self.direct.run()
         (self._pull if self.plan.pulled else self._send)()
         if self.peers is not None:
-            self._meet()  # all have read: sources may change
+            self._meet()  # all ranks have read: the sources may change
         for hole in self.holes:
             hole.zero_()
 
     def _settle(self) -> None:
-        """Wait for this stream only: others may be waiting for what other ranks have yet to do."""
+        """Synchronize this stream alone: other streams may still wait for other ranks."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def _send(self) -> None:
-        """Window after window as messages: while one is on its way, the next is packed and the last one unpacked."""
+        """Send the windows as messages: while one is sent, the next is packed and the previous unpacked."""
         if not self.windows:
             return
         self.packs[0].run()
@@ -239,17 +260,18 @@ class Resharder:
     def _lost(self, number: int, error: RuntimeError) -> RuntimeError:
         window = self.windows[number]
         return RuntimeError(
-            f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one is gone or broken: {error}"
+            f"window {number + 1} of {len(self.windows)}, exchanging with ranks {window.peers}, of which one"
+            f" is gone or broken: {error}"
         )
 
     def _pull(self) -> None:
-        """Window after window out of the peers' staging memory; one launch packs a window and unpacks the one before."""
+        """Read the windows from the peers' staging memory; a launch packs one and unpacks the previous."""
         for step in self.steps:
             step.run()
-            self._meet()  # all have packed this window and read the one before
+            self._meet()  # all ranks have packed this window and read the previous one
 
     def _meet(self) -> None:
-        """Everything queued on the GPUs of the group before is done before anything queued after; no host waits."""
+        """Barrier between the GPU streams of the group; no host waits."""
         dist.all_reduce(self._flag, group=self.group)
 
     def _resolve_direct(self) -> Copies:
@@ -269,7 +291,10 @@ class Resharder:
         return Copies(pairs, groups=givers, device=self.device)
 
     def _resolve_windows(self, memory: Tensor | None) -> list[_Window]:
-        """Each window on this rank. All ranks count all of them: a window without a part of this one keeps its place, even or odd."""
+        """Resolve every window on this rank.
+
+        A window in which this rank has no part still counts, so that even and odd windows agree on all ranks.
+        """
         staging = _Staging(
             {rank: size // self.dtype.itemsize for rank, size in self.plan.staged_bytes.items()}
         )
@@ -291,7 +316,10 @@ class Resharder:
         return windows
 
     def _resolve_steps(self) -> list[Copies]:
-        """What happens between two meetings. A window never writes over what a later one reads, so that both kinds of copies mix."""
+        """Build the launches between two barriers: unpack one window and pack the next.
+
+        A window never overwrites what a later one reads, so both kinds of copies can share a launch.
+        """
         steps, before = [], _Window()
         for window in [*self.windows, _Window()]:
             pairs, groups = before.unpack + window.pack, before.givers + [-1] * len(window.pack)
@@ -334,7 +362,10 @@ class Resharder:
         return window
 
     def _agree(self) -> None:
-        """Different plans would wait for each other for ever. The collective also makes NCCL's communicator before the first message."""
+        """Check that all ranks hold the same plan; with different plans they would deadlock.
+
+        The collective also creates NCCL's communicator before the first message.
+        """
         messages = [
             (pair, sum(transfer.elements for transfer in message))
             for window in self.plan.windows
@@ -345,7 +376,8 @@ class Resharder:
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         if marks[0] != -marks[1]:
             raise ValueError(
-                "the ranks compiled different reshard plans; give every rank the same layouts, window_bytes and parameters"
+                "the ranks compiled different reshard plans; give every rank the same layouts, window_bytes"
+                " and parameters"
             )
 
 
@@ -353,7 +385,8 @@ def _view(parameters: Mapping[tuple[int, str], Tensor], place: Place, shape: tup
     chunk, name, row, col = place
     if (chunk, name) not in parameters:
         raise ValueError(
-            f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does not have; compile the plan for this model"
+            f"the reshard plan names parameter {name} of model chunk {chunk}, which this rank's model does"
+            " not have; compile the plan for this model"
         )
     tensor_RC = parameters[chunk, name].detach()
     return tensor_RC.view(len(tensor_RC), -1)[row : row + shape[0], col : col + shape[1]]

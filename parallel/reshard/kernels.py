@@ -1,8 +1,10 @@
-"""Thousands of strided rectangles copied, or summed up, in one launch: cut into tiles beforehand, one Triton program a tile.
+"""Triton kernels that copy, or checksum, thousands of strided rectangles in one launch.
 
-A table of tiles lies in the GPU's memory; a program reads its line of it and moves up to 16 KiB. Lengths in a table are counted in
-units, the largest power of two up to 16 bytes that divides all of a rectangle's addresses, strides and widths: with units of 16
-bytes every load is one of 128 bits, masked or not. Rectangles of another unit or much narrower ones need another kernel, one launch each.
+Rectangles are cut into tiles beforehand, one Triton program per tile. A table of tiles is kept in GPU memory;
+a program reads its line of the table and moves up to 16 KiB. Lengths in a table are counted in units: the
+largest power of two up to 16 bytes that divides all of a rectangle's addresses, strides and widths. With
+units of 16 bytes every load has 128 bits, masked or not. Rectangles with another unit, and much narrower
+ones, need another compiled kernel, with one launch each.
 """
 
 from collections.abc import Sequence
@@ -25,12 +27,12 @@ except ImportError:  # a machine without GPUs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How large a program's work is, and how it loads. The sizes are powers of two, row_bytes at least 256."""
+    """Tile size of a program and options of its loads. Sizes are powers of two, row_bytes at least 256."""
 
     rows: int = 8
     row_bytes: int = 2048
-    steps: int = 1  # how often a program that sums goes on to the next rows
-    stages: int = 1  # how many of these steps are on their way from memory
+    steps: int = 1  # blocks of rows that a checksum program processes one after the other
+    stages: int = 1  # software pipelining: how many of these steps are loaded ahead
     num_warps: int = 4
     cache_modifier: str = ""  # of the loads; PTX's names: "", ".ca", ".cg", ".cv"
     eviction_policy: str = ""  # "", "evict_first", "evict_last"
@@ -38,35 +40,34 @@ class Tuning:
 
 COPY = Tuning()
 CHECKSUM = Tuning(steps=4)
-SPLITS = (1, 4, 16)  # a tile may have so many times the rows and be so many times narrower
+SPLITS = (1, 4, 16)  # factors by which a tile may be taller and narrower
 VECTOR = 16  # bytes of the widest load
+# Addresses, strides, widths and element sizes in bytes.
 COPIED = np.dtype(
     [
         (name, np.int64)
         for name in ("source", "source_stride", "rows", "width", "destination", "destination_stride", "label")
     ]
-)  # bytes
-SUMMED = np.dtype(
-    [(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")]
-)  # bytes
+)
+SUMMED = np.dtype([(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")])
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """The tiles of one launch."""
 
-    table: Tensor  # int64 [T, what the kernel wants to know]
-    unit: int  # bytes; lengths along a row are counted in it
+    table: Tensor  # int64 [T, fields of a line]
+    unit: int  # bytes; the unit of lengths along a row
     element: int  # bytes of a loaded value
-    rows: int  # that a program holds at a time
-    columns: int  # elements, likewise
+    rows: int  # rows that a program holds at a time
+    columns: int  # elements of a row that a program holds at a time
 
     def on(self, device: torch.device) -> "Tiles":
         return replace(self, table=self.table.to(device))
 
 
 class Copies:
-    """Many strided copies, prepared once and replayed in one launch."""
+    """Many strided copies, prepared once and run repeatedly, each time in one launch per kind of tile."""
 
     def __init__(
         self,
@@ -76,16 +77,19 @@ class Copies:
         groups: Sequence[int] | None = None,
         tuning: Tuning = COPY,
     ):
-        """Cut the rectangles into tiles. The tensors are kept, and have to stay where they are.
+        """Cut the rectangles into tiles. The tensors are referenced and must keep their addresses.
 
         Args:
-            pairs: destinations [R, C] on `device` and sources [R, C] that it can read, another GPU's mapped memory included. Rows may be
-                strided, columns are dense (any stride where C is 1). A pair of two types is cast, beside the kernel. Destinations must not overlap
-                one another or any source.
-            groups: a label for each pair, the peer that it comes from; the tiles of each label are spread evenly over the launch.
+            pairs: (destination, source), both [R, C]: destinations on `device`, sources readable from it,
+                including IPC tensors of other GPUs. Rows may be strided, columns are dense (any stride where
+                C is 1). A pair of two dtypes is cast, outside the kernel. Destinations must not overlap one
+                another or any source.
+            groups: a label for each pair, its source rank; the tiles of each label are spread evenly over
+                the launch.
 
         Raises:
-            ValueError: the shapes of a pair differ, columns are not dense, or `groups` is not as long as `pairs`.
+            ValueError: the shapes of a pair differ, columns are not dense, or `groups` and `pairs` differ in
+                length.
             ImportError: `device` is a GPU and there is no Triton.
         """
         _require_triton(device)
@@ -93,7 +97,8 @@ class Copies:
         for destination, source in self.pairs:
             if destination.shape != source.shape:
                 raise ValueError(
-                    f"a copy from {tuple(source.shape)} to {tuple(destination.shape)}; both must have the same shape"
+                    f"a copy from {tuple(source.shape)} to {tuple(destination.shape)}; both must have the"
+                    " same shape"
                 )
             _require_dense_columns(destination, source)
         by_kernel = [
@@ -110,7 +115,7 @@ class Copies:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy, on the current stream of `device`."""
+        """Run the copies on the current stream of `device`."""
         if self.others:
             torch._foreach_copy_(
                 [destination for destination, _ in self.others], [source for _, source in self.others]
@@ -122,13 +127,13 @@ class Copies:
 
 
 class Checksums:
-    """`checksum.checksum` of many slices, prepared once and replayed in one launch."""
+    """`checksum.checksum` of many slices, prepared once and run repeatedly."""
 
     def __init__(self, slices: Sequence[Tensor], *, device: torch.device, tuning: Tuning = CHECKSUM):
-        """Cut the slices into tiles. The tensors are kept, and have to stay where they are.
+        """Cut the slices into tiles. The tensors are referenced and must keep their addresses.
 
         Args:
-            slices: [R, C] each, of any type of 1, 2, 4 or 8 bytes, strided as those of `Copies`.
+            slices: [R, C] each, of any dtype of 1, 2, 4 or 8 bytes, strided as those of `Copies`.
 
         Raises:
             ValueError: columns are not dense.
@@ -148,7 +153,7 @@ class Checksums:
 
     @torch.no_grad()
     def run(self) -> Tensor:
-        """The checksums [len(slices)] int64 on `device`, of what the slices hold when its current stream gets there."""
+        """Return the checksums [len(slices)], int64 on `device`, computed on its current stream."""
         sums_N = torch.zeros(len(self.slices), dtype=torch.int64, device=self.device)
         if self.device.type == "cpu":
             return torch.stack([checksum(slice_RC) for slice_RC in self.slices]) if self.slices else sums_N
@@ -158,11 +163,14 @@ class Checksums:
         return sums_N
 
 
-# ---- Tables of tiles -----------------------------------------------------------------------------------------------------
+# ---- Tables of tiles -------------------------------------------------------------------------------
 
 
 def copy_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
-    """The launches that copy rectangles of type COPIED. A line: both addresses [bytes], both row strides [units], rows, columns [units]."""
+    """Return the launches that copy rectangles of dtype COPIED.
+
+    A line of a table: both addresses [bytes], both row strides [units], rows, columns [units].
+    """
     flat_N = _flatten(rectangles_N, tuning)
     unit_N = _unit(flat_N, ("source", "destination", "source_stride", "destination_stride", "width"))
     launches = []
@@ -185,7 +193,11 @@ def copy_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
 
 
 def checksum_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
-    """The launches that sum rectangles of type SUMMED. A line: address [bytes], row stride [units], rows, columns [units], first row, first column, slot."""
+    """Return the launches that checksum rectangles of dtype SUMMED.
+
+    A line of a table: address [bytes], row stride [units], rows, columns [units], first row, first column,
+    slot.
+    """
     rectangles_N = _settled(rectangles_N, "stride")
     element_N = rectangles_N["element"]
     wide_N = _unit(rectangles_N, ("address", "stride", "width")) == VECTOR
@@ -194,7 +206,7 @@ def checksum_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
         np.where(wide_N, tuning.row_bytes, _row_bytes(element_N, tuning)),
     )
     launches = []
-    # Both sizes name the class; an element has less than VECTOR bytes.
+    # Unit and element size together are the key of a class; an element has less than VECTOR bytes.
     for sizes, split, chosen_N in _classes(
         unit_N * VECTOR + element_N, _split(rectangles_N, row_bytes_N, tuning)
     ):
@@ -228,7 +240,8 @@ def checksum_tiles(rectangles_N: np.ndarray, tuning: Tuning) -> list[Tiles]:
 def _require_triton(device: torch.device) -> None:
     if device.type != "cpu" and triton is None:
         raise ImportError(
-            "the reshard's kernels are Triton's, which is not installed here; install the `triton` that your torch names (CUDA builds of torch bring it)"
+            "the reshard's kernels are Triton's, which is not installed here; install the `triton` that your"
+            " torch names (CUDA builds of torch bring it)"
         )
 
 
@@ -236,18 +249,19 @@ def _require_dense_columns(*tensors: Tensor) -> None:
     for tensor_RC in tensors:
         if tensor_RC.shape[1] > 1 and tensor_RC.stride(1) != 1:
             raise ValueError(
-                f"a slice of shape {tuple(tensor_RC.shape)} has strides {tensor_RC.stride()}; its columns must be dense"
+                f"a slice of shape {tuple(tensor_RC.shape)} has strides {tensor_RC.stride()}; its columns"
+                " must be dense"
             )
 
 
 def _rectangle(tensor_RC: Tensor) -> tuple[int, int, int, int]:
-    """Address, row stride, rows and width, in bytes."""
+    """Return (address, row stride, rows, width), in bytes except the rows."""
     (rows, cols), size = tensor_RC.shape, tensor_RC.element_size()
     return tensor_RC.data_ptr(), tensor_RC.stride(0) * size, rows, cols * size
 
 
 def _settled(rectangles_N: np.ndarray, *strides: str) -> np.ndarray:
-    """Without empty rectangles; the stride of a single row says nothing and becomes 0."""
+    """Drop empty rectangles; set the meaningless stride of a single row to 0."""
     rectangles_N = rectangles_N[rectangles_N["rows"] * rectangles_N["width"] > 0]
     for stride in strides:
         rectangles_N[stride] *= rectangles_N["rows"] > 1
@@ -255,7 +269,10 @@ def _settled(rectangles_N: np.ndarray, *strides: str) -> np.ndarray:
 
 
 def _flatten(rectangles_N: np.ndarray, tuning: Tuning) -> np.ndarray:
-    """Rectangles that are dense at both ends become rows as wide as a tile and a remainder, so that full tiles are the rule."""
+    """Reshape rectangles that are dense on both sides to rows as wide as a tile, plus a remainder.
+
+    Most tiles are then full.
+    """
     rows_N, width_N = rectangles_N["rows"], rectangles_N["width"]
     dense_N = (rows_N == 1) | (
         (rectangles_N["source_stride"] == width_N) & (rectangles_N["destination_stride"] == width_N)
@@ -275,18 +292,18 @@ def _flatten(rectangles_N: np.ndarray, tuning: Tuning) -> np.ndarray:
 
 
 def _unit(rectangles_N: np.ndarray, fields: Sequence[str]) -> np.ndarray:
-    """The largest power of two up to VECTOR that divides all the fields: the lowest bit that is set in any."""
+    """Return the largest power of two up to VECTOR that divides all fields: the lowest bit set in any."""
     bits_N = np.bitwise_or.reduce([rectangles_N[name] for name in fields]) | VECTOR
     return bits_N & -bits_N
 
 
 def _row_bytes(unit_N: np.ndarray, tuning: Tuning) -> np.ndarray:
-    """Of a tile: as many elements in each class, and an element has at most 8 bytes."""
+    """Return the row width of a tile in bytes: the same number of elements, of at most 8 bytes, per class."""
     return tuning.row_bytes // 8 * np.minimum(unit_N, 8)
 
 
 def _split(rectangles_N: np.ndarray, row_bytes_N: np.ndarray, tuning: Tuning) -> np.ndarray:
-    """The SPLITS by which tiles become taller and narrower: the largest for which a rectangle is still one tile wide."""
+    """Return the factor of SPLITS for each rectangle: the largest with which it is still one tile wide."""
     split_N = np.ones(len(rectangles_N), dtype=np.int64)
     for split in SPLITS:
         split_N[(rectangles_N["width"] * split <= row_bytes_N) & (rectangles_N["rows"] > tuning.rows)] = split
@@ -294,13 +311,13 @@ def _split(rectangles_N: np.ndarray, row_bytes_N: np.ndarray, tuning: Tuning) ->
 
 
 def _classes(kind_N: np.ndarray, split_N: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
-    """Kind, split and which rectangles, for each pair of both that occurs; the widest first."""
+    """Return (kind, split, indices of rectangles) for each combination that occurs, the widest kind first."""
     pairs = sorted(set(zip(kind_N.tolist(), split_N.tolist())), key=lambda pair: (-pair[0], pair[1]))
     return [(kind, split, np.flatnonzero((kind_N == kind) & (split_N == split))) for kind, split in pairs]
 
 
 def _cut(rows_N: np.ndarray, cols_N: np.ndarray, block_rows: int, block_cols: int) -> tuple[np.ndarray, ...]:
-    """For each tile [T]: which rectangle it is of, its first row and column there, its rows and columns."""
+    """Return for each tile [T]: its rectangle's index, first row and column there, rows and columns."""
     across_N = -(-cols_N // block_cols)
     tiles_N = -(-rows_N // block_rows) * across_N
     of_T = np.repeat(np.arange(len(rows_N)), tiles_N)
@@ -316,7 +333,7 @@ def _cut(rows_N: np.ndarray, cols_N: np.ndarray, block_rows: int, block_cols: in
 
 
 def _spread(label_T: np.ndarray) -> np.ndarray:
-    """An order of the tiles in which each label's keep their order and stand evenly over the whole."""
+    """Return an order that spreads the tiles of each label evenly; within a label the order is kept."""
     by_label_T = np.argsort(label_T, kind="stable")
     _, first_L, count_L = np.unique(label_T[by_label_T], return_index=True, return_counts=True)
     share_T = np.empty(len(label_T))
@@ -326,7 +343,7 @@ def _spread(label_T: np.ndarray) -> np.ndarray:
     return np.argsort(share_T, kind="stable")
 
 
-# ---- Kernels ---------------------------------------------------------------------------------------------------------------
+# ---- Kernels ---------------------------------------------------------------------------------------
 
 
 if triton:
@@ -341,9 +358,9 @@ if triton:
         CACHE: tl.constexpr,
         EVICT: tl.constexpr,
     ):
-        """Copy one tile. LANES elements make a unit."""
+        """Copy one tile. A unit is LANES elements."""
         line = table + tl.program_id(0).to(tl.int64) * 6
-        # Multiples of LANES, as the compiler sees, so that LANES elements are loaded at once in spite of the mask.
+        # The compiler sees multiples of LANES, so it loads LANES elements at once in spite of the mask.
         source_stride, destination_stride, cols = (
             tl.load(line + 2) * LANES,
             tl.load(line + 3) * LANES,
@@ -370,7 +387,10 @@ if triton:
         ROW_FACTOR: tl.constexpr,
         COLUMN_FACTOR: tl.constexpr,
     ):
-        """Add one tile's part of the checksum to its slot. A column's elements are summed before they are weighted: one product an element."""
+        """Add one tile's part of the checksum to its slot.
+
+        A column is summed before the column weights are applied: one product per element.
+        """
         line = table + tl.program_id(0).to(tl.int64) * 7
         stride, rows, cols = tl.load(line + 1) * LANES, tl.load(line + 2), tl.load(line + 3) * LANES
         first_row, first_col = tl.load(line + 4), tl.load(line + 5)
@@ -393,7 +413,7 @@ if triton:
 
     @triton.jit
     def _pointer(line, ELEMENT: tl.constexpr, LANES: tl.constexpr):
-        """The address in a line of the table, a multiple of LANES elements."""
+        """Return the pointer in a field of the table, aligned to LANES elements."""
         address = tl.multiple_of(tl.load(line), LANES * (ELEMENT.primitive_bitwidth // 8))
         return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), LANES * (ELEMENT.primitive_bitwidth // 8))
 
@@ -410,7 +430,7 @@ def _launch_checksum(tiles: Tiles, tuning: Tuning, sums_N: Tensor) -> None:
 
 
 def _constants(tiles: Tiles, tuning: Tuning) -> dict[str, object]:
-    """What is compiled into a kernel."""
+    """Return the compile-time constants of a kernel."""
     return dict(
         LANES=tiles.unit // tiles.element,
         ELEMENT=getattr(tl, f"int{8 * tiles.element}"),

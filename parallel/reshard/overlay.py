@@ -1,9 +1,30 @@
-"""One copy of the weights: the destination's parameters lie over the source's memory, and a reshard is a permutation in place.
+"""In-place (aliased) reshard plans: one copy of the weights in memory for training and for rollout.
 
-`share`: a destination parameter that is one contiguous block of a source parameter of its rank is that block; nothing moves.
-`swap`: the others lie over the source's memory, too, as far as there is room. Whatever is overwritten was packed before, in the same
-window or an earlier one; the way back restores what was overwritten. What waits for itself in a circle has to fit into one window;
-where it does not, it is laid out anew. Pure Python: the same result on every rank.
+The destination parameters are placed in the memory of the source parameters, and a reshard permutes them
+there. Two modes:
+
+`share`: a destination parameter that equals one contiguous block of a source parameter of its rank aliases
+    that block; nothing is copied.
+`swap`: the other destination parameters overwrite source memory, too, as far as there is room. The plan to
+    rollout (`forth`) packs every overwritten value first, in the same window or an earlier one. The plan to
+    training (`back`) restores what was overwritten.
+
+A move must be packed no later than the window in which its memory is overwritten. Moves that depend on each
+other in a cycle must therefore share one window:
+
+    memory of a rank   | slot 0 | slot 1 | slot 2 |
+    training layout    |   A    |   B    |   C    |
+    rollout layout     |   C    |   A    |   B    |
+
+    A overwrites B, B overwrites C, C overwrites A:    A -> B -> C -> A
+    one window: pack A, B, C into staging memory; then unpack A to slot 1, B to slot 2, C to slot 0
+
+If a cycle is too large for a window, its destination parameters are relocated (`_break`), which costs memory:
+
+    rollout layout     |        |   A    |   B    |   + own memory: C
+    A -> B -> C:    a chain; C moves first, then B, then A, each in its own window if need be
+
+Pure Python: the same result on every rank.
 """
 
 from bisect import bisect_left
@@ -29,25 +50,24 @@ from parallel.reshard.arrangement import (
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.reshard.transfer import Place, Transfer, Window
 
-Circle = list[
-    tuple[int, Key]
-]  # (rank, laid-over parameter) of moves that wait for each other, those with most first
+# (rank, aliased destination parameter) of the moves in a dependency cycle, most elements first
+Circle = list[tuple[int, Key]]
 _NO_LIMIT = 2**62
-_SMALL = 16  # a circle of at most this part of the larger copy moves as a whole
-_PIECES = 16  # a window holds at least so many pieces of a long permutation
-_SHARES = 4  # and so many pieces of what goes into memory of its own
+_SMALL = 16  # a cycle of at most 1/16 of the larger copy is relocated as a whole
+_PIECES = 16  # a window holds at least this many pieces of a move into shared memory
+_SHARES = 4  # and this many pieces of a move into a parameter's own memory
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Where destination parameters lie in the source's memory, and the plans between the two."""
+    """Addresses of the destination parameters in the source's memory, and the plans in both directions."""
 
-    addresses: Mapping[int, Addresses]  # by rank; a parameter that is not named has memory of its own
-    forth: Plan
-    back: Plan | None  # None: the source's memory is never overwritten
+    addresses: Mapping[int, Addresses]  # by rank; a parameter without an address has its own memory
+    forth: Plan  # to rollout
+    back: Plan | None  # to training; None: the source's memory is never overwritten
 
     def own_bytes(self, destination: Shards) -> dict[int, int]:
-        """Bytes of each rank's parameters that have memory of their own."""
+        """Bytes of the destination parameters with their own memory, per rank."""
         size = self.forth.element_bytes
         return {
             rank: sum(prod(p.shape) * size for p in shards if (p.chunk, p.name) not in self.addresses[rank])
@@ -66,26 +86,27 @@ def overlay(
     host_of: Callable[[int], int] | None = None,
     peer_memory: bool = False,
 ) -> Overlay:
-    """Lay `destination` over `source` and plan both ways.
+    """Place `destination` in the memory of `source` and plan both directions.
+
+    Of the memory layouts that allow a complete plan, the one with the least extra memory is chosen.
 
     Args:
-        memory: where each rank's source parameters lie.
-        in_place: False only shares (`share`); True also overwrites (`swap`).
-        peer_memory: all ranks read each other's memory.
+        memory: addresses of the source parameters, per rank.
+        in_place: False only aliases (`share`); True also overwrites (`swap`).
+        peer_memory: all ranks can read each other's memory.
 
     Raises:
         ValueError: as `compile_plan`.
     """
-    common = dict(
-        element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of
-    )  # whole transfers: the pieces of a circle have to meet
+    # Without a window limit transfers stay whole; `_Schedule` cuts them, so that the pieces of a cycle match.
+    common = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
     best, least = None, _NO_LIMIT
     for laid in arrangements(
         source=source, destination=destination, memory=memory, element_bytes=element_bytes, in_place=in_place
     ):
-        while excess_bytes(laid) < least:  # what moves out of a circle never makes it smaller
+        while excess_bytes(laid) < least:  # breaking a cycle never reduces the excess
             ends = _Ends(
                 source,
                 destination,
@@ -98,9 +119,9 @@ def overlay(
                 best, least = found, excess_bytes(laid)
             elif best is None:
                 _break(circles, laid)
-            else:  # the other way is for what has none
+            else:  # a complete plan exists: no cycle of another layout is broken
                 break
-    assert best is not None  # nothing is larger than no limit
+    assert best is not None  # the excess is always below _NO_LIMIT
     return best
 
 
@@ -113,7 +134,10 @@ def _planned(
     *,
     pulled: bool,
 ) -> tuple[Overlay, list[Circle]]:
-    """Both ways over one arrangement, and the circles that no window holds: with any the plans are not complete."""
+    """Plan both directions for one memory layout; also return the cycles that fit into no window.
+
+    The plans are complete only if there are no such cycles.
+    """
     outward = _Schedule(ends, window_bytes, pulled=pulled, backwards=False)
     planned = outward.plan(forth)
     if back is None:
@@ -129,17 +153,18 @@ def _planned(
 
 
 def _break(circles: list[Circle], laid: Mapping[int, Arrangement]) -> None:
-    """Lay circles out anew: each to where the one before it was, and the first in memory of its own.
+    """Break cycles by relocating their parameters.
 
-    So the circles of all layers, which are alike, become one chain for the price of one of them. Of a circle that holds more of the
-    model only the parameter with most moves goes.
+    The first cycle's parameters get their own memory; each next cycle moves into the space that earlier ones
+    left. Layers have cycles of the same sizes, so all of them form one chain, and the extra memory is that of
+    one cycle. From a cycle larger than 1/_SMALL of the model only the parameter with the most elements moves.
     """
     moving: Circle = []
     for circle in sorted(
         circles, key=lambda circle: min((rank, laid[rank].addresses[key]) for rank, key in circle)
     ):
         if not set(circle).isdisjoint(moving):
-            continue  # one circle, out and back
+            continue  # the same cycle in the other direction
         held: Counter[int] = Counter()
         for rank, key in circle:
             held[rank] += laid[rank].sizes[key]
@@ -154,14 +179,14 @@ def _break(circles: list[Circle], laid: Mapping[int, Arrangement]) -> None:
 
 
 def _is_overwritten(overwritten: Mapping[int, list[Span]], rank: int, span: Span) -> bool:
-    """Whether one of a rank's intervals (sorted, disjoint) overlaps `span`."""
+    """Return whether one of a rank's intervals (sorted, disjoint) overlaps `span`."""
     (space, start, end), spans = span, overwritten.get(rank, [])
     place = bisect_left(spans, (space, end))
     return place > 0 and spans[place - 1][0] == space and spans[place - 1][2] > start
 
 
 class _Ends:
-    """Where the rectangles of both sides lie in the shared memory."""
+    """Byte spans of both sides' rectangles in the shared memory."""
 
     def __init__(
         self,
@@ -188,7 +213,7 @@ class _Ends:
         return self._span(self.memory[rank].get(place[:2]), self.widths[0][rank][place[:2]], place, shape)
 
     def at_destination(self, rank: int, place: Place, shape: tuple[int, int]) -> Span | None:
-        """None for a parameter with memory of its own."""
+        """Return the span of a destination rectangle; None if its parameter has its own memory."""
         return self._span(self.addresses[rank].get(place[:2]), self.widths[1][rank][place[:2]], place, shape)
 
     def same_stride(self, transfer: Transfer, backwards: bool) -> bool:
@@ -207,14 +232,18 @@ class _Ends:
 
 
 class _Schedule:
-    """Order and windows of one direction, such that nothing is overwritten before it was packed."""
+    """Order the moves of one direction into windows, such that nothing is overwritten before it is packed."""
 
     def __init__(self, ends: _Ends, window_bytes: int, *, pulled: bool, backwards: bool):
         self.ends, self.window_bytes, self.pulled, self.backwards = ends, window_bytes, pulled, backwards
         self.too_large: list[Circle] = []
 
     def plan(self, plan: Plan, only: Callable[[int, Span], bool] | None = None) -> Plan:
-        """`plan` again in an order that works in place: without what lies right already and, given `only`, what it leaves out."""
+        """Return `plan` reordered to work in place, without transfers whose values are already in place.
+
+        Args:
+            only: of (rank, written span); transfers into shared memory for which it is False are left out.
+        """
         direct: list[Transfer] = []
         moves: list[Transfer] = []
         order: dict[str, int] = {}
@@ -240,7 +269,7 @@ class _Schedule:
         )
 
     def _spans(self, transfer: Transfer) -> tuple[Span | None, Span | None]:
-        """Where a transfer reads and where it writes."""
+        """Return the spans that a transfer reads and writes; None for a parameter with its own memory."""
         at_read, at_written = (
             (self.ends.at_destination, self.ends.at_source)
             if self.backwards
@@ -265,15 +294,14 @@ class _Schedule:
             yield transfer if rows >= num_rows else transfer.part(start, min(start + rows, num_rows))
 
     def _windows(self, moves: list[Transfer], element_bytes: int) -> list[Window]:
-        """Deal the moves out, dependencies first; those that wait for each other in a circle share a window."""
+        """Assign the moves to windows, dependencies first; the moves of a cycle share one window."""
         room = _Room(self.window_bytes // 2 // element_bytes)
         graph = networkx.DiGraph()
         graph.add_nodes_from(range(len(moves)))
         graph.add_edges_from(self._dependencies(moves))
         dealt: dict[int, int] = {}  # the window of each move
-        for component in networkx.strongly_connected_components(
-            graph
-        ):  # a component comes after those that it depends on
+        # A component comes after those that it depends on.
+        for component in networkx.strongly_connected_components(graph):
             circle = [moves[index] for index in sorted(component)]
             staged = self._staged(circle)
             if max(staged.values()) > 2 * room.half:
@@ -289,10 +317,12 @@ class _Schedule:
         return windows
 
     def _dependencies(self, moves: list[Transfer]) -> Iterator[tuple[int, int]]:
-        """(a, b): what `a` overwrites `b` reads, so that `b` has to be packed in the same window or an earlier one."""
-        readers: dict[int, list[tuple[int, int, int, int]]] = defaultdict(
-            list
-        )  # by rank: allocation, first byte, end, move
+        """Yield pairs (a, b): move `a` overwrites what move `b` reads.
+
+        Then `b` must be packed in the same window as `a` or an earlier one.
+        """
+        # By rank: (allocation, first byte, end, move).
+        readers: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
         for index, move in enumerate(moves):
             read, _ = self._spans(move)
             if read is not None:
@@ -321,7 +351,11 @@ class _Schedule:
         return staged
 
     def _laid_over(self, moves: list[Transfer], element_bytes: int) -> Circle:
-        """The laid-over parameters of these moves; without any it is a single row that is too long."""
+        """Return the aliased destination parameters of these moves, most elements first.
+
+        Raises:
+            ValueError: there are none, so that a single row exceeds the window.
+        """
         ends = [
             (move.source_rank, move.source) if self.backwards else (move.destination_rank, move.destination)
             for move in moves
@@ -332,7 +366,8 @@ class _Schedule:
         if not laid_over:
             need = 2 * max(move.shape[1] for move in moves) * element_bytes
             raise ValueError(
-                f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes; set it to {need} or more"
+                f"window_bytes={self.window_bytes} cannot hold two rows of {moves[0].tensor}, {need} bytes;"
+                f" set it to {need} or more"
             )
         for (rank, place), move in zip(ends, moves):
             if (rank, place[:2]) in laid_over:
@@ -341,22 +376,25 @@ class _Schedule:
 
 
 class _Room:
-    """What is left in each window. Two that follow each other share the staging memory, half of it each."""
+    """The free space of each window. Two consecutive windows share the staging memory, half of it each."""
 
     def __init__(self, half: int):
         self.half, self.windows = half, 0  # elements
         self.used: dict[tuple[int, int], int] = defaultdict(int)  # by window and rank
-        self.full: dict[int, int] = defaultdict(
-            int
-        )  # by rank: a bit for each window with almost nothing left
-        self.closed = 0  # the same for all ranks
+        self.full: dict[int, int] = defaultdict(int)  # by rank: a bit for each window that is almost full
+        self.closed = 0  # a bit for each window that is closed to all ranks
 
     def take(self, first: int, staged: Mapping[int, int]) -> int:
-        """The earliest window from `first` on that has room on every rank; what needs more than half is alone between two empty ones."""
+        """Reserve and return the earliest window from `first` on that has room on every rank.
+
+        A cycle that needs more than half of the staging memory gets a window alone, between two empty ones:
+
+            window        n - 1   |      n      |   n + 1
+            staging       empty   | both halves |   empty
+        """
         if max(staged.values()) > self.half:
-            window = self.windows + (
-                self.closed.bit_length() < self.windows
-            )  # the one before may be empty already
+            # The window before may be closed, and therefore empty, already.
+            window = self.windows + (self.closed.bit_length() < self.windows)
             self.closed |= 7 << window >> 1
             self.windows = window + 2
             return window

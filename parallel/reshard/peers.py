@@ -1,6 +1,7 @@
-"""The memory of other ranks of this host, mapped into this process (CUDA IPC), so that a kernel here can copy straight out of it.
+"""IPC tensors: memory of other ranks of this host, mapped into this process so that its kernels can read it.
 
-Source of the calls: CUDA Driver API, "Memory Management": cuMemGetAddressRange, cuIpcGetMemHandle, cuIpcOpenMemHandle.
+Source of the calls: CUDA Driver API, "Memory Management": cuMemGetAddressRange, cuIpcGetMemHandle,
+cuIpcOpenMemHandle.
 """
 
 import ctypes
@@ -22,11 +23,15 @@ class _Handle(ctypes.Structure):
 
 
 def map_tensors(tensors: Mapped, group: dist.ProcessGroup | None) -> dict[int, Mapped] | None:
-    """The same-named tensors of every other rank of `group`, readable by kernels of this rank. Collective over `group`.
+    """Map the tensors of all other ranks of `group`; collective over `group`.
 
-    The tensors are dense, lie in memory of PyTorch's own allocator and have to stay; what was mapped stays open until the process
-    ends. None, on every rank, where that is impossible for one of them: a CPU, another host, GPUs without peer access, or memory
-    that cannot be exported (expandable segments).
+    The tensors must be dense, in memory of PyTorch's own allocator, and keep their addresses. Mappings stay
+    open until the process ends.
+
+    Returns:
+        For each other rank, tensors by the same names, readable by kernels of this rank. None on every rank
+        if it is impossible for one of them: a CPU, another host, GPUs without peer access, or memory that
+        cannot be exported (expandable segments).
     """
     exported = _exported(tensors)
     everyone: list = [None] * dist.get_world_size(group)
@@ -41,8 +46,11 @@ def map_tensors(tensors: Mapped, group: dist.ProcessGroup | None) -> dict[int, M
 
 
 def _exported(tensors: Mapped):
-    """Handles of the allocations that hold the tensors, and each tensor's place in them; None if one cannot be exported."""
-    handles: dict[int, bytes] = {}  # by the allocation's first address
+    """Return IPC handles of the tensors' allocations and each tensor's place in them.
+
+    None if an allocation cannot be exported.
+    """
+    handles: dict[int, bytes] = {}  # by base address of the allocation
     places = {}
     for key, tensor in tensors.items():
         if not tensor.is_cuda or not tensor.is_contiguous():
@@ -77,7 +85,7 @@ def _opened(handles: dict[int, bytes], places: dict) -> Mapped | None:
 
 
 class _Memory:
-    """Raw device memory as torch understands it."""
+    """Raw device memory with the interface that torch accepts."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {
@@ -89,7 +97,10 @@ class _Memory:
 
 
 def _tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor over foreign memory. Its device may be named wrongly: only its address, shape and strides mean something."""
+    """Return a tensor over another rank's memory.
+
+    Its `device` may be wrong; only its address, shape and strides are meaningful.
+    """
     return torch.as_tensor(_Memory(address, math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 

@@ -1,7 +1,16 @@
-"""Compile who sends which slice to whom, as plain data: no torch, no GPU, the same result on every machine.
+"""Compile a reshard plan: which rank sends which slice to which rank.
 
-Both sides describe their parameters as rectangles of Hugging Face tensors (`parallel.weights.shard`). A plan is the
-intersection of the two: each destination element is written exactly once, from the nearest rank that holds it.
+Plain data and pure Python: no torch, no GPU, the same result on every machine.
+
+Both sides describe their parameters as rectangles of Hugging Face tensors (`parallel.weights.shard`). A plan
+is the intersection of the two: each destination element is written exactly once, from the nearest rank that
+holds it. Example: 1024 rows of a tensor from tp2 to tp4, all on one host:
+
+    rows        source (tp2)      destination (tp4)
+       0- 255   rank 0       ---> rank 0    copy within the rank
+     256- 511   rank 0       ---> rank 1    message, or a read of rank 0's memory (`peer_memory`)
+     512- 767   rank 1       ---> rank 2    likewise
+     768-1023   rank 1       ---> rank 3    likewise
 """
 
 from collections import Counter, defaultdict
@@ -18,29 +27,27 @@ from parallel.weights.shard import ShardedParameter
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a reshard does, in order: copies straight from parameter to parameter, then window after window of staged messages.
+    """All steps of a reshard in order: direct copies between parameters, then windows of staged messages.
 
-    In a window a rank stages what it sends and, unless it reads from its peers' staging memory, what it receives; in two windows that
-    follow each other, together, at most `window_bytes`. A message of a rank to itself is staged because it writes over what is still
-    being read.
+    In a window a rank stages what it sends. It also stages what it receives, unless it reads from its peers'
+    staging memory (`pulled`). Two consecutive windows together stage at most `window_bytes` per rank. A
+    message of a rank to itself is staged when it overwrites memory that is still to be read.
     """
 
-    ranks: tuple[int, ...]  # every world rank that gives or takes
-    element_bytes: int  # of an element on its way (the destination's dtype)
+    ranks: tuple[int, ...]  # every world rank that sends or receives
+    element_bytes: int  # of a transferred element (the destination's dtype)
     window_bytes: int
-    direct: tuple[Transfer, ...]  # on one rank, or between ranks that reach each other's memory
+    direct: tuple[Transfer, ...]  # within one rank, or between ranks that can read each other's memory
     windows: tuple[Window, ...]
-    pulled: bool  # a window's messages are not sent: the taker copies them out of the giver's staging memory
+    pulled: bool  # messages are not sent: the destination rank reads the source rank's staging memory
     padding: tuple[Padding, ...]
-    lower_bound_bytes: (
-        int  # what the busiest rank must receive under any plan: elements it needs and does not hold
-    )
-    gather_all_bytes: (
-        int  # what the busiest rank would receive if whole tensors were rebuilt on every destination rank
-    )
+    # What the busiest rank must receive under any plan: elements that it needs and does not hold.
+    lower_bound_bytes: int
+    # What the busiest rank would receive if every destination rank gathered whole tensors.
+    gather_all_bytes: int
 
     def transfers(self) -> Iterator[Transfer]:
-        """Every transfer, always in the same order: a transfer's number is its place in it."""
+        """Iterate over all transfers in a fixed order; a transfer's number is its index in this order."""
         yield from self.direct
         for window in self.windows:
             for message in window.values():
@@ -52,22 +59,22 @@ class Plan:
 
     @property
     def received_bytes(self) -> dict[int, int]:
-        """Bytes each rank receives from others."""
+        """Bytes that each rank receives from other ranks."""
         return self._sum((taker, size) for (giver, taker), size in self._flows() if giver != taker)
 
     @property
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes each rank sends to others."""
+        """Bytes that each rank sends to other ranks."""
         return self._sum((giver, size) for (giver, taker), size in self._flows() if giver != taker)
 
     @property
     def local_bytes(self) -> dict[int, int]:
-        """Bytes each rank copies from its own parameters into its own parameters."""
+        """Bytes that each rank copies from its own parameters to its own parameters."""
         return self._sum((giver, size) for (giver, taker), size in self._flows() if giver == taker)
 
     @property
     def staged_bytes(self) -> dict[int, int]:
-        """Each rank's staging memory: what it stages in the two fullest windows that follow each other."""
+        """Staging memory of each rank: the most that it stages in two consecutive windows."""
         peak, before = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
         for window in self.windows:
             staged = {
@@ -79,7 +86,7 @@ class Plan:
         return peak
 
     def staged_elements(self, window: Window) -> dict[int, int]:
-        """What each rank stages in a window."""
+        """Elements that each rank stages in `window`."""
         staged: dict[int, int] = defaultdict(int)
         for pair, message in window.items():
             elements = sum(transfer.elements for transfer in message)
@@ -114,8 +121,10 @@ class Plan:
             max(self.local_bytes.values(), default=0),
         )
         return (
-            f"{len(self.ranks)} ranks, {self.messages} messages in {len(self.windows)} windows; busiest rank receives {received / 2**20:.1f} MiB"
-            f" (lower bound {self.lower_bound_bytes / 2**20:.1f}, gathering all {self.gather_all_bytes / 2**20:.1f})"
+            f"{len(self.ranks)} ranks, {self.messages} messages in {len(self.windows)} windows; busiest rank"
+            f" receives {received / 2**20:.1f} MiB"
+            f" (lower bound {self.lower_bound_bytes / 2**20:.1f}, gathering all"
+            f" {self.gather_all_bytes / 2**20:.1f})"
             f", copies {local / 2**20:.1f} MiB, stages {self.peak_extra_bytes / 2**20:.1f} MiB"
         )
 
@@ -131,13 +140,14 @@ def compile_plan(
 ) -> Plan:
     """Plan how the parameters of `source` fill those of `destination`; both map world ranks to parameters.
 
-    A slice comes from the rank itself if it holds it, else from a rank of its host (`host_of`; None: one host), else
-    from any other; among equals from the one that has sent the least. With `peer_memory` ranks of one host read each other's
-    memory, so that their slices need neither messages nor staging.
+    A slice comes from the destination rank itself if it holds the slice, else from a rank of the same host
+    (`host_of`; None: one host), else from any rank. Among equally near ranks the one that has sent the least
+    so far is chosen. With `peer_memory` the ranks of one host read each other's memory, so their slices need
+    neither messages nor staging.
 
     Raises:
-        ValueError: an element that no source holds, destination blocks that overlap or leave their parameter, or a
-            window that cannot hold one row.
+        ValueError: no source holds an element, destination blocks overlap or exceed their parameter, or a
+            window cannot hold one row.
     """
     host_of = host_of or (lambda rank: 0)
     sources = _Sources(source, _repeated(destination), host_of)
@@ -145,9 +155,10 @@ def compile_plan(
     direct: list[Transfer] = []
     padding: list[Padding] = []
     ranks = sorted(destination)
-    # Position by position over all ranks, so that a window holds work for every rank and not for the first ones only.
+    # Iterate by parameter index over all ranks, so that each window holds work for all ranks.
     for parameters in zip_longest(*(destination[rank] for rank in ranks)):
-        # Replicas need the same: cut once for each parameter, found by identity where ranks share one and else by value.
+        # Replicas need the same slices, so each parameter is cut once. It is looked up by identity where
+        # ranks share the object, else by value.
         same: dict[int, _Wanted] = {}
         equal: dict[ShardedParameter, _Wanted] = {}
         for rank, parameter in zip(ranks, parameters):
@@ -182,7 +193,10 @@ def compile_plan(
 
 
 def _repeated(destination: Mapping[int, Sequence[ShardedParameter]]) -> set[str]:
-    """Tensors of which some rank needs several blocks: only these can be needed twice, as a tied copy beside its owner is."""
+    """Return the tensors of which some rank needs several blocks.
+
+    Only these can be needed twice on one rank, for example a tied output layer and its embedding.
+    """
     repeated: set[str] = set()
     for parameters in {id(parameters): parameters for parameters in destination.values()}.values():
         counts = Counter(block.tensor for parameter in parameters for block in parameter.blocks)
@@ -200,18 +214,17 @@ class _Replicas:
 
 @dataclass(slots=True)
 class _Piece:
-    """What a destination block takes from one source rectangle, whichever of its replicas gives it."""
+    """The part of a destination block that comes from one source rectangle, from any of its replicas."""
 
     rect: Rect
     whole: Rect  # the source's rectangle
     replicas: _Replicas
-    own: bool  # the destination rank is one of the replicas
+    own: bool  # the destination rank itself holds a replica
     destination: Place
     rows: tuple[int, int]
     cols: tuple[int, int]
-    taken: dict[Place, Place] = field(
-        default_factory=dict
-    )  # by a replica's place of `whole`: its place of `rect`
+    # The place of `whole` in a replica -> the place of `rect` in it.
+    taken: dict[Place, Place] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -219,22 +232,21 @@ class _WantedBlock:
     tensor: str
     rect: Rect
     place: Place
-    holders: list[tuple[Rect, _Replicas]]  # the source rectangles that meet it
-    cuts: dict[tuple[int, ...], list[_Piece]] = field(
-        default_factory=dict
-    )  # by distances of the holders: what comes from whom
+    holders: list[tuple[Rect, _Replicas]]  # the source rectangles that overlap it
+    # The distances of the holders -> the pieces that the block is cut into.
+    cuts: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A destination parameter, cut along the sources once for all ranks that need the same."""
+    """A destination parameter, cut along the source rectangles once for all its replicas."""
 
     padding: list[Rect]
     blocks: list[_WantedBlock]
 
 
 class _Sources:
-    """Source rectangles by tensor, and the choice among them."""
+    """The source rectangles of each tensor, and the choice of a source rank for each slice."""
 
     def __init__(
         self,
@@ -244,17 +256,16 @@ class _Sources:
     ):
         self.host_of, self.repeated = host_of, repeated
         self.replicas: dict[str, dict[Rect, _Replicas]] = defaultdict(dict)
-        self.sent: dict[int, int] = dict.fromkeys(source, 0)  # elements, for the balance
-        self.held: dict[int, int] = defaultdict(int)  # elements a rank holds as a source
-        self.minimum: dict[int, int] = defaultdict(int)  # elements a rank needs and does not hold
-        self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(
-            list
-        )  # by rank and repeated tensor: what came from others
+        self.sent: dict[int, int] = dict.fromkeys(source, 0)  # elements, to balance the load
+        self.held: dict[int, int] = defaultdict(int)  # elements that a rank holds as a source
+        self.minimum: dict[int, int] = defaultdict(int)  # elements that a rank needs and does not hold
+        # By rank and repeated tensor: the rectangles received from other ranks.
+        self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(list)
         for rank in sorted(source):
             for parameter in source[rank]:
                 if parameter.owner:
                     self._add(rank, parameter)
-        # The sources cover a tensor, so its size is where the last of them ends.
+        # The sources cover each tensor, so their largest row and column ends are its size.
         self.total = sum(
             max(rect[1] for rect in rects) * max(rect[3] for rect in rects)
             for rects in self.replicas.values()
@@ -288,10 +299,10 @@ class _Sources:
         return _Wanted(_padding_of(parameter), blocks)
 
     def serve(self, wanted: _Wanted, rank: int) -> Iterator[Transfer]:
-        """Transfers that fill a parameter of rank `rank`, each element once."""
+        """Yield the transfers that fill a parameter of rank `rank`, each element once."""
         host = self.host_of(rank)
         for block in wanted.blocks:
-            # 0 own rank, 1 own host, 2 elsewhere; nearest first.
+            # 0: the rank itself, 1: its host, 2: another host.
             distances = tuple(
                 [
                     0 if rank in replicas.place else 1 if host in replicas.on_host else 2
@@ -310,11 +321,11 @@ class _Sources:
                 yield Transfer(block.tensor, piece.rows, piece.cols, giver, rank, taken, piece.destination)
 
     def _choose(self, piece: _Piece, tensor: str, rank: int, host: int) -> int:
-        """The rank that sends `piece`: of the same host if one is there, and of these the one that has sent the least."""
+        """Return the source rank of `piece`: on the same host if possible, and with the least sent so far."""
         giver = min(piece.replicas.on_host.get(host, piece.replicas.place), key=self.sent.__getitem__)
         elements = fresh = area(piece.rect)
         self.sent[giver] += elements
-        if tensor in self.repeated:  # what is needed twice counts once
+        if tensor in self.repeated:  # an element that is needed twice counts once in the lower bound
             parts = [piece.rect]
             for earlier in self.fetched[rank, tensor]:
                 parts = [part for rect in parts for part in subtract(rect, earlier)]
@@ -325,7 +336,7 @@ class _Sources:
 
 
 def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Piece]:
-    """Pieces that cover `block` once, from the nearest holders first."""
+    """Cut `block` into pieces that cover it exactly once, preferring the nearest holders."""
     missing, pieces = [block.rect], []
     for distance, (whole, replicas) in sorted(
         zip(distances, block.holders), key=lambda entry: (entry[0], entry[1][0])
@@ -350,7 +361,8 @@ def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Pi
     if missing:
         first, end, left, right = missing[0]
         raise ValueError(
-            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.place[1]} of rank {rank} and no source rank holds them;"
+            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.place[1]} of"
+            f" rank {rank} and no source rank holds them;"
             " both sides must describe the same model"
         )
     return pieces
@@ -364,13 +376,14 @@ def _padding_of(parameter: ShardedParameter) -> list[Rect]:
     padding = holes((0, height, 0, width), written)
     if padding is None:
         raise ValueError(
-            f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it: {parameter.blocks}"
+            f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it:"
+            f" {parameter.blocks}"
         )
     return padding
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter's shape as rows and columns: a vector is one column, further axes join the columns."""
+    """Return a shape as (rows, columns): a vector has one column, further axes join the columns."""
     width = 1
     for size in shape[1:]:
         width *= size
@@ -378,6 +391,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _at(place: Place, whole: Rect, piece: Rect) -> Place:
-    """Where `piece` lies in the parameter that holds `whole` at `place`."""
+    """Return the place of `piece` in the parameter that holds `whole` at `place`."""
     chunk, name, row, col = place
     return chunk, name, row + piece[0] - whole[0], col + piece[2] - whole[2]

@@ -1,4 +1,4 @@
-"""Prove that slices arrived: the same checksum at the source's parameter and at the destination's, for every checked transfer."""
+"""Prove that slices arrived: every checked transfer has equal checksums at its source and destination."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,23 +12,26 @@ from parallel.reshard.checksum import checksum
 from parallel.reshard.kernels import Checksums
 from parallel.reshard.transfer import Transfer
 
-SAMPLE = 16  # a sync checks one transfer in SAMPLE, and SAMPLE syncs check all of them
+SAMPLE = 16  # a weight sync checks one transfer in SAMPLE, and SAMPLE syncs check all of them
 
 
 class ReshardError(RuntimeError):
-    """The weights at the destination are not those of the source, or may not be: a rank was lost on the way."""
+    """The destination's weights differ from the source's, or may differ because a rank was lost."""
 
 
 @dataclass(slots=True)
 class _Side:
-    """The checked slices of one side on this rank: what sums them up, and their places among all checked transfers."""
+    """The checked slices of one side on this rank."""
 
     sums: Checksums
-    places: Tensor  # [n] int64
+    places: Tensor  # [n] int64: their indices among all checked transfers
 
 
 class Proof:
-    """Checks a rotating share of the slices at every sync: `note_sources()` before they move, `compare()` after."""
+    """Checks a rotating share of the slices at every sync.
+
+    Call `note_sources()` before the slices move and `compare()` after.
+    """
 
     def __init__(
         self,
@@ -43,21 +46,20 @@ class Proof:
     ):
         """
         Args:
-            transfers: all of the plan, in its order.
-            reads: this rank's slices of the source [R, C] by a transfer's number; they are compared as `dtype`.
-            writes: its slices of the destination.
+            transfers: all transfers of the plan, in its order.
+            reads: this rank's source slices [R, C] by transfer number; compared as `dtype`.
+            writes: this rank's destination slices [R, C] by transfer number.
             group: spans every rank of the plan.
         """
         self.transfers, self.reads, self.writes = transfers, reads, writes
         self.dtype, self.device, self.group, self.verify = dtype, device, group, verify
         self.syncs = 0
-        self._sides: dict[
-            tuple[int, str], _Side
-        ] = {}  # by phase and side; a kernel reads what the parameters hold then
+        # By phase and side; their kernels read the parameters' values at the time of the launch.
+        self._sides: dict[tuple[int, str], _Side] = {}
         self._difference: Tensor | None = None
 
     def prepare(self) -> None:
-        """Make all tables of tiles now rather than at the syncs that need them first."""
+        """Build all tables of tiles now rather than at the first syncs that need them."""
         before = self.syncs
         for phase in range(0 if self.verify == "none" else self.stride):
             self.syncs = phase
@@ -75,25 +77,29 @@ class Proof:
 
     @property
     def checked(self) -> Sequence[Transfer]:
-        """This sync's share."""
+        """The transfers that this sync checks."""
         return self.transfers[self.phase :: self.stride]
 
     def note_sources(self) -> None:
-        """Take the checksums of what is about to be moved."""
+        """Compute the checksums of the source slices."""
         if self.verify == "none":
             return
         self._difference = torch.zeros(len(self.checked), dtype=torch.int64, device=self.device)
         self._add("reads", self.reads, 1)
 
     def compare(self) -> int:
-        """Take the checksums of what arrived, and compare; returns how many slices were checked. Collective over the group.
+        """Compute the checksums of the destination slices and compare; collective over the group.
+
+        Returns:
+            The number of checked slices.
 
         Raises:
-            ReshardError: on every rank, naming the first slices that differ.
+            ReshardError: slices differ; raised on every rank, naming the first of them.
         """
         if self.verify == "none":
             return 0
-        # The source adds and the destination subtracts; modulo 2**64 the sum over the ranks is 0 exactly if they are equal.
+        # The source adds and the destination subtracts: modulo 2**64 the sum over the ranks is 0 if and only
+        # if both checksums are equal.
         self._add("writes", self.writes, -1)
         dist.all_reduce(self._difference, group=self.group)
         checked, wrong = self.checked, self._difference.nonzero().flatten().tolist()
@@ -101,7 +107,8 @@ class Proof:
         if wrong:
             named = "; ".join(str(checked[index]) for index in wrong[:4])
             raise ReshardError(
-                f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent: {named}{'; …' if len(wrong) > 4 else ''}"
+                f"{len(wrong)} of {len(checked)} checked slices did not arrive as they were sent:"
+                f" {named}{'; …' if len(wrong) > 4 else ''}"
             )
         return len(checked)
 
@@ -109,7 +116,7 @@ class Proof:
         known = self._side(side, slices)
         if all(slice_RC.dtype == self.dtype for slice_RC in known.sums.slices):
             sums = known.sums.run()
-        else:  # as they look after the cast
+        else:  # checksums of the values after the cast
             sums = torch.stack([checksum(slice_RC.to(self.dtype)) for slice_RC in known.sums.slices])
         self._difference.index_add_(0, known.places, sums, alpha=sign)
 

@@ -1,4 +1,4 @@
-"""Arithmetic of half-open rectangles: where shards meet and what is left of them."""
+"""Arithmetic of half-open rectangles: intersections and differences of shards."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ def intersect(a: Rect, b: Rect) -> Rect | None:
 
 
 def subtract(rect: Rect, hole: Rect) -> list[Rect]:
-    """What is left of `rect` without `hole`: above, below, left and right of it."""
+    """Return the parts of `rect` outside `hole`: above, below, left and right of it."""
     cut = intersect(rect, hole)
     if cut is None:
         return [rect]
@@ -33,7 +33,7 @@ def subtract(rect: Rect, hole: Rect) -> list[Rect]:
 
 @cache  # layers repeat the same few shapes
 def holes(whole: Rect, written: tuple[Rect, ...]) -> list[Rect] | None:
-    """What `written` leaves of `whole`; None if they overlap or reach outside."""
+    """Return the parts of `whole` that `written` does not cover; None if those overlap or exceed `whole`."""
     rest = [whole]
     for rect in written:
         rest = [part for hole in rest for part in subtract(hole, rect)]

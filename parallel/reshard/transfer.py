@@ -1,4 +1,18 @@
-"""What a plan is made of, as plain data."""
+"""The parts of a reshard plan as plain data.
+
+A transfer copies one rectangle of a Hugging Face tensor from a source to a destination parameter. Both
+parameters are viewed as matrices [rows, columns]; a place is the rectangle's upper left corner (*) in one:
+
+    source parameter       Hugging Face tensor       destination parameter
+    (source_rank)          (rows x cols)             (destination_rank)
+
+    +----------+           +----------------+        +----------------+
+    |          |           |                |        |*#######        |
+    |*#######  |           |                |        | #######        |
+    | #######  |           |        ####### |        |                |
+    +----------+           |        ####### |        |                |
+                           +----------------+        +----------------+
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +21,7 @@ Place = tuple[int, str, int, int]  # model chunk, parameter, first row, first co
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A rectangle of a Hugging Face tensor on its way between two parameters, of two ranks or of one."""
+    """The copy of one rectangle of a Hugging Face tensor between two parameters, of two ranks or of one."""
 
     tensor: str
     rows: tuple[int, int]  # half-open, in the Hugging Face tensor
@@ -26,7 +40,7 @@ class Transfer:
         return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
 
     def part(self, start: int, stop: int) -> "Transfer":
-        """Only rows `start` to `stop`, counted from this transfer's first row."""
+        """Return the transfer of rows `start` to `stop` alone, counted from this transfer's first row."""
         first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = (
             self.rows[0],
             self.source,
@@ -37,12 +51,15 @@ class Transfer:
         return Transfer(self.tensor, rows, self.cols, self.source_rank, self.destination_rank, taken, written)
 
     def __str__(self) -> str:
-        return f"{self.tensor} rows {self.rows[0]}-{self.rows[1]} columns {self.cols[0]}-{self.cols[1]} from rank {self.source_rank} to rank {self.destination_rank}"
+        return (
+            f"{self.tensor} rows {self.rows[0]}-{self.rows[1]} columns {self.cols[0]}-{self.cols[1]}"
+            f" from rank {self.source_rank} to rank {self.destination_rank}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """A rectangle of a destination parameter that no Hugging Face element reaches: zeros."""
+    """A rectangle of a destination parameter that no Hugging Face tensor covers; it is filled with zeros."""
 
     rank: int
     chunk: int
@@ -55,6 +72,5 @@ class Padding:
         return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
 
 
-Window = dict[
-    tuple[int, int], list[Transfer]
-]  # (source rank, destination rank): the transfers of one message
+# (source rank, destination rank): the transfers of one message
+Window = dict[tuple[int, int], list[Transfer]]

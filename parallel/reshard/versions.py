@@ -1,9 +1,16 @@
-"""Weights in numbered versions: training publishes a snapshot and goes on, generation adopts it when it likes; the transfer runs between the two.
+"""Asynchronous weight sync in numbered versions, by a background thread.
 
-Each rank has a thread that works through rounds, all ranks the same ones. In a round every rank says over the CPU whether it is
-ready: a source once it has published, a destination once it has adopted what came before. If all are, the thread runs the
-`Resharder` from the sources' snapshots into the destinations' back buffers; if not, the next round follows. A rank that is not
-ready waits up to `TICK_S` before it says so; no GPU waits for an announcement.
+Training publishes a snapshot and continues; generation adopts it when it chooses to.
+
+    training:    parameters --publish()--> snapshot
+                                              |  background thread: Resharder
+    generation:  parameters <--adopt()--- back buffer
+
+The thread of each rank works in rounds, the same ones on all ranks. In a round every rank reports over the
+CPU whether it is ready: a source rank once it has published, a destination rank once it has adopted the
+previous version. If all are ready, the threads run the `Resharder` from the snapshots into the back buffers;
+else the next round follows. A rank that is not ready waits up to `TICK_S` before it reports; no GPU waits for
+a report.
 """
 
 import threading
@@ -19,30 +26,36 @@ from parallel import device as machine
 from parallel.reshard.execute import Parameters, Resharder, ReshardReport
 from parallel.reshard.plan import Plan
 
-TICK_S = 1.0  # longest time until the other ranks hear of a close; far below the timeout of any group
+TICK_S = 1.0  # longest time until the other ranks learn of a close; far below the timeout of any group
 
-# What a rank says in a round. A source says the number of the version that it has published.
+# A rank's report in a round. A source rank reports the number of the version that it has published.
 _CLOSED, _NOT_READY, _ANY_VERSION = -1, 0, 2**62
 
 
 def background_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group for the threads alone, which carries announcements on the CPU and weights on any device. Every rank of the world has to call this."""
+    """Create the process group of the background threads: reports on the CPU, weights on any device.
+
+    Every rank of the world must call this.
+    """
     return dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo")
 
 
 class VersionedReshard:
-    """Moves versions of one engine's parameters into another's while both go on working.
+    """Copies versions of one engine's parameters into another's while both keep working.
 
-    A rank may be a source, a destination, both or neither. Constructing it is collective over `group`; afterwards each rank
-    calls what it needs, from one thread. Every source publishes the same versions, and each destination adopts each of them:
-    a version leaves the snapshot once all have adopted the one before. So one snapshot (`snapshot_bytes`) and one back buffer
-    (`back_bytes`) are enough, and the n-th `adopt()` gives the same version on every rank. `ready()` and `in_flight()` may
-    differ between ranks for a moment: ranks that act together let one of them ask and tell the others.
+    A rank may be a source, a destination, both or neither. The constructor is collective over `group`.
+    Afterwards each rank calls the methods that it needs, from one thread.
 
-    An error in the background (`ReshardError`, a peer that is gone) is raised by the next call of any method, again and again.
+    Every source rank publishes the same versions, and every destination rank adopts each of them. A version
+    leaves the snapshot once all ranks have adopted the previous one. One snapshot (`snapshot_bytes`) and one
+    back buffer (`back_bytes`) are therefore enough, and the n-th `adopt()` returns the same version on every
+    rank. `ready()` and `in_flight()` may differ between ranks for a moment: ranks that act together should
+    let one of them query and broadcast the answer.
 
-    Where NCCL carries the weights, its kernels run beside those of other communicators in no common order. Each finds room on
-    the GPU unless CUDA_DEVICE_MAX_CONNECTIONS=1 queues them behind each other, which can block for ever; with that setting give
+    An error in the background (`ReshardError`, a lost peer) is raised by every later call of any method.
+
+    NCCL's kernels run concurrently with those of other communicators, in no common order. Each finds room on
+    the GPU unless CUDA_DEVICE_MAX_CONNECTIONS=1 serializes them, which can deadlock. With that setting pass
     `device=torch.device("cpu")`, which keeps both buffers and the messages in host memory.
     """
 
@@ -63,23 +76,25 @@ class VersionedReshard:
         Args:
             plan: compiled without `peer_memory`.
             rank: this process's world rank.
-            source: this rank's parameters that the plan reads. They may change at any time, but have to stay where they are.
-            destination: those that it writes, of type `dtype`; only `adopt()` touches them.
-            dtype: of an element on its way and in the snapshot.
+            source: this rank's parameters that the plan reads. Values may change at any time, addresses not.
+            destination: the parameters that the plan writes, of `dtype`; only `adopt()` touches them.
+            dtype: of a transferred element and of the snapshot.
             group: from `background_group`, over every rank of the plan; nothing else may use it.
-            device: where buffers and messages are; with the CPU the parameters may still be on GPUs.
-            verify: which slices are proved on their way from snapshot to back buffer, as in `Resharder`.
+            device: of the buffers and messages; with the CPU the parameters may still be on GPUs.
+            verify: which slices are verified between snapshot and back buffer, as in `Resharder`.
 
         Raises:
-            ValueError: the group is the world's or cannot carry CPU tensors, or what `Resharder` refuses.
+            ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.
         """
         if group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group):
             raise ValueError(
-                "weights in the background need a process group of their own that also carries CPU tensors; make one with background_group"
+                "weights in the background need a process group of their own that also carries CPU tensors;"
+                " make one with background_group"
             )
         if any(transfer.source_rank != transfer.destination_rank for transfer in plan.direct):
             raise ValueError(
-                "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with peer_memory=False"
+                "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with"
+                " peer_memory=False"
             )
         read = {transfer.source[:2] for transfer in plan.transfers() if transfer.source_rank == rank}
         written = {
@@ -107,43 +122,46 @@ class VersionedReshard:
             verify=verify,
         )
 
-        self.version = 0  # that the destination holds
-        self.transferred = 0  # the last version that left the snapshot, or reached the back buffer
+        self.version = 0  # the version in the destination parameters
+        self.transferred = 0  # the last version that left the snapshot or reached the back buffer
         self.report: ReshardReport | None = None  # of that transfer
         self._published = 0
-        # The thread and its owner share what follows, under the lock of `_changed`.
+        # The thread and the caller share the fields below, under the lock of `_changed`.
         self._changed = threading.Condition()
-        self._pending: int | None = None  # version in the snapshot, until it has left
+        self._pending: int | None = None  # version in the snapshot, until it is transferred
         self._arrived: int | None = None  # version in the back buffer, until it is adopted
         self._closing = self._ended = False
         self._closed_by: list[int] = []  # world ranks
         self._error: BaseException | None = None
 
-        self._gpu = machine.device()  # a new thread would begin on GPU 0
+        self._gpu = machine.device()  # a new thread would start on GPU 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._hand_over()
         self._thread = threading.Thread(target=self._serve, name=f"weights of rank {rank}", daemon=True)
         self._thread.start()
 
     def publish(self, version: int) -> None:
-        """Copy this rank's source parameters, as they are, into the snapshot and let it travel; they may change as soon as this returns.
+        """Copy this rank's source parameters into the snapshot and start its transfer.
 
-        Waits until the version before has left the snapshot. Every source rank calls it; on a rank that the plan takes
-        nothing from (a replica) it only checks the number.
+        Waits until the previous version has left the snapshot. The parameters may change as soon as this
+        returns. Every source rank calls it; on a rank that the plan does not read (a replica) it only checks
+        the number.
 
         Raises:
             ValueError: `version` is not above the last one.
-            RuntimeError: a rank closed, or this rank itself has to adopt a version first.
+            RuntimeError: a rank closed, or this rank must adopt a version first.
         """
         with self._changed:
             self._raise_error()
             if not self._published < version < _ANY_VERSION:
                 raise ValueError(
-                    f"version {version} cannot follow version {self._published}; versions are numbered upwards from 1"
+                    f"version {version} cannot follow version {self._published}; versions are numbered"
+                    " upwards from 1"
                 )
             if self._pending is not None and self._arrived is not None:
                 raise RuntimeError(
-                    f"version {self._pending} cannot leave rank {self.rank} before it adopts version {self._arrived}; call adopt() first"
+                    f"version {self._pending} cannot leave rank {self.rank} before it adopts version"
+                    f" {self._arrived}; call adopt() first"
                 )
             self._wait(lambda: self._pending is None)
             if self._ended:
@@ -156,22 +174,24 @@ class VersionedReshard:
                 self._changed.notify_all()
 
     def in_flight(self) -> bool:
-        """Whether a published version has not left the snapshot yet, so that `publish` would wait."""
+        """Return whether a published version has not left the snapshot yet, so that `publish` would wait."""
         with self._changed:
             self._raise_error()
             return self._pending is not None and not self._ended
 
     def ready(self) -> bool:
-        """Whether a version is complete in the back buffer, so that `adopt` would not wait."""
+        """Return whether a version is complete in the back buffer, so that `adopt` would not wait."""
         with self._changed:
             self._raise_error()
             return self._arrived is not None
 
     def adopt(self) -> int:
-        """Wait for the next version, copy it into the destination parameters and return its number. Nothing may read them meanwhile.
+        """Wait for the next version, copy it into the destination parameters and return its number.
+
+        Nothing may read the parameters meanwhile.
 
         Raises:
-            ValueError: the plan gives this rank nothing.
+            ValueError: this rank is no destination of the plan.
             RuntimeError: a rank closed and no version is left.
         """
         with self._changed:
@@ -190,13 +210,14 @@ class VersionedReshard:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is transferred any more: this rank or another has closed, or an error happened."""
+        """True once transfers have ended: this rank or another has closed, or an error occurred."""
         return self._ended
 
     def close(self) -> None:
-        """End the exchange for all ranks; every rank has to call it before the process group goes away.
+        """End the exchange for all ranks; every rank must call it before the process group is destroyed.
 
-        What this rank has published leaves first, unless another rank closes before. A complete version can still be adopted.
+        A version that this rank has published is transferred first, unless another rank closes earlier. A
+        complete version can still be adopted.
         """
         with self._changed:
             self._closing = True
@@ -204,7 +225,7 @@ class VersionedReshard:
         self._thread.join()
         self._raise_error()
 
-    # ---- the thread -----------------------------------------------------------------------------------------------
+    # ---- the thread --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -223,7 +244,7 @@ class VersionedReshard:
                 self._changed.notify_all()
 
     def _round(self) -> int:
-        """All ranks speak; the version that they are all ready to move, or `_NOT_READY`, or `_CLOSED`."""
+        """Exchange the reports; return the version to transfer, `_NOT_READY` or `_CLOSED`."""
         word = torch.tensor([self._word()])
         said = [torch.empty_like(word) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(said, word, group=self.group)
@@ -238,7 +259,8 @@ class VersionedReshard:
         versions = sorted(set(words) - {_ANY_VERSION})
         if len(versions) != 1:
             raise RuntimeError(
-                f"the source ranks published versions {versions} at the same time; every one has to publish each version"
+                f"the source ranks published versions {versions} at the same time; every one has to publish"
+                " each version"
             )
         return versions[0]
 
@@ -264,10 +286,10 @@ class VersionedReshard:
             self._arrived = version if self._back else None
             self._changed.notify_all()
 
-    # ---- both sides -----------------------------------------------------------------------------------------------
+    # ---- both sides --------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
-        """The thread's work comes after what the caller has queued so far."""
+        """Make the thread's stream wait for the work that the caller has queued so far."""
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 

@@ -1,4 +1,13 @@
-"""Messages of limited size: which transfers travel together."""
+"""Assign transfers to windows: rounds of messages that fit into limited staging memory.
+
+A window holds at most one message for each (source, destination) pair. Per rank it holds at most half of
+`window_bytes`, because two consecutive windows share the staging memory:
+
+    staging memory   | half A                         | half B                         |
+    window 0           packed
+    window 1                                            packed while window 0 is sent
+    window 2           packed while window 1 is sent
+"""
 
 from collections import defaultdict
 
@@ -6,13 +15,14 @@ from parallel.reshard.transfer import Transfer, Window
 
 
 class Windows:
-    """Deals transfers into windows: the first one with room on both ranks, cut by rows where a window ends."""
+    """First-fit assignment: a transfer goes to the first window with room on both of its ranks.
+
+    A transfer that does not fit as a whole is cut by rows, and the rest goes to later windows.
+    """
 
     def __init__(self, window_bytes: int, element_bytes: int):
-        self.capacity = (
-            window_bytes // 2 // element_bytes
-        )  # elements of one window: the next is packed while it is on its way
-        self.crumb = max(1, self.capacity >> 8)  # room below this is not looked at again
+        self.capacity = window_bytes // 2 // element_bytes  # elements of one window, per rank
+        self.crumb = max(1, self.capacity >> 8)  # smallest free piece: a window with less counts as full
         self.element_bytes = element_bytes
         self.windows: list[Window] = []
         self.used: dict[int, list[int]] = {}  # by rank and window, elements
@@ -23,7 +33,8 @@ class Windows:
         if width > self.capacity:
             need = 2 * width * self.element_bytes
             raise ValueError(
-                f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of {transfer.tensor}, {need} bytes; set it to {need} or more"
+                f"window_bytes={2 * self.capacity * self.element_bytes} cannot hold two rows of"
+                f" {transfer.tensor}, {need} bytes; set it to {need} or more"
             )
         pair = giver, taker = transfer.source_rank, transfer.destination_rank
         given, taken = self._used(giver), self._used(taker)

@@ -1,1 +1,1 @@
-"""One map of a model's weights: how Megatron's, vLLM's and Hugging Face's tensors cover each other."""
+"""The mapping between the tensors of Megatron, vLLM and Hugging Face for one model."""

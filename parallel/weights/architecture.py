@@ -1,7 +1,7 @@
-"""What a dense decoder is, read from a Hugging Face config.json and written back to one.
+"""The architecture of a dense decoder, read from a Hugging Face config.json and written back to one.
 
-The translation is an explicit two-way table: each key of config.json is mapped, known to leave the mathematics alone with the
-value it has (`config_keys.py`), or an error that names it. Nothing is dropped in silence.
+The translation is an explicit two-way table. Each key of config.json is mapped, or known not to change the
+mathematics with its value (`config_keys.py`), or refused by name. No key is silently ignored.
 """
 
 import math
@@ -18,16 +18,14 @@ HEADS = {"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "Fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a `model_type` implies beyond its config.json."""
+    """The properties that a `model_type` implies beyond its config.json."""
 
     stem: str  # of the class names in transformers
     qkv_bias: bool = False
     qk_norm: bool = False
-    absent: Mapping[
-        str, Any
-    ]  # what transformers assumes for a key that config.json lacks, where families differ
+    absent: Mapping[str, Any]  # transformers' defaults for absent keys, where families differ
     never_null: frozenset[str] = frozenset()  # optional keys whose null transformers cannot read
-    whole_heads: bool = False  # heads divide the hidden size even where head_dim is given
+    whole_heads: bool = False  # the number of heads divides the hidden size even if head_dim is given
 
 
 FAMILIES = {
@@ -54,7 +52,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRope:
-    """Positions divided by `factor`."""
+    """Linear scaling: positions divided by `factor`."""
 
     rope_type: ClassVar[str] = "linear"
     factor: float
@@ -73,7 +71,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """YaRN (arXiv 2309.00071); None: computed from `factor` as transformers does."""
+    """YaRN (arXiv 2309.00071); a field that is None is computed from `factor` as in transformers."""
 
     rope_type: ClassVar[str] = "yarn"
     factor: float
@@ -90,7 +88,7 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope
 ROPE_TYPES = {rope.rope_type: rope for rope in (LinearRope, Llama3Rope, YarnRope)}
 DEFAULT_ROPE_THETA = 10_000.0
 
-# Hugging Face key: our field, its type, and what an absent key means (MISSING: it must be there).
+# Hugging Face key: the field here, its type, and the value of an absent key (MISSING: the key is required).
 TABLE: dict[str, tuple[str, type, Any]] = {
     "hidden_size": ("hidden_size", int, MISSING),
     "num_hidden_layers": ("num_layers", int, MISSING),
@@ -104,7 +102,8 @@ TABLE: dict[str, tuple[str, type, Any]] = {
     "max_position_embeddings": ("max_positions", int, MISSING),
     "initializer_range": ("initializer_range", float, 0.02),
 }
-# No model comes near these; without them a mistyped size takes all memory or an hour before anything else is wrong.
+# Far above the sizes of any model: without them a mistyped size fills the memory or costs an hour before an
+# error appears.
 LARGEST = {
     "hidden_size": 2**18,
     "num_hidden_layers": 2**10,
@@ -123,7 +122,7 @@ LARGEST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A dense decoder with RMS norms, rotary positions and a SiLU-gated feed-forward, as config.json describes it."""
+    """A dense decoder with RMS norms, rotary positions and a SiLU-gated feed-forward."""
 
     model_type: str  # a key of FAMILIES
     hidden_size: int
@@ -133,7 +132,7 @@ class Architecture:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    tied: bool = False  # the output layer is the embedding; holds for the language-model head only
+    tied: bool = False  # the output layer is the embedding; for the language-model head only
     norm_eps: float
     rope_theta: float = DEFAULT_ROPE_THETA
     rope_scaling: RopeScaling | None = None
@@ -150,7 +149,7 @@ class Architecture:
 
     @property
     def served_positions(self) -> int:
-        """Positions of a row at most: vLLM's table of angles may be shorter than max_positions."""
+        """The longest sequence that vLLM serves: its rotary table may be shorter than max_positions."""
         scaling = self.rope_scaling
         if not isinstance(scaling, YarnRope):
             return self.max_positions
@@ -161,14 +160,15 @@ class Architecture:
         """Translate the content of a config.json; `source` names it in errors.
 
         Raises:
-            ValueError: a model type, key or value that is not understood and changes the mathematics, a missing key or a value
-                of a wrong type. All that is wrong is listed in one message.
+            ValueError: a model type, key or value is unknown and may change the mathematics, a key is
+                missing, or a value has the wrong type. One message lists all problems.
         """
         model_type = config.get("model_type")
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
             raise ValueError(
-                f"{source}: model_type={shown(model_type)} is not supported; supported are {', '.join(FAMILIES)}"
+                f"{source}: model_type={shown(model_type)} is not supported; supported are"
+                f" {', '.join(FAMILIES)}"
             )
         problems: list[str] = []
         values: dict[str, Any] = {}
@@ -189,13 +189,13 @@ class Architecture:
         return cls(model_type=config["model_type"], **values)
 
     def to_hf(self, *, head: str = "lm", carry: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The content of a config.json, which `from_hf` reads back to the same architecture.
+        """Return the content of a config.json, which `from_hf` translates back to the same architecture.
 
-        Rotary settings are written under `rope_theta` and `rope_scaling`, which transformers 4 and 5 both read.
+        Rotary settings are written as `rope_theta` and `rope_scaling`, which transformers 4 and 5 both read.
 
         Args:
             head: "lm", "token" or "sequence"; the last two have one label.
-            carry: an older config.json whose token ids, dtype and the like are kept.
+            carry: an older config.json whose token ids, dtype and similar keys are copied.
         """
         family = FAMILIES[self.model_type]
         config: dict[str, Any] = {"architectures": [family.stem + HEADS[head]], "model_type": self.model_type}
@@ -207,14 +207,14 @@ class Architecture:
             "attention_dropout": 0.0,
         }
         if self.model_type == "mistral":
-            config["sliding_window"] = None  # transformers takes an absent one for 4096
+            config["sliding_window"] = None  # transformers assumes 4096 if it is absent
         if head != "lm":
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return {key: value for key, value in (carry or {}).items() if key in HARMLESS} | config
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """The architecture of a Hugging Face folder.
+    """Return the architecture of a Hugging Face folder.
 
     Raises:
         ValueError: no such folder, no config.json, not JSON, or a model that `Architecture.from_hf` refuses.
@@ -223,7 +223,7 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of a folder's config.json; ValueError if there is none."""
+    """Return the content of a folder's config.json; ValueError if there is none."""
     path = Path(folder) / "config.json"
     try:
         if path.parent.is_file():
@@ -236,9 +236,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path} does not exist; a model folder needs the config.json of its Hugging Face model"
             )
-    except OSError as error:  # a path that is too long, or behind a folder that may not be read
+    except OSError as error:  # a path that is too long, or a parent folder without permission
         raise ValueError(
-            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging Face folder"
+            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging"
+            " Face folder"
         ) from None
     return read_object(path)
 
@@ -246,10 +247,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def _typed(
     key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False, whole: bool = False
 ) -> Any:
-    """`value` as `kind`; sizes and rates must be positive and within `LARGEST`. None stands for what is derived later.
+    """Return `value` as `kind`, or None if it is derived later or invalid (appended to `problems`).
+
+    Sizes and rates must be positive and within `LARGEST`.
 
     Args:
-        whole: a size: 64.0 is none.
+        whole: `value` is a size and must be an int: 64.0 is refused.
     """
     most = LARGEST.get(key.rpartition(".")[2], math.inf)
     if value is MISSING:
@@ -288,7 +291,7 @@ def _derive_heads(values: dict[str, Any], family: Family, problems: list[str]) -
 
 
 def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or the older pair of keys."""
+    """Read `rope_theta` and `rope_scaling` from transformers 5's `rope_parameters` or the older two keys."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
@@ -305,17 +308,20 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         return {}
     if old and new and old != new:
         problems.append(
-            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of them"
+            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of"
+            " them"
         )
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
     if types[1:] and types[0] != types[1]:
         problems.append(
-            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other; keep one of them"
+            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other;"
+            " keep one of them"
         )
     inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         problems.append(
-            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one of them"
+            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one"
+            " of them"
         )
     theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
     theta = _typed(
@@ -326,19 +332,22 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
     partial = given.pop("partial_rotary_factor", 1.0)
     if partial != 1.0 or isinstance(partial, bool):
         problems.append(
-            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0): {FIXED['partial_rotary_factor'][1]}"
+            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0):"
+            f" {FIXED['partial_rotary_factor'][1]}"
         )
     rope_type = types[0] if types else "default"
     if rope_type == "default":
         problems += [
-            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it if it has no effect"
+            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it"
+            " if it has no effect"
             for key, value in given.items()
             if value is not None
         ]
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         problems.append(
-            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default, {', '.join(ROPE_TYPES)}"
+            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default,"
+            f" {', '.join(ROPE_TYPES)}"
         )
         return {}
     return {
@@ -357,7 +366,7 @@ def _read_scaling(
         if key not in known and value is not None
     ]
     if "original_max_position_embeddings" in known:
-        given.setdefault("original_max_position_embeddings", max_positions)  # as transformers does
+        given.setdefault("original_max_position_embeddings", max_positions)  # as in transformers
     found = len(problems)
     values = {}
     for name, field in known.items():
@@ -372,7 +381,7 @@ def _read_scaling(
 
 
 def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
-    """Numbers that are right one by one and between which nothing can be computed."""
+    """Return problems: numbers of valid types that are out of range or inconsistent with each other."""
     problems = [
         f"{where}.{name}={shown(value)} must lie between 0.001 and 1,000,000"
         for name, value in values.items()
@@ -392,7 +401,7 @@ def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Only what differs from the defaults: older readers do not know every key."""
+    """Return `rope_scaling` with only the fields that differ from the defaults; older readers lack some."""
     if scaling is None:
         return None
     defaults = {field.name: field.default for field in fields(scaling)}
@@ -402,12 +411,12 @@ def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> list[str]:
-    """Attention over a window is refused where a sequence could be longer than the window."""
+    """Return problems: sliding-window attention where a sequence could be longer than the window."""
     if problems := _window_types(config, values["num_layers"]):
         return problems
     window = config.get("sliding_window", family.absent.get("sliding_window"))
     if family.stem.startswith("Qwen"):
-        first = config.get("max_window_layers", 28)  # layers below it see everything
+        first = config.get("max_window_layers", 28)  # layers below it use full attention
         if not config.get("use_sliding_window") or first >= values["num_layers"]:
             return []
     longest = values["max_positions"]
@@ -415,12 +424,13 @@ def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[s
         return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
     return [
-        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which is not supported; {remedy}"
+        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which"
+        f" is not supported; {remedy}"
     ]
 
 
 def _window_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Keys about windows whose values are not of their type, and layers of another kind."""
+    """Return problems: sliding-window keys with values of a wrong type, and unsupported layer types."""
     problems = []
     for key, is_right, wanted in (
         (

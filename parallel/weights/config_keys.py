@@ -1,8 +1,8 @@
-"""The keys of config.json beside those that say sizes: which value each may have so that the models here compute what
-transformers computes.
+"""The keys of config.json other than sizes, with the values for which results here equal transformers'.
 
-A key is in `HARMLESS` (any value), in `FIXED` (these values only) or read by `architecture.py`; any other is refused unless it is
-null. A key belongs into `HARMLESS` only if no value of it changes logits, and the rollout's sampling does not read it.
+A key is in `HARMLESS` (any value), in `FIXED` (these values only) or read by `architecture.py`; any other key
+is refused unless it is null. A key belongs in `HARMLESS` only if no value of it changes logits and the
+rollout's sampling does not read it.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from parallel.weights.json_files import is_count, shown, shown_key
 NO_CODE = "folders with model code of their own are not supported"
 DECODER = "these models are decoders alone"
 FULL = "attention over a part of the sequence is not supported"
-# Values are compared with their types: JSON's 0 is not false.
+# Key: the allowed values and the reason. Types are compared, too: JSON's 0 is not false.
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "other activations are not supported"),
     "attention_bias": (
@@ -49,7 +49,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "torchscript": ((False, None), "leave it out"),
     "use_bfloat16": ((False, None), "leave it out; engine.dtype says what is computed in"),
 }
-# Old and other names of max_position_embeddings, by which vLLM limits the rows it serves.
+# Old and alternative names of max_position_embeddings, by which vLLM limits the length of its sequences.
 LENGTHS = (
     "max_sequence_length",
     "max_seq_length",
@@ -65,26 +65,38 @@ READ_SEPARATELY = {
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *LENGTHS),
 }
 OF_THE_HEAD = {"id2label", "label2id", "num_labels", "problem_type", "classifier_dropout"}
-_LABELS = """dtype torch_dtype transformers_version name_or_path _name_or_path tokenizer_class prefix task_specific_params
+_LABELS = """dtype torch_dtype transformers_version name_or_path _name_or_path tokenizer_class prefix \
+task_specific_params
     finetuning_task is_llama_config _commit_hash _from_model_config"""
 _TOOLS = "unsloth_fixed unsloth_version transformers.js_config"
 _TOKENS = """bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id
     decoder_start_token_id"""
-_RUNNING = """use_cache attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
-    _flash_attn_2_enabled return_dict output_hidden_states output_attentions output_scores chunk_size_feed_forward
+_RUNNING = """use_cache attn_implementation _attn_implementation _attn_implementation_autoset \
+_attn_implementation_internal
+    _flash_attn_2_enabled return_dict output_hidden_states output_attentions output_scores \
+chunk_size_feed_forward
     gradient_checkpointing tf_legacy_loss tie_last_hidden_states"""
-_GENERATION = """max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    num_return_sequences temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size encoder_repetition_penalty bad_words_ids return_dict_in_generate forced_bos_token_id
-    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+_GENERATION = """max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups \
+diversity_penalty
+    num_return_sequences temperature top_k top_p typical_p repetition_penalty length_penalty \
+no_repeat_ngram_size
+    encoder_no_repeat_ngram_size encoder_repetition_penalty bad_words_ids return_dict_in_generate \
+forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens \
+begin_suppress_tokens
+    epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule \
+assistant_confidence_threshold
     assistant_lookbehind target_lookbehind"""
-# What a written config.json carries over from an older one.
+# The keys that an exported config.json copies from an older one.
 HARMLESS = {key for keys in (_LABELS, _TOOLS, _TOKENS, _RUNNING, _GENERATION) for key in keys.split()}
 
 
 def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
-    """Keys whose value is not what the models here compute with, and keys nobody knows; `sizes` are read elsewhere."""
+    """Return problems: keys with a value that is not supported, and unknown keys.
+
+    Args:
+        sizes: keys that are read elsewhere.
+    """
     problems = []
     for key, (values, reason) in FIXED.items():
         if key in config and not any(_same(config[key], value) for value in values):
@@ -92,7 +104,8 @@ def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
             problems.append(f"{key}={shown(config[key])} is not supported (only {allowed}): {reason}")
     known = sizes | FIXED.keys() | READ_SEPARATELY | OF_THE_HEAD | HARMLESS
     problems += [
-        f"{shown_key(key)}={shown(value)} is not understood and may change the mathematics; remove it if it does not"
+        f"{shown_key(key)}={shown(value)} is not understood and may change the mathematics; remove it if it"
+        " does not"
         for key, value in config.items()
         if key not in known and value is not None
     ]
@@ -100,29 +113,34 @@ def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
 
 
 def lengths(config: Mapping[str, Any], max_positions: int) -> list[str]:
-    """Second names of max_position_embeddings that would limit vLLM to shorter rows, or that it cannot read."""
+    """Return problems: alternative names of max_position_embeddings with values that vLLM cannot use.
+
+    Such a value is not an integer, or would limit vLLM to shorter sequences.
+    """
     return [
-        f"{key}={shown(value)} is no whole number from max_position_embeddings={max_positions} on, and vLLM limits rows by it; set it to null"
+        f"{key}={shown(value)} is no whole number from max_position_embeddings={max_positions} on, and vLLM"
+        " limits rows by it; set it to null"
         for key in LENGTHS
         if (value := config.get(key)) is not None and not (is_count(value) and value >= max_positions)
     ]
 
 
 def class_names(config: Mapping[str, Any], stem: str) -> list[str]:
-    """Classes in `architectures` that compute something else than the family's own."""
+    """Return problems: classes in `architectures` that may compute something else than the family's own."""
     names = config.get("architectures")
     known = {
         stem + suffix
         for suffix in ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "Model")
     }
     if stem == "Llama":
-        known.add("LLaMAForCausalLM")  # as the first folders spell it
+        known.add("LLaMAForCausalLM")  # the spelling of the first folders
     if names is None or (
         isinstance(names, list) and all(isinstance(name, str) and name in known for name in names)
     ):
         return []
     return [
-        f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute something else"
+        f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute"
+        " something else"
     ]
 
 

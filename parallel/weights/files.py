@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading rectangles of tensors by byte range, and writing files whole or not at all."""
+"""Hugging Face folders: read rectangles of tensors by byte range, and write files atomically."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from parallel.weights.shard import Block, ShardedParameter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
 OLD_BUFFER = ".rotary_emb.inv_freq"  # recomputed by all readers
-HEAD = "lm_head.weight"  # which a tied or a value model does not use
+HEAD = "lm_head.weight"  # not used by a tied model or a value model
 SUFFIX = ".safetensors"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-VALUE_HEAD = "score."  # a model without one gets it as initialised
-# What belongs to a model beside its weights and config.json.
+VALUE_HEAD = "score."  # if a folder lacks it, the model keeps its initial values
+# Files of a model other than its weights and config.json.
 COMPANIONS = (
     *(
         "generation_config.json",
@@ -39,13 +39,13 @@ COMPANIONS = (
 
 
 class CheckpointFolder:
-    """An open Hugging Face folder with one or more safetensors files, checked before anything is read.
+    """An open Hugging Face folder with one or more safetensors files, checked before tensors are read.
 
-    A tensor's bytes are read when `read` asks for them, and no others. Also a context manager that closes the files.
+    `read` reads only the bytes that it returns. Also a context manager that closes the files.
 
     Raises:
-        ValueError: the folder, its config.json or a weight file is missing, a file is truncated or garbled, or the index and the
-            files do not hold the same tensors, each once. The message names the file.
+        ValueError: the folder, its config.json or a weight file is missing, a file is truncated or garbled,
+            or the index and the files do not hold the same tensors, each once. The message names the file.
     """
 
     def __init__(self, path: str | Path):
@@ -77,15 +77,15 @@ class CheckpointFolder:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it: "F32", "BF16", ..."""
+        """Return safetensors' name of the dtype: "F32", "BF16", ..."""
         return self._slice(name).get_dtype()
 
     def file(self, name: str) -> Path:
-        """Where the tensor lies."""
+        """Return the path of the file that holds the tensor."""
         return self.path / self._file_of[name]
 
     def rows(self, name: str, at_most: int = 1 << 24) -> Iterator[Tensor]:
-        """The tensor as stored, in parts of whole rows with about `at_most` elements."""
+        """Yield the tensor as stored, in parts of whole rows with about `at_most` elements."""
         source = self._slice(name)
         shape = source.get_shape()
         step = max(1, at_most // max(1, prod(shape[1:])))
@@ -93,10 +93,13 @@ class CheckpointFolder:
             yield source[start : start + step]
 
     def read(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """The rectangle as a matrix [rows, cols] of `dtype` on the CPU; `block.row` and `block.col` play no part.
+        """Return the rectangle as a matrix [rows, cols] of `dtype` on the CPU.
+
+        `block.row` and `block.col` are ignored.
 
         Raises:
-            ValueError: the tensor is not in the folder, not of a floating dtype, or smaller than the rectangle.
+            ValueError: the tensor is not in the folder, not of a floating dtype, or smaller than the
+                rectangle.
         """
         if block.tensor not in self._file_of:
             raise ValueError(
@@ -108,11 +111,13 @@ class CheckpointFolder:
         rows, cols = (*shape, 1)[:2]
         if len(shape) > 2 or bottom > rows or right > cols:
             raise ValueError(
-                f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and columns {left}-{right} of config.json's model"
+                f"{block.tensor} in {self.path} has shape {shape}, too small for rows {top}-{bottom} and"
+                f" columns {left}-{right} of config.json's model"
             )
         if source.get_dtype() not in FLOATS:
             raise ValueError(
-                f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not supported, convert them to bfloat16"
+                f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not"
+                " supported, convert them to bfloat16"
             )
         matrix = source[top:bottom, left:right] if len(shape) == 2 else source[top:bottom][:, None]
         return matrix.to(dtype)
@@ -120,13 +125,14 @@ class CheckpointFolder:
     def check_shapes(
         self, expected: Mapping[str, tuple[int, ...]], *, optional: set[str] = frozenset()
     ) -> None:
-        """Compare the folder with what its configuration describes (`rules.hf_shapes`).
+        """Compare the folder's tensors with those that its configuration describes (`rules.hf_shapes`).
 
         Args:
-            optional: tensors that may be absent, such as a value head that is yet to be trained.
+            optional: tensors that may be absent, such as a value head that is not trained yet.
 
         Raises:
-            ValueError: lists the tensors that are missing, of another shape, of a dtype that is no float, or that nothing reads.
+            ValueError: lists the tensors that are missing, unknown, of another shape, or not of a floating
+                dtype.
         """
         missing = [name for name in expected if name not in self._file_of and name not in optional]
         shapes = {
@@ -161,7 +167,7 @@ class CheckpointFolder:
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether a folder holds weights, or an index of them."""
+    """Return whether a folder holds weights or an index of them."""
     return any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
 
 
@@ -170,16 +176,16 @@ def load_parameters(
     parameters: Sequence[ShardedParameter],
     tensors: Mapping[tuple[int, str], Tensor],
 ) -> list[str]:
-    """Fill `tensors`, by (chunk, name), in place with a rank's parts of the folder; what no block covers becomes zero.
+    """Load a rank's parts of the folder into `tensors`, in place; padding becomes zero.
 
     Args:
-        tensors: of any floating dtype and device, each of its parameter's shape.
+        tensors: by (chunk, name), of any floating dtype and device, each of its parameter's shape.
 
     Returns:
-        Names of the value head's parameters that the folder lacks; they are left as they were.
+        Names of the value head's parameters that the folder lacks; their values are unchanged.
 
     Raises:
-        ValueError: the folder lacks another tensor, or one is smaller than its parameter needs.
+        ValueError: the folder lacks another tensor, or a tensor is smaller than its parameter needs.
     """
     needed = {block.tensor for parameter in parameters for block in parameter.blocks}
     absent = needed - folder.names
@@ -202,7 +208,7 @@ def load_parameters(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one weight file, which appears under its name only when complete."""
+    """Write one weight file atomically: it appears under its name only when complete."""
     with _complete(Path(path)) as partial:
         save_file(
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
@@ -215,7 +221,7 @@ def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> No
     """Write the index of a folder with several weight files.
 
     Args:
-        file_of: file name by tensor name.
+        file_of: file name of each tensor.
         total_size: bytes of all tensors together.
     """
     write_json(
@@ -227,7 +233,7 @@ def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> No
 def carry_files(
     source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy what belongs to a model beside its weights: config.json (or `config` in its place), generation settings, tokenizer."""
+    """Copy a model's files other than weights: config.json (or `config`), generation config, tokenizer."""
     source, target = Path(source_folder), Path(target_folder)
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / "config.json", read_config(source) if config is None else config)
@@ -238,14 +244,14 @@ def carry_files(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as JSON, which appears under its name only when complete."""
+    """Write an object as JSON atomically: the file appears under its name only when complete."""
     with _complete(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _complete(path: Path) -> Iterator[Path]:
-    """A name to write under, which becomes `path` at the end or disappears after an error."""
+    """Yield a temporary path, which is renamed to `path` at the end or removed after an error."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -265,7 +271,7 @@ def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """File name by tensor name, from the index; empty if the folder has a single file, which has none."""
+    """Return the file name of each tensor from the index; empty for a single file, which has no index."""
     if (folder / SINGLE).is_file():
         return {}
     path = folder / INDEX
@@ -285,27 +291,36 @@ def _weight_map(folder: Path) -> dict[str, str]:
     files = sorted(set(weight_map.values()))
     if wrong := [shown(name) for name in files if not _is_plain(name)]:
         raise ValueError(
-            f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one, without a folder"
+            f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one,"
+            " without a folder"
         )
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(
-            f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from their source"
+            f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from"
+            " their source"
         )
     return weight_map
 
 
 def _is_plain(name: str) -> bool:
-    """Whether an index may name such a file: no path, so nothing outside its folder (symbolic links are the folder's own), and no pickle."""
+    """Return whether an index may name such a file: a safetensors file, no pickle, and a name, no path.
+
+    Nothing outside the folder is read then, except through the folder's own symbolic links.
+    """
     return name.endswith(SUFFIX) and len(name) < 256 and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, set[str]]) -> None:
-    """Each tensor of the index is in its file, and the files hold no others: readers differ in what they make of those."""
+    """Check that each tensor of the index is in its file, and that the files hold no other tensors.
+
+    Readers differ in how they treat other tensors.
+    """
     if wrong := [
         f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]
     ]:
         raise ValueError(
-            f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from its source"
+            f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from"
+            " its source"
         )
     found = [
         (tensor, name)
@@ -317,12 +332,13 @@ def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, s
         f"{shown_key(tensor)} in {name}" for tensor, name in found if weight_map.get(tensor) != name
     ]:
         raise ValueError(
-            f"{path} leaves out tensors that its files hold, or names another file for them: {_listed(stray)}; copy the folder again from its source"
+            f"{path} leaves out tensors that its files hold, or names another file for them:"
+            f" {_listed(stray)}; copy the folder again from its source"
         )
 
 
 def _open(path: Path) -> Any:
-    """The safetensors file, opened; its length is checked against its header first (8 bytes of length, JSON, data)."""
+    """Check a safetensors file's length against its header (8 bytes of length, JSON, data) and open it."""
     again = "copy it again from its source"
     try:
         actual = path.stat().st_size
@@ -333,7 +349,8 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     if not header:
         raise ValueError(
-            f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the file has {actual}; {again}"
+            f"{path} is truncated or no safetensors file: its header should take {header_bytes} bytes and the"
+            f" file has {actual}; {again}"
         )
     try:
         table = parse_object(header)
@@ -344,11 +361,13 @@ def _open(path: Path) -> Any:
         )
     except ValueError as error:
         raise ValueError(
-            f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors ({reason_of(error)}); {again}"
+            f"{path} is garbled: its header of {header_bytes} bytes is not a table of tensors"
+            f" ({reason_of(error)}); {again}"
         ) from None
     if actual != expected:
         raise ValueError(
-            f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has {actual}; {again}"
+            f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has"
+            f" {actual}; {again}"
         )
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -357,7 +376,7 @@ def _open(path: Path) -> Any:
 
 
 def _end(entry: Any) -> int:
-    """Where a tensor's bytes end, from its entry in a header."""
+    """Return the end offset of a tensor's bytes, from its entry in a header."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise ValueError(f"it describes a tensor as {shown(entry)}")
@@ -378,11 +397,13 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def deal_into_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """Tensor names of each file, in the model's order, filled one after the other; a larger tensor has a file of its own.
+    """Return the tensor names of each file: files are filled one after the other in the model's order.
+
+    A tensor larger than `file_bytes` gets a file of its own.
 
     Args:
         sizes: bytes of each tensor.
-        file_bytes: of a file, at most.
+        file_bytes: the largest size of a file.
     """
     files: list[list[str]] = []
     room = 0

@@ -1,4 +1,4 @@
-"""JSON objects that other programs wrote, every fault of which is named, and values as messages show them."""
+"""Strict reading of JSON objects, with errors that name the fault, and short forms of values for messages."""
 
 import json
 import reprlib
@@ -9,10 +9,11 @@ MOST_BYTES = 256 << 20  # of a file: tokenizers take tens of MiB, configurations
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file that holds an object.
+    """Return the content of a JSON file that holds an object.
 
     Raises:
-        ValueError: the file cannot be read, is too large, or holds something else (as `parse_object`); the message names it.
+        ValueError: the file cannot be read, is too large, or is refused by `parse_object`; the message names
+            the file.
     """
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
@@ -25,10 +26,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """The object that UTF-8 `text` holds.
+    """Return the JSON object in UTF-8 `text`.
 
     Raises:
-        ValueError: no JSON, no object, a key given twice, NaN or an infinity, or too deeply nested.
+        ValueError: not JSON, not an object, a duplicate key, NaN or an infinity, or too deeply nested.
     """
     try:
         content = json.loads(text.decode("utf-8"), parse_constant=_Constant, object_pairs_hook=_without_twins)
@@ -40,22 +41,22 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a JSON value is a whole number from 0 on; true and false are none."""
+    """Return whether a JSON value is a non-negative integer; true and false are not."""
     return type(value) is int and value >= 0
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: long and deep ones are cut."""
+    """Return a value's repr for messages; long and deep ones are cut."""
     return _SHORT.repr(value)
 
 
 def shown_key(key: str) -> str:
-    """A key as messages show it: as it is, unless it is long or odd."""
+    """Return a key for messages: unchanged, or as by `shown` if it is long or not printable."""
     return key if len(key) <= 60 and key.isprintable() else shown(key)
 
 
 def reason_of(error: BaseException, most: int = 200) -> str:
-    """What an error of another library says, in one line and not without end."""
+    """Return the message of another library's error in one line of at most `most` characters."""
     said = " ".join(str(error).split()) or type(error).__name__
     return said if len(said) <= most else said[:most] + " ..."
 
@@ -71,11 +72,11 @@ _SHORT = _short()
 
 
 class _Constant(str):
-    """NaN, Infinity or -Infinity, which Python reads and JSON does not have."""
+    """NaN, Infinity or -Infinity, which Python's parser accepts although JSON has no such numbers."""
 
 
 def _constant_in(value: Any) -> str:
-    """The first such constant that is the value or stands in its lists; or nothing. Objects have refused theirs."""
+    """Return the first `_Constant` in a value or its lists, else "". Nested objects are already checked."""
     if isinstance(value, list):
         return next(filter(None, map(_constant_in, value)), "")
     return value if isinstance(value, _Constant) else ""

@@ -1,7 +1,7 @@
-"""The one map of weights: which rectangle of which Hugging Face tensor each Megatron and each vLLM parameter holds.
+"""The weight mapping: the rectangles of Hugging Face tensors in each Megatron and each vLLM parameter.
 
-Letters of tensor dimensions: V vocabulary, H hidden, Q query heads x head size, K key-value heads x head size, D head size,
-F feed-forward, L labels (one).
+Letters of tensor dimensions: V vocabulary, H hidden, Q query heads x head size, K key-value heads x head
+size, D head size, F feed-forward, L labels (one).
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of it
 
 
 class Split(Enum):
-    """How tensor parallelism cuts a parameter."""
+    """The way in which tensor parallelism splits a parameter."""
 
     WHOLE = "a copy on each rank"
     ROWS = "an interval of rows"
@@ -31,13 +31,13 @@ class Split(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parameter: its names and the Hugging Face tensors in it, each with its dimensions."""
+    """One parameter: its names, its split, and the Hugging Face tensors in it with their dimensions."""
 
     megatron: str  # in the local spec
     vllm: str
     split: Split
     tensors: Mapping[str, str]
-    te: str = field(default="", kw_only=True)  # Megatron's name in the transformer-engine spec, if another
+    te: str = field(default="", kw_only=True)  # Megatron's name in the transformer-engine spec, if different
 
 
 EMBEDDING = Rule(
@@ -108,13 +108,16 @@ DOWN = Rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", Split.COLS, {"mlp.d
 
 
 def layer_rules(arch: Architecture) -> tuple[Rule, ...]:
-    """The rules of one layer: Llama and Mistral; Qwen2 adds biases, Qwen3 norms on queries and keys."""
+    """Return the rules of one layer; Qwen2 adds biases, Qwen3 norms on queries and keys to Llama's."""
     bias, norms = (QKV_BIAS,) * arch.qkv_bias, QK_NORMS * arch.qk_norm
     return (INPUT_NORM, QKV, *bias, *norms, O_PROJ, MLP_NORM, GATE_UP, DOWN)
 
 
 def hf_shapes(arch: Architecture, head: Head = "lm") -> dict[str, tuple[int, ...]]:
-    """Every tensor of the Hugging Face folder with its shape, in the model's order; a tied model has no lm_head."""
+    """Return the shape of every tensor of the Hugging Face folder, in the model's order.
+
+    A tied model has no lm_head.
+    """
     shapes = {}
     output = () if head == "lm" and arch.tied else OUTPUTS[head]
     for prefix, rules in (
@@ -129,10 +132,10 @@ def hf_shapes(arch: Architecture, head: Head = "lm") -> dict[str, tuple[int, ...
 def megatron_parameters(
     arch: Architecture, layout: Layout, rank: int, *, spec: Literal["te", "local"], head: Head = "lm"
 ) -> list[ShardedParameter]:
-    """Every parameter of every model chunk of world rank `rank`, named as in the chunk's `named_parameters()`.
+    """Return all parameters of all model chunks of world rank `rank`, named as in `named_parameters()`.
 
-    Data and context parallel ranks hold the same. With tied embeddings and several stages, the last stage's output layer is a
-    copy of the embedding and no owner; with one stage it does not exist.
+    Data- and context-parallel ranks hold the same parameters. With tied embeddings and several stages, the
+    output layer of the last stage is a copy of the embedding and no owner; with one stage it does not exist.
 
     Raises:
         ValueError: the architecture does not split over the layout, or `rank` is not in it.
@@ -166,9 +169,10 @@ def megatron_parameters(
 
 
 def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedParameter]:
-    """Every parameter of vLLM's model (0.26 to 0.32, unquantised) on tensor-parallel rank `tp_rank` of `tp`.
+    """Return all parameters of vLLM's model (0.26 to 0.32, unquantised) on rank `tp_rank` of `tp`.
 
-    Key and value heads are repeated where `tp` exceeds their number. A tied output layer is the embedding's own parameter.
+    Key and value heads are replicated if `tp` exceeds their number. A tied output layer is the embedding's
+    own parameter.
 
     Raises:
         ValueError: the architecture does not split over `tp` ranks, or the padded vocabulary does not.
@@ -177,7 +181,8 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
     vocab = padded_vocab(arch.vocab_size, 1)
     if vocab % tp:
         raise ValueError(
-            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose a divisor"
+            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose"
+            " a divisor"
         )
     rules = [(EMBEDDING, "")] + [
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
@@ -193,7 +198,10 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of Megatron's embedding: the next multiple of 64 that `tp` divides, so that vLLM's shards of the same `tp` are equal."""
+    """Return the rows of Megatron's embedding: the next multiple of 64 that `tp` divides.
+
+    The shards are then equal to vLLM's with the same `tp`.
+    """
     multiple = lcm(VOCAB_MULTIPLE, tp)
     return -(-vocab_size // multiple) * multiple
 
@@ -235,7 +243,7 @@ def _shape(dims: str, arch: Architecture) -> tuple[int, ...]:
 def _shard(
     rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, *, tp: int, tp_rank: int, vocab: int
 ):
-    """Shape and blocks of a rank's shard, given the pieces of all ranks' rows, one rank after the other."""
+    """Return shape and blocks of a rank's shard, from the pieces of all ranks' rows in rank order."""
     pieces = list(pieces)
     first_dims = next(iter(rule.tensors.values()))
     num_rows = vocab if first_dims[0] == "V" else sum(count for _, _, count in pieces)
@@ -259,10 +267,10 @@ def _shard(
 
 
 def _megatron_pieces(rule: Rule, arch: Architecture, tp: int) -> Iterator[Piece]:
-    """Megatron's whole parameter, from the first row down.
+    """Yield the pieces of Megatron's whole parameter from the first row on.
 
-    Its attention interleaves by query group whatever `tp` is: a rank takes an interval of these rows, which may begin or end
-    inside a group.
+    Its QKV rows are interleaved by query group for any `tp`: a rank holds an interval of these rows, which
+    may begin or end inside a group.
     """
     if rule.split is not Split.HEADS:
         yield from _plain_pieces(rule, arch, tp)
@@ -276,23 +284,22 @@ def _megatron_pieces(rule: Rule, arch: Architecture, tp: int) -> Iterator[Piece]
 
 
 def _vllm_pieces(rule: Rule, arch: Architecture, tp: int) -> Iterator[Piece]:
-    """vLLM's shards, rank after rank."""
+    """Yield the pieces of vLLM's shards in rank order."""
     if rule.split is not Split.HEADS:
         yield from _plain_pieces(rule, arch, tp)
         return
     q, k, v = rule.tensors
     num_q, num_kv = arch.num_heads // tp * arch.head_dim, max(1, arch.num_kv_heads // tp) * arch.head_dim
     for rank in range(tp):
-        first_kv = (
-            rank * arch.num_kv_heads // tp * arch.head_dim
-        )  # with tp above their number, neighbours share a head
+        # If tp exceeds the number of key-value heads, neighbouring ranks share a head.
+        first_kv = rank * arch.num_kv_heads // tp * arch.head_dim
         yield q, rank * num_q, num_q
         yield k, first_kv, num_kv
         yield v, first_kv, num_kv
 
 
 def _plain_pieces(rule: Rule, arch: Architecture, tp: int) -> Iterator[Piece]:
-    """What Megatron and vLLM order alike."""
+    """Yield the pieces of a parameter that Megatron and vLLM order in the same way."""
     ranks = range(tp) if rule.split is Split.GATE_UP else range(1)
     for rank in ranks:
         for tensor, dims in rule.tensors.items():

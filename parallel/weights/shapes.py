@@ -1,8 +1,9 @@
-"""Published model shapes by name, as config.json says them: for plans and benchmarks without a folder."""
+"""Published model shapes by name, as config.json contents: for plans and benchmarks without a folder."""
 
 _LLAMA3 = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", rms_norm_eps=1e-5, rope_theta=500_000.0, vocab_size=128_256,
-    max_position_embeddings=8192, tie_word_embeddings=False, attention_bias=False, initializer_range=0.02, torch_dtype="bfloat16", num_key_value_heads=8,
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", rms_norm_eps=1e-5,
+    rope_theta=500_000.0, vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=False,
+    attention_bias=False, initializer_range=0.02, torch_dtype="bfloat16", num_key_value_heads=8,
 )  # fmt: skip
 _LLAMA31 = dict(
     max_position_embeddings=131_072,
@@ -15,8 +16,9 @@ _LLAMA31 = dict(
     ),
 )
 _QWEN25 = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1_000_000.0, vocab_size=152_064,
-    max_position_embeddings=32_768, tie_word_embeddings=False, use_sliding_window=False, initializer_range=0.02, torch_dtype="bfloat16",
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", rms_norm_eps=1e-6,
+    rope_theta=1_000_000.0, vocab_size=152_064, max_position_embeddings=32_768, tie_word_embeddings=False,
+    use_sliding_window=False, initializer_range=0.02, torch_dtype="bfloat16",
 )  # fmt: skip
 
 SHAPES: dict[str, dict] = {
@@ -75,10 +77,10 @@ SHAPES: dict[str, dict] = {
 
 
 def shape(name: str, *, layers: int = 0) -> dict:
-    """config.json of a published shape, optionally with another number of layers.
+    """Return the config.json of a published shape, optionally with another number of layers.
 
     Raises:
-        ValueError: an unknown name; the message lists those there are.
+        ValueError: an unknown name; the message lists the known ones.
     """
     if name not in SHAPES:
         raise ValueError(f"no built-in shape is named {name!r}; there are {', '.join(SHAPES)}")

@@ -1,7 +1,7 @@
-"""How a parameter on one rank covers the tensors of a Hugging Face folder.
+"""Sharded parameters: each parameter of a rank as rectangles of Hugging Face tensors.
 
-The Hugging Face tensor is the common language: Megatron's shard and vLLM's shard of a weight are each described as
-rectangles of Hugging Face tensors. Loading, exporting and resharding are intersections of such rectangles.
+The shards of Megatron and of vLLM are both described this way. Loading, exporting and resharding are
+intersections of such rectangles.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a Hugging Face tensor and where it lies in a local parameter.
+    """A rectangle of a Hugging Face tensor and its position in a local parameter.
 
-    A vector of n elements is n rows of one column.
+    A vector of n elements has n rows and one column.
     """
 
     tensor: str  # Hugging Face name
@@ -23,10 +23,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """A rank's parameter: elements that no block covers are padding and hold zeros."""
+    """A parameter of one rank. Elements that no block covers are padding and hold zeros."""
 
-    name: str  # in the module that holds it, Megatron's or vLLM's
+    name: str  # in its module, Megatron's or vLLM's
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     owner: bool = True  # False: a synchronised copy (a tied output layer), never a source
-    chunk: int = 0  # Megatron: which of the rank's model chunks (virtual stages) holds it
+    chunk: int = 0  # Megatron: index of the rank's model chunk (virtual stage) that holds it

@@ -1,4 +1,4 @@
-"""What the values of a folder's weights must be before anything is built from them: finite, and copies where copies are meant."""
+"""Checks of a folder's weight values before a model is built: finite, and tied tensors equal."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,10 +10,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_tied(folder: CheckpointFolder) -> None:
-    """Refuse a second output layer: a tied model computes with its embedding, and would leave another one out without a word.
+    """Refuse an output layer that differs from the embedding: a tied model would silently ignore it.
 
     Raises:
-        ValueError: `lm_head.weight` is in the folder and is not the embedding again.
+        ValueError: `lm_head.weight` is in the folder and differs from the embedding.
     """
     if HEAD not in folder.names:
         return
@@ -21,7 +21,8 @@ def check_tied(folder: CheckpointFolder) -> None:
     pairs = zip(folder.rows(EMBEDDING), folder.rows(HEAD))
     if len(kinds) > 1 or not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         raise ValueError(
-            f"{folder.file(HEAD)} holds an lm_head.weight that is not the embedding, and tie_word_embeddings=true in config.json leaves"
+            f"{folder.file(HEAD)} holds an lm_head.weight that is not the embedding, and"
+            " tie_word_embeddings=true in config.json leaves"
             " it out; set tie_word_embeddings to false to use it, or delete the tensor"
         )
 
@@ -29,7 +30,7 @@ def check_tied(folder: CheckpointFolder) -> None:
 def not_finite(
     folder: CheckpointFolder, names: Iterable[str], dtypes: Iterable[torch.dtype]
 ) -> Iterator[str]:
-    """A problem for each of the tensors that holds NaN or an infinity, or would in one of `dtypes`, in which it will be held."""
+    """Yield a problem for each tensor that holds NaN or an infinity, as stored or cast to one of `dtypes`."""
     for name in names:
         for part in folder.rows(name):
             extremes = torch.stack(part.aminmax()) if part.numel() else part
@@ -37,7 +38,8 @@ def not_finite(
                 (dtype for dtype in (part.dtype, *dtypes) if not extremes.to(dtype).isfinite().all()), None
             ):
                 yield (
-                    f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond {str(lost).removeprefix('torch.')};"
+                    f"{name} in {folder.file(name)} holds NaN, an infinity or a number beyond"
+                    f" {str(lost).removeprefix('torch.')};"
                     " copy the file again from its source, or use an earlier checkpoint of the model"
                 )
                 break
