@@ -67,7 +67,10 @@ class Case:
         )
 
     def __str__(self) -> str:
-        return f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> {self.rollout}"
+        return (
+            f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> "
+            f"{self.rollout}"
+        )
 
 
 def bytes_of(parameters: Parameters) -> int:

@@ -150,7 +150,8 @@ def write_model(folder: Path, config: dict, *, copies: int) -> int:
     needed, free = (copies + (not complete)) * size * 1.01, shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
-            f"{folder} has {free / GB:.1f} GB free and --layers {config['num_hidden_layers']} needs {needed / GB:.1f} GB; take fewer layers or another disk"
+            f"{folder} has {free / GB:.1f} GB free and --layers {config['num_hidden_layers']} needs "
+            f"{needed / GB:.1f} GB; take fewer layers or another disk"
         )
     if not complete:
         write_weights(folder, seed=1)
@@ -228,10 +229,14 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """For a terminal."""
     lines = [
-        f"{'':20}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'of cp':>8}{'CPU s':>8}{'peak MiB: shared pages once':>29}{'many times':>12}"
+        f"{'':20}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'of cp':>8}{'CPU s':>8}"
+        f"{'peak MiB: shared pages once':>29}{'many times':>12}"
     ]
     for row in rows:
-        times = f"{row.median_s:>10.1f}{row.min_s:>8.1f}{row.max_s:>8.1f}{row.gb_per_s:>8.3f}{row.of_cp:>8.0%}{row.cpu_s:>8.1f}"
+        times = (
+            f"{row.median_s:>10.1f}{row.min_s:>8.1f}{row.max_s:>8.1f}{row.gb_per_s:>8.3f}{row.of_cp:>8.0%}"
+            f"{row.cpu_s:>8.1f}"
+        )
         lines.append(f"{row.name:20}{times}{row.peak_pss_mib:>29,.0f}{row.peak_rss_mib:>12,.0f}")
     return "\n".join(lines)
 
@@ -293,7 +298,8 @@ def main() -> int:
     rows = rows_of(runs, size)
     peak = max(row.peak_pss_mib for row in rows) * MIB
     print(
-        f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib {given.memory_gib:g}, {given.workers} processes"
+        f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib "
+        f"{given.memory_gib:g}, {given.workers} processes"
     )
     print(table(rows))
     print("the round trip is bit-identical")

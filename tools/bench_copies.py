@@ -70,7 +70,8 @@ def main() -> int:
     )
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {there.numel() / 2**30:.0f} GiB in pieces of {PIECE_BYTES / 2**20:.0f} MiB"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {there.numel() / 2**30:.0f} GiB in "
+        f"pieces of {PIECE_BYTES / 2**20:.0f} MiB"
     )
     print(
         f"{'direction':12s}{'copies':14s}{'GB/s':>8s}{'wait, median ms':>18s}{'largest ms':>12s}{'waits':>8s}"
@@ -86,7 +87,8 @@ def main() -> int:
 
         def line(how: str, whole: float, waited: list[float], direction: str = direction) -> None:
             print(
-                f"{direction:12s}{how:14s}{there.numel() / whole / 1e9:8.1f}{median(waited) * 1e3:18.3f}{max(waited) * 1e3:12.3f}{len(waited):8d}",
+                f"{direction:12s}{how:14s}{there.numel() / whole / 1e9:8.1f}{median(waited) * 1e3:18.3f}"
+                f"{max(waited) * 1e3:12.3f}{len(waited):8d}",
                 flush=True,
             )
 

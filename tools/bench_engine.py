@@ -291,22 +291,29 @@ def show(
 ) -> None:
     machine, arch = machine_here(), case.actor.arch
     peak = machine.peak_flops if machine else 0.0
-    what = f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
+    what = (
+        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of "
+        f"{case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
+    )
     say(
-        f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}"
+        f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, "
+        f"{torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}"
     )
     logits_bytes = 4 * settings.tokens_per_micro_batch * arch.vocab_size / layout.tp
     say(
-        f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this device's matrix product reaches {rate / 1e12:.1f} TFLOP/s"
+        f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this "
+        f"device's matrix product reaches {rate / 1e12:.1f} TFLOP/s"
     )
     say(
-        f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}{'tokens/s/rank':>15}"
+        f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}"
+        f"{'tokens/s/rank':>15}"
     )
     tokens = case.rows * case.packed_tokens / case.world_size
     for row in rows:
         mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
         say(
-            f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}"
+            f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}"
+            f"{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}"
         )
     if path and dist.get_rank() == 0:
         with path.open("w", newline="") as file:

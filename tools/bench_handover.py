@@ -358,8 +358,8 @@ class Checks:
             )
             == 1,
             f"{len(flat)} tokens were generated, {len(set(flat))} different ones": len(set(flat)) > 1,
-            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at most {limit:.0e}": self.apart
-            <= limit,
+            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at "
+            f"most {limit:.0e}": self.apart <= limit,
         }
         return [
             *(Row("check", name, "yes" if holds else "NO", "") for name, holds in found.items()),
@@ -444,7 +444,8 @@ def read_options() -> tuple[argparse.Namespace, Case, dict]:
 def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     if options.offload != "none" and not options.optimizer:
         raise ValueError(
-            f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; drop one of them"
+            f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; "
+            "drop one of them"
         )
     if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
         raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
@@ -460,7 +461,8 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     )
     if PROMPT_TOKENS + options.tokens > arch.max_positions:
         raise ValueError(
-            f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's {arch.max_positions} positions; lower --tokens"
+            f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's "
+            f"{arch.max_positions} positions; lower --tokens"
         )
     train, rollout = place(
         arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
@@ -496,7 +498,8 @@ def main() -> int:
     options, case, hf = read_options()
     device.initialize()
     say(
-        f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; order of ranks: {described(case.train, case.rollout)}"
+        f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; "
+        f"order of ranks: {described(case.train, case.rollout)}"
     )
     built = Clock()
     with model_folder(case.arch, hf) as folder:

@@ -166,11 +166,13 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
 def table(rows: list[Row]) -> str:
     """For a terminal."""
     lines = [
-        f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}{'without mapped files':>23}"
+        f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}"
+        f"{'without mapped files':>23}"
     ]
     for row in rows:
         lines.append(
-            f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}"
+            f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}"
+            f"{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}"
         )
     return "\n".join(lines)
 
@@ -212,7 +214,8 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     rows, needed = compare(folder, given)
     print(
-        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds {needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
+        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds "
+        f"{needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
     )
     print(table(rows))
     if given.csv:

@@ -44,7 +44,8 @@ class InTurns(RLTrainer):
             )
         if config.run.iterations < 4:
             raise ValueError(
-                f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way does not count; use at least 4"
+                f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way "
+                "does not count; use at least 4"
             )
         config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 0
         config.run.export, config.run.resume, config.data.validation = False, "never", ""
@@ -92,14 +93,18 @@ class InTurns(RLTrainer):
         device_name = torch.cuda.get_device_name() if device.is_gpu() else "CPU rank"
         counted = [len(self.seconds[way]) for way in self.ways]
         lines = [
-            f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of {counted[0]} and {counted[1]} iterations, in turns"
+            f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of "
+            f"{counted[0]} and {counted[1]} iterations, in turns"
         ]
         lines += [f"{'offload':<16}{self.ways[0]:>12}{NOTHING:>12}"]
         lines += [f"{phase:<16}{given[phase]:>12.3f}{nothing[phase]:>12.3f}" for phase in nothing]
         return "\n".join(
             [
                 *lines,
-                f"with offload={self.ways[0]} an iteration takes {given['iteration'] / nothing['iteration'] - 1:+.1%}",
+                (
+                    f"with offload={self.ways[0]} an iteration takes "
+                    f"{given['iteration'] / nothing['iteration'] - 1:+.1%}"
+                ),
             ]
         )
 

@@ -31,13 +31,20 @@ class Row:
 def table(rows: list[Row]) -> str:
     """For a terminal."""
     lines = [
-        f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}{'extra MiB':>11}{'2nd copy':>10}  bitwise"
+        f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}"
+        f"{'extra MiB':>11}{'2nd copy':>10}  bitwise"
     ]
     for row in rows:
-        cells = f"{row.median_ms:>11.3f}{row.p10_ms:>10.3f}{row.p90_ms:>10.3f}{row.received_bytes / MIB:>10.1f}{row.gb_per_s:>9.2f}"
+        cells = (
+            f"{row.median_ms:>11.3f}{row.p10_ms:>10.3f}{row.p90_ms:>10.3f}{row.received_bytes / MIB:>10.1f}"
+            f"{row.gb_per_s:>9.2f}"
+        )
         cells += f"{row.floor_share:>9.0%}" if row.floor_share else " " * 9
         lines.append(
-            f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}".rstrip()
+            (
+                f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}"
+                f"{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}"
+            ).rstrip()
         )
     return "\n".join(lines)
 
@@ -81,7 +88,8 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
     axis.set_yticks(range(len(methods)), [row.name for row in methods])
     axis.set_xlim(0, 1.75 * longest)
     axis.set_xlabel(
-        "milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to move"
+        "milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to "
+        "move"
     )
     axis.set_title(f"{case}, {case.hardware}", fontsize=11)
     axis.figure.savefig(path, dpi=110)
@@ -89,7 +97,10 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
 
 def _in_words(row: Row) -> str:
     share = f"{row.floor_share:.0%} of floor, " if row.floor_share else ""
-    return f"{_digits(row.median_ms)} ms, {share}{_digits(row.peak_extra_bytes / MIB)} MiB extra, 2nd copy {_digits(row.second_copy_bytes / MIB)} MiB"
+    return (
+        f"{_digits(row.median_ms)} ms, {share}{_digits(row.peak_extra_bytes / MIB)} MiB extra, 2nd copy "
+        f"{_digits(row.second_copy_bytes / MIB)} MiB"
+    )
 
 
 def _digits(value: float) -> str:

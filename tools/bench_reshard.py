@@ -53,7 +53,8 @@ def bench(case: Case, options: argparse.Namespace) -> list[Row]:
         or not importlib.util.find_spec("megatron.core.resharding")
     ):
         say(
-            "Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), megatron.core.resharding and no --no-megatron"
+            "Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), "
+            "megatron.core.resharding and no --no-megatron"
         )
         source = trained_weights(case)
     else:
@@ -204,7 +205,8 @@ def read_options() -> tuple[argparse.Namespace, Case]:
         train, rollout = (Layout.parse(text, ranks=ranks) for text in (options.train, options.rollout))
         if rollout.pp * rollout.cp > 1:
             raise ValueError(
-                f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so write tp{rollout.tp}"
+                f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so "
+                f"write tp{rollout.tp}"
             )
         if options.rank_order == "auto":
             train, rollout = place(

@@ -152,12 +152,14 @@ def main() -> None:
     ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
     lengths = f"{options.prompt} + {options.response} tokens{', mixed' if options.mixed else ''}"
     say(
-        f"{options.shape or options.hf}, {dist.get_world_size() // options.tp} replicas of tp{options.tp}, {options.rows} rows of {lengths}, {ranks}"
+        f"{options.shape or options.hf}, {dist.get_world_size() // options.tp} replicas of tp{options.tp}, "
+        f"{options.rows} rows of {lengths}, {ranks}"
     )
     say(f"{'':12}{'seconds':>10}{'tokens/s':>12}{'of bare':>10}{'replicas end apart':>20}")
     for row in rows:
         say(
-            f"{row.name:12}{row.seconds:>10.3f}{row.tokens / row.seconds:>12,.0f}{rows[0].seconds / row.seconds:>10.1%}{row.apart:>20.1%}"
+            f"{row.name:12}{row.seconds:>10.3f}{row.tokens / row.seconds:>12,.0f}"
+            f"{rows[0].seconds / row.seconds:>10.1%}{row.apart:>20.1%}"
         )
     if options.csv and dist.get_rank() == 0:
         with options.csv.open("w", newline="") as file:

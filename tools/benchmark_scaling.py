@@ -132,7 +132,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--strong", action="store_true", help="as many prompts on every number of ranks")
     options.add_argument(
         "--gpu",
-        help=f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; default: this one's, none on a CPU",
+        help=(
+            f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; "
+            "default: this one's, none on a CPU"
+        ),
     )
     options.add_argument(
         "--to", type=count, default=16_384, help="GPUs up to which larger sizes are modelled"
@@ -166,12 +169,14 @@ def sizes_to_run(given: argparse.Namespace) -> list[Size]:
     """
     if given.steps < 2:
         raise ValueError(
-            f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at least 2"
+            f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at "
+            "least 2"
         )
     for option in ("layouts", "rollout"):
         if strangers := sorted(getattr(given, option).keys() - set(given.gpus)):
             raise ValueError(
-                f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or add them there"
+                f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or "
+                "add them there"
             )
     check_out(given.out)
     recipe = Recipe.find(given.recipe, tuple(given.settings))
@@ -220,7 +225,8 @@ def _prompt_tokens(given: argparse.Namespace, config: TrainerConfig, has_folder:
         return given.prompt_tokens or config.data.max_prompt_tokens
     if given.prompt_tokens not in (None, SHAPE_TOKENS):
         raise ValueError(
-            f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; leave it out, or name a model folder with MODEL"
+            f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; "
+            "leave it out, or name a model folder with MODEL"
         )
     return SHAPE_TOKENS
 
@@ -258,7 +264,8 @@ def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> 
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; log in {size.output_dir}/log.txt",
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; "
+            f"log in {size.output_dir}/log.txt",
             flush=True,
         )
         run(size)
@@ -281,17 +288,21 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     modelled, ended = scaling.model(given.to, planned)
     case = sizes[-1].case
     notes = [
-        f"modelled sizes keep the largest measured layout and grow data parallelism; links {links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
-        f" and {links.other_host_rate * 8e-9:g} Gbit/s a GPU between hosts ({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
+        "modelled sizes keep the largest measured layout and grow data parallelism; links "
+        f"{links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
+        f" and {links.other_host_rate * 8e-9:g} Gbit/s a GPU between hosts "
+        f"({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
         " Formulas: `tools/scaling_model.py`."
     ]
     if all(role.layout.dp == 1 for size in sizes for role in size.case.roles):
         notes.append(
-            "no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for each other in updates."
+            "no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for "
+            "each other in updates."
         )
     if not device.is_gpu() and sizes[-1].ranks > (os.cpu_count() or 1):
         notes.append(
-            f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled from them, say nothing of machines of their own."
+            f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled "
+            "from them, say nothing of machines of their own."
         )
     if disturbances := [note for note in map(disturbance, rows) if note]:
         notes += [*disturbances, at_best(rows)]
@@ -332,7 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
     write_csv(given.out / "scaling.csv", report)
     write_png(given.out / "scaling.png", report)
     print(
-        f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png in {given.out}/n*"
+        f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png "
+        f"in {given.out}/n*"
     )
 
 

@@ -64,7 +64,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--template",
             type=Path,
-            help="Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the checkpoint",
+            help=(
+                "Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the "
+                "checkpoint"
+            ),
         )
     for command in (to_hf, verify):
         command.add_argument(
@@ -75,7 +78,10 @@ def parser() -> argparse.ArgumentParser:
             "--memory-gib",
             type=_positive,
             default=4.0,
-            help="for all buffers together; Python and torch take about 0.4 GiB beside it, which the processes share",
+            help=(
+                "for all buffers together; Python and torch take about 0.4 GiB beside it, which the "
+                "processes share"
+            ),
         )
         command.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes")
     return options
@@ -109,7 +115,8 @@ def _mcore_to_hf(given) -> int:
     )
     if checkpoint.training_keys:
         print(
-            f"left out {len(checkpoint.training_keys)} keys of training state, such as {checkpoint.training_keys[0]}"
+            f"left out {len(checkpoint.training_keys)} keys of training state, such as "
+            f"{checkpoint.training_keys[0]}"
         )
     if checkpoint.extra_keys:
         print(

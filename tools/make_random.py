@@ -42,7 +42,8 @@ def check_room(folder: Path, config: dict) -> None:
     )
     if free < needed:
         raise ValueError(
-            f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers"
+            f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in "
+            "recipes SCRATCH) or fewer --layers"
         )
 
 

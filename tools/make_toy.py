@@ -46,7 +46,8 @@ ROWS = {"sft": 12_000, "train": 6_000, "val": 512}
 VOCAB_SIZE = 384  # 3 special tokens, 256 bytes, letters and their merges up to whole words
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}assistant:{% endif %}"
 )
 
 

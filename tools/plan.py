@@ -52,7 +52,8 @@ def architecture(name: str) -> Architecture:
         return Architecture.from_hf(shape(name), source=name)
     if not Path(name).is_dir():
         raise ValueError(
-            f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+            f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of "
+            f"{', '.join(SHAPES)}"
         )
     return read_architecture(name)
 
@@ -75,11 +76,13 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     samples = given.samples or (8 if given.algorithm == "grpo" else 1)
     if given.rows % samples:
         raise ValueError(
-            f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change one of them"
+            f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change "
+            "one of them"
         )
     if given.rows % given.mini_batches:
         raise ValueError(
-            f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of them"
+            f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of "
+            "them"
         )
     settings = {
         "actor": {"path": given.model},
@@ -104,7 +107,8 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     names = [setting.split("=")[0] for setting in given.settings]
     if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
         raise ValueError(
-            f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a recipe's --dry-run to plan one run"
+            f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a "
+            "recipe's --dry-run to plan one run"
         )
     config = structured(overrides, TrainerConfig)
     refuse(check_values(config))  # before the models are looked for

@@ -131,7 +131,8 @@ def read_case(
     """
     if hf not in SHAPES and not Path(hf).is_dir():
         raise ValueError(
-            f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+            f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of "
+            f"{', '.join(SHAPES)}"
         )
     arch = Architecture.from_hf(shape(hf), source=hf) if hf in SHAPES else read_architecture(hf)
     layouts = {}
@@ -147,7 +148,8 @@ def read_case(
             raise ValueError(f"{option} {text} with --ranks {len(world)}: {error}") from None
     if layouts["--rollout"].tp * layouts["--rollout"].dp != len(world):
         raise ValueError(
-            f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{layouts['--rollout'].tp}"
+            f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write "
+            f"tp{layouts['--rollout'].tp}"
         )
     if hosts and len(world) % hosts:
         raise ValueError(
@@ -298,7 +300,8 @@ def table(report: dict) -> str:
     }
     lines = [
         f"{report['model']}: {report['train']} -> {report['rollout_replicas']} x {report['rollout']}"
-        f" on {report['ranks']} ranks, {report['ranks_per_host']} a host; {report['element_bytes']} bytes an element",
+        f" on {report['ranks']} ranks, {report['ranks_per_host']} a host; {report['element_bytes']} bytes "
+        "an element",
         f"ranks: {report['rank_order']}",
         "",
         f"{'MiB a rank':<24}{'least':>12}{'mean':>12}{'most':>12}{'all ranks':>16}",
@@ -317,10 +320,22 @@ def table(report: dict) -> str:
     seconds, window = report["seconds"], f"{report['window_bytes'] / 2**20:g}"
     lines += [
         "",
-        f"busiest rank receives   {received} MiB; lower bound {bound}, ratio {report['ratio_to_lower_bound']:.3f}; gathering everything {everything}",
-        f"messages                {report['messages']:,} in {report['windows']} windows of {window} MiB; a rank stages at most {staged}",
-        f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, {seconds['one_after_another']:.4f} if copies and windows follow each other",
-        f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} GiB; on the fullest rank:",
+        (
+            f"busiest rank receives   {received} MiB; lower bound {bound}, ratio "
+            f"{report['ratio_to_lower_bound']:.3f}; gathering everything {everything}"
+        ),
+        (
+            f"messages                {report['messages']:,} in {report['windows']} windows of {window} MiB; "
+            f"a rank stages at most {staged}"
+        ),
+        (
+            f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, "
+            f"{seconds['one_after_another']:.4f} if copies and windows follow each other"
+        ),
+        (
+            f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} "
+            "GiB; on the fullest rank:"
+        ),
     ]
     lines += [
         f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB{_remark(report, mode)}"
@@ -334,9 +349,9 @@ def _remark(report: dict, mode: str) -> str:
     found = report["peak_memory"][mode]
     text = f", {found['own_bytes'] / 2**30:,.2f} of it vLLM's own" if "own_bytes" in found else ""
     if mode == "swap" and not found["planned_ranks"]:
-        return (
-            text
-            + f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are not looked for"
+        return text + (
+            f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are "
+            "not looked for"
         )
     return text + (
         f"; planned on {found['planned_ranks']} ranks, which the others repeat"
@@ -382,7 +397,8 @@ def draw(case: Case, flows: Flows, path: Path) -> None:
     hosts = "one host" if case.hosts == 1 else f"{case.hosts} hosts" + ", parted by lines" * (of == 1)
     order = f"ranks: {described(case.train, case.rollout)}"
     axis.set_title(
-        f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}\n{order}",
+        f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, "
+        f"{hosts}\n{order}",
         fontsize=10,
     )
     figure.savefig(path, dpi=130)
@@ -524,7 +540,8 @@ def _check_files(json_path: Path | None, png_path: Path | None) -> None:
     for option, path in (("--json", json_path), ("--png", png_path)):
         if path and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(
-                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a folder that exists"
+                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a "
+                "folder that exists"
             )
         if path and option == "--png" and path.suffix != ".png":
             raise ValueError(f"--png {path} must end in .png; rename it")

@@ -226,7 +226,8 @@ class Scaling:
         if not (sizes := self.sizes(largest)):
             return (
                 [],
-                f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of {self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}",
+                f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of "
+                f"{self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}",
             )
         for gpus in sizes:
             try:

@@ -85,7 +85,8 @@ def markdown(report: Report) -> str:
         columns |= {phase: lambda row, phase=phase: _planned(row, phase) for phase in report.phases}
         columns |= {
             "iteration": lambda row: (
-                f"{sum(row.planned.values()):.2f} / {sum(row.seconds[phase] for phase in row.planned if phase in row.seconds):.2f}"
+                f"{sum(row.planned.values()):.2f} / "
+                f"{sum(row.seconds[phase] for phase in row.planned if phase in row.seconds):.2f}"
             )
         }
         parts += ["The planner's seconds / those of the table above:", _table(columns, report.rows)]

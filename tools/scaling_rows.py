@@ -134,7 +134,8 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
         )
     if lengths != {case.response_tokens}:
         raise ValueError(
-            f"responses in {output_dir} have {sorted(lengths)} tokens on average and not {case.response_tokens} each; is rollout.ignore_eos off?"
+            f"responses in {output_dir} have {sorted(lengths)} tokens on average and not "
+            f"{case.response_tokens} each; is rollout.ignore_eos off?"
         )
     rows, timeline = rows[1:], Timeline.read(f"{output_dir}/{TRACE_FILE}")
     taken = {
@@ -163,7 +164,10 @@ def disturbance(row: Row) -> str:
         return ""
     shortest, longest = row.ranges[phase]
     what = f"on {row.gpus} ranks {phase} took from {shortest:.2f} to {longest:.2f} s"
-    return f"{what}: something else disturbed it, and what is modelled from it says little; repeat it with more --steps."
+    return (
+        f"{what}: something else disturbed it, and what is modelled from it says little; repeat it with more "
+        "--steps."
+    )
 
 
 def efficiency(row: Row, first: Row) -> float:

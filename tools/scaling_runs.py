@@ -128,7 +128,8 @@ class Recipe:
             raise ValueError(f"the settings cannot be put together: {error}") from None
         if "rows_per_step" in merged.get("data", {}):
             raise ValueError(
-                f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of reinforcement learning"
+                f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of "
+                "reinforcement learning"
             )
         if OmegaConf.is_missing(merged, "data.train") or "train" not in merged.get("data", {}):
             merged = OmegaConf.merge(merged, {"data": {"train": ""}})  # prompts are made for the run
@@ -166,7 +167,8 @@ def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
     ]
     if len(starts) != 1 or "--config-name" not in starts[0]:
         raise ValueError(
-            f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; name its .yaml instead"
+            f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; "
+            "name its .yaml instead"
         )
     name = starts[0][starts[0].index("--config-name") + 1]
     return RECIPES / f"{name}.yaml", [part for part in starts[0] if re.match(r"\w+\.\w+=", part)]
@@ -212,7 +214,8 @@ class Sizing:
         """ValueError where prompts cannot be in proportion."""
         if not self.strong and self.prompts * ranks % self.largest:
             raise ValueError(
-                f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose a multiple of {self.largest}, or --strong"
+                f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose "
+                f"a multiple of {self.largest}, or --strong"
             )
         return self.prompts if self.strong else self.prompts * ranks // self.largest
 
@@ -288,12 +291,14 @@ def check_sizes(sizes: list[Size]) -> None:
     largest = max(size.ranks for size in sizes)
     if device.is_gpu() and largest > torch.cuda.device_count():
         raise ValueError(
-            f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are modelled, so choose smaller ones"
+            f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are "
+            "modelled, so choose smaller ones"
         )
     models = {tuple((role.name, role.arch) for role in size.case.roles) for size in sizes}
     if len(models) > 1:
         raise ValueError(
-            f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot be compared; name the same with MODEL and critic.path"
+            f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot "
+            "be compared; name the same with MODEL and critic.path"
         )
 
 
@@ -315,7 +320,8 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     shortest = min(len(tokenizer.encode_prompt(row["prompt"])) for row in read_rows(path))
     if shortest < tokens - 2:
         raise ValueError(
-            f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; choose another --prompt-tokens"
+            f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; "
+            "choose another --prompt-tokens"
         )
 
 

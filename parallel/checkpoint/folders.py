@@ -98,7 +98,10 @@ def save(
         CheckpointError: a rank could not write; what was there before is as it was.
     """
     path, scratch, is_first = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}", dist.get_rank() == 0
-    action = f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room or make the folder writable and start again"
+    action = (
+        f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room "
+        "or make the folder writable and start again"
+    )
     try:
         with together(action, group):
             if is_first:

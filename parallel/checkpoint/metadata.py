@@ -96,7 +96,8 @@ def read_metadata(folder: Path) -> Metadata:
         _check(found)
     except Exception as error:  # a broken pickle raises nearly anything
         raise ValueError(
-            f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it again from its source"
+            f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it "
+            "again from its source"
         ) from None
     return found
 

@@ -71,7 +71,8 @@ def newest_sound(
         say(f"warning: checkpoint {path} is damaged and not used: {problem}")
     if damaged:
         raise CheckpointError(
-            f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew"
+            f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never "
+            "to begin anew"
         )
     return None
 
@@ -172,14 +173,16 @@ def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> 
     saved, models = manifest["models"], json.loads(json.dumps(models))
     if saved.keys() != models.keys():
         raise CheckpointError(
-            f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never"
+            f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the "
+            "same algorithm, or set run.resume=never"
         )
     for role, model in models.items():
         for name in sorted(model.keys() | saved[role].keys()):
             if model.get(name) != saved[role].get(name):
                 held, given = shortened(saved[role].get(name)), shortened(model.get(name))
                 raise CheckpointError(
-                    f"checkpoint {path} holds an {role} with {shortened(name)}={held}, this run's has {name}={given};"
+                    f"checkpoint {path} holds an {role} with {shortened(name)}={held}, this run's has "
+                    f"{name}={given};"
                     f" set {role}.path to the model that it was trained from, or run.resume=never"
                 )
 

@@ -360,7 +360,8 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
     dist.all_gather_object(causes, cause)
     if cause := next(filter(None, causes), None):
         raise ValueError(
-            f"{folder} does not fit this model ({shortened(cause)}); resume with the version of megatron-core that wrote it, or set run.resume=never"
+            f"{folder} does not fit this model ({shortened(cause)}); resume with the version of "
+            "megatron-core that wrote it, or set run.resume=never"
         )
     factories = {
         name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)

@@ -92,7 +92,8 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
         expected = torch.empty(shape, device="meta")
     except Exception as error:  # a broken archive or pickle raises nearly anything
         raise ValueError(
-            f"{files.folder / name} has no tensor at bytes {start}-{start + length} ({error or type(error).__name__}); copy it again from its source"
+            f"{files.folder / name} has no tensor at bytes {start}-{start + length} "
+            f"({error or type(error).__name__}); copy it again from its source"
         ) from None
     if (
         stride != expected.stride()
@@ -101,7 +102,8 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
         or (offset + expected.numel()) * dtype.itemsize > info.file_size
     ):
         raise ValueError(
-            f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the checkpoint again with Megatron-Core"
+            f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the "
+            "checkpoint again with Megatron-Core"
         )
     return ChunkData(dtype, shape, at + offset * dtype.itemsize)
 

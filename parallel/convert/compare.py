@@ -93,8 +93,14 @@ def describe(arguments: CheckpointArguments) -> str:
     elements = sum(map(prod, source.shapes.values()))
     lines = [
         f"{source.path}: {source.kind}",
-        f"model      {source.arch.model_type}, {source.head} head, {source.arch.num_layers} layers, {elements:,} parameters{', tied' if source.arch.tied else ''}",
-        f"weights    {total:,} bytes in {len(source.shapes)} Hugging Face tensors of {', '.join(sorted({str(d).removeprefix('torch.') for d in source.dtypes.values()}))}",
+        (
+            f"model      {source.arch.model_type}, {source.head} head, {source.arch.num_layers} layers, "
+            f"{elements:,} parameters{', tied' if source.arch.tied else ''}"
+        ),
+        (
+            f"weights    {total:,} bytes in {len(source.shapes)} Hugging Face tensors of "
+            f"{', '.join(sorted({str(d).removeprefix('torch.') for d in source.dtypes.values()}))}"
+        ),
         f"files      {len(source.source_files)}",
     ]
     if isinstance(source, MegatronCheckpoint):

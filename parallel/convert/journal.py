@@ -40,14 +40,16 @@ class Journal:
                 raise ValueError("a line is no object")
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder {folder}"
+                f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder "
+                f"{folder}"
             ) from None
         self._file.truncate(sum(len(line.encode()) for line in whole))
         if not lines:
             self._append({"conversion": conversion})
         elif lines[0] != {"conversion": json.loads(json.dumps(conversion))}:
             raise ValueError(
-                f"{folder} holds the beginning of another conversion (other source files or options); remove the folder or finish that one"
+                f"{folder} holds the beginning of another conversion (other source files or options); remove "
+                "the folder or finish that one"
             )
         self.finished = {entry["name"]: entry for entry in lines[1:] if self._is_whole(entry)}
 

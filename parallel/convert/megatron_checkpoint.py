@@ -54,18 +54,21 @@ def checkpoint_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if not tracker.is_file():
         raise ValueError(
-            f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of Megatron-Core"
+            f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of "
+            "Megatron-Core"
         )
     text = tracker.read_bytes()[:100].decode(errors="replace").strip()
     is_number = re.fullmatch("[0-9]{1,15}", text)
     folder = path / (f"iter_{int(text):07d}" if is_number else "release")
     if pickled := sorted(folder.glob("mp_rank_*/*.pt")):
         raise ValueError(
-            f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; save the checkpoint with --ckpt-format torch_dist"
+            f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; "
+            "save the checkpoint with --ckpt-format torch_dist"
         )
     if text != "release" and not is_number or not (folder / CONFIG).is_file():
         raise ValueError(
-            f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, copy it again"
+            f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, "
+            "copy it again"
         )
     return folder
 
@@ -93,7 +96,8 @@ class MegatronCheckpoint:
         if config.get("sharded_backend") != "torch_dist":
             found = shortened(config.get("sharded_backend"), 40)
             raise ValueError(
-                f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the checkpoint with --ckpt-format torch_dist"
+                f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the "
+                "checkpoint with --ckpt-format torch_dist"
             )
         self.config_folder = self._config_folder(Path(path), template)
         self.arch = read_architecture(self.config_folder)
@@ -110,7 +114,8 @@ class MegatronCheckpoint:
                 f" and {len(self.extra_keys) - 8} more" if len(self.extra_keys) > 8 else ""
             )
             raise ValueError(
-                f"{self.path} has keys that {self.config_folder / 'config.json'}'s model does not have: {shown}; leave them out with --skip-extra, if that is meant"
+                f"{self.path} has keys that {self.config_folder / 'config.json'}'s model does not have: "
+                f"{shown}; leave them out with --skip-extra, if that is meant"
             )
         self._check(table)
         self._places = places(self.tensors)
@@ -158,7 +163,8 @@ class MegatronCheckpoint:
             filled += (bottom - top) * width
         if filled != out.numel():
             raise ValueError(
-                f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer {layer} open; save the checkpoint again"
+                f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer "
+                f"{layer} open; save the checkpoint again"
             )
 
     def _locate(self, stored: StoredChunk, dtype: torch.dtype) -> chunk.ChunkData:
@@ -168,7 +174,8 @@ class MegatronCheckpoint:
             box = prod(end - begin for begin, end in (stored.layers, stored.rows, stored.cols))
             if data.dtype != dtype or prod(data.shape) != box:
                 raise ValueError(
-                    f"{self.path / stored.file} has a {data.dtype} tensor of shape {list(data.shape)} at byte {stored.start}, not what {metadata.FILE} says"
+                    f"{self.path / stored.file} has a {data.dtype} tensor of shape {list(data.shape)} at "
+                    f"byte {stored.start}, not what {metadata.FILE} says"
                 )
             self._located[where] = data
         return self._located[where]
@@ -180,7 +187,8 @@ class MegatronCheckpoint:
             if (folder / "config.json").is_file():
                 return folder
         raise ValueError(
-            f"{path} has no folder {HF_FOLDER} with the model's config.json; name a Hugging Face folder of the same model with --template"
+            f"{path} has no folder {HF_FOLDER} with the model's config.json; name a Hugging Face folder of "
+            "the same model with --template"
         )
 
     def _head(self, table) -> Head:
@@ -218,13 +226,15 @@ class MegatronCheckpoint:
                 or entry.properties.dtype not in chunk._STORAGES.values()
             ):
                 raise ValueError(
-                    f"{stored_key} in {self.path} is {entry.properties.dtype}; all layers of a floating tensor have one dtype, save the checkpoint again"
+                    f"{stored_key} in {self.path} is {entry.properties.dtype}; all layers of a floating "
+                    "tensor have one dtype, save the checkpoint again"
                 )
             for part in entry.chunks:
                 info = table.storage_data.get(metadata.MetadataIndex(stored_key, part.offsets))
                 if info is None or info.transform_descriptors:
                     raise ValueError(
-                        f"{self.path / metadata.FILE} does not say where {stored_key} at {list(part.offsets)} lies, or it is compressed; save the checkpoint again"
+                        f"{self.path / metadata.FILE} does not say where {stored_key} at "
+                        f"{list(part.offsets)} lies, or it is compressed; save the checkpoint again"
                     )
                 box = _box(tensor, tuple(part.offsets), tuple(part.sizes), layer, row)
                 chunks[key].setdefault(box, StoredChunk(*box, info.relative_path, info.offset, info.length))
@@ -246,7 +256,8 @@ class MegatronCheckpoint:
         padded = tensor.key in VOCAB_KEYS and shape[:1] >= (tensor.needed_rows,) and shape[1:] == wanted[1:]
         if not padded and shape != (*wanted[:axis], rows, *wanted[axis + 1 :]):
             raise ValueError(
-                f"{key} in {self.path} is {list(shape)} and {self.config_folder / 'config.json'} describes {list(wanted)}; give the config.json of this model"
+                f"{key} in {self.path} is {list(shape)} and {self.config_folder / 'config.json'} describes "
+                f"{list(wanted)}; give the config.json of this model"
             )
 
     def _check(self, table) -> None:
@@ -262,7 +273,8 @@ class MegatronCheckpoint:
             )
             if held != needed:
                 raise ValueError(
-                    f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is incomplete or of another model"
+                    f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is "
+                    "incomplete or of another model"
                 )
         ends: dict[str, int] = defaultdict(int)
         for info in table.storage_data.values():
@@ -271,11 +283,13 @@ class MegatronCheckpoint:
             path = self.path / name
             if not path.resolve().is_relative_to(self.path.resolve()) or not path.is_file():
                 raise ValueError(
-                    f"{path} does not exist and {metadata.FILE} names it; copy it again from the checkpoint's source"
+                    f"{path} does not exist and {metadata.FILE} names it; copy it again from the "
+                    "checkpoint's source"
                 )
             if path.stat().st_size < end:
                 raise ValueError(
-                    f"{path} is truncated: it has {path.stat().st_size} bytes and {metadata.FILE} describes {end}; copy it again from the checkpoint's source"
+                    f"{path} is truncated: it has {path.stat().st_size} bytes and {metadata.FILE} describes "
+                    f"{end}; copy it again from the checkpoint's source"
                 )
 
 

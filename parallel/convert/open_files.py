@@ -32,7 +32,8 @@ class OpenFiles:
             count = os.preadv(self._descriptor(name), [view[done:]], offset + done)
             if not count:
                 raise ValueError(
-                    f"{self.folder / name} ends at byte {offset + done}, inside a tensor; copy it again from its source"
+                    f"{self.folder / name} ends at byte {offset + done}, inside a tensor; copy it again from "
+                    "its source"
                 )
             done += count
         os.posix_fadvise(self._descriptor(name), offset, done, os.POSIX_FADV_DONTNEED)

@@ -207,7 +207,8 @@ def _dtype(tensor: GlobalTensor, folder: HuggingFace) -> torch.dtype:
     if other := next((name for name in names if folder.dtypes[name] != first), None):
         remedy = "save the model in one dtype first"
         raise ValueError(
-            f"{other} in {folder.path} is {folder.dtypes[other]} and {names[0]} is {first}; Megatron keeps both in {tensor.key}, {remedy}"
+            f"{other} in {folder.path} is {folder.dtypes[other]} and {names[0]} is {first}; Megatron keeps "
+            f"both in {tensor.key}, {remedy}"
         )
     return first
 

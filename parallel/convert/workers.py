@@ -38,7 +38,8 @@ class Budget:
         """Rows in a slab; ValueError if not one fits."""
         if row_bytes > self.slab_bytes:
             raise ValueError(
-                f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part of a tensor; raise it"
+                f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part "
+                "of a tensor; raise it"
             )
         return self.slab_bytes // row_bytes
 

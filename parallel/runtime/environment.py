@@ -52,7 +52,8 @@ def _contradictions() -> list[str]:
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if os.environ.get(rank) and os.environ.get(size) and int(os.environ[rank]) >= int(os.environ[size]):
             found.append(
-                f"{rank}={os.environ[rank]} must be below {size}={os.environ[size]}; start the ranks by torchrun, which sets both"
+                f"{rank}={os.environ[rank]} must be below {size}={os.environ[size]}; start the ranks by "
+                "torchrun, which sets both"
             )
     return found
 
@@ -64,5 +65,6 @@ def check_world() -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size != "1" and missing:
         raise ValueError(
-            f"WORLD_SIZE={size} without {', '.join(missing)}: this process cannot find the others; start the ranks by torchrun, or unset WORLD_SIZE to run alone"
+            f"WORLD_SIZE={size} without {', '.join(missing)}: this process cannot find the others; start the "
+            "ranks by torchrun, or unset WORLD_SIZE to run alone"
         )

@@ -82,7 +82,8 @@ class RunLock:
                 lives = (first or renewed) != renewed or waited > 2 * SILENT_S
                 if first is None:
                     print(
-                        f"{self.path} is of {_named(holder)}: waiting until it is renewed or {SILENT_S:.0f} s old",
+                        f"{self.path} is of {_named(holder)}: waiting until it is renewed or {SILENT_S:.0f} "
+                        "s old",
                         flush=True,
                     )
                 first = first or renewed

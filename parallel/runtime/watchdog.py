@@ -92,7 +92,8 @@ def verdict(reports: Sequence[Report], silent: dict[int, float]) -> str | None:
         return _sentence(
             reports,
             sorted(silent),
-            f"made no progress for {for_s:.0f} s and gave no sign of life (stopped, dead, or in a call that keeps Python's lock)",
+            f"made no progress for {for_s:.0f} s and gave no sign of life (stopped, dead, or in a call that "
+            "keeps Python's lock)",
         )
     behind = min(report.sequence for report in reports)
     last = [rank for rank, report in enumerate(reports) if report.sequence == behind]
@@ -363,7 +364,10 @@ class Watchdog:
             report = self._report(0)
             if report.is_stuck:
                 reason = str(error).partition("\n")[0]
-                text = f"rank {self.rank} made no progress for {report.idle_s:.0f} s: it is in {report.place}, at {report.at}; nothing is known of other ranks ({reason})"
+                text = (
+                    f"rank {self.rank} made no progress for {report.idle_s:.0f} s: it is in {report.place}, "
+                    f"at {report.at}; nothing is known of other ranks ({reason})"
+                )
                 _say(text)
                 self._dump(text)
                 _leave()
