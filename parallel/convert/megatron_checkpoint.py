@@ -1,4 +1,7 @@
-"""A Megatron-Core distributed checkpoint (torch_dist) as a source of rows of Hugging Face tensors, however it was sharded."""
+"""A Megatron-Core distributed checkpoint (torch_dist) as a source of rows of Hugging Face tensors.
+
+Reads checkpoints saved under any layout.
+"""
 
 import re
 from collections import defaultdict
@@ -19,21 +22,21 @@ from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head, hf_shapes
 
 TRACKER, CONFIG, HF_FOLDER = "latest_checkpointed_iteration.txt", "metadata.json", "hf"
-# What training keeps beside the weights, as the keys of Megatron-LM begin.
+# Prefixes of Megatron-LM's keys of training state.
 TRAINING_STATE = re.compile(
     r"(optimizer|chained_\d+\.|rng_state|rerun_state_machine_state|opt_param_scheduler)"
 )
-COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core 0.19 keeps what was common.pt before
-# FP8 scales of transformer-engine, or nothing: objects of modules, as Megatron's `ShardedObject` marks which shard of how many.
+COMMON_STATE = "common_state/shard_0_1"  # Megatron-Core 0.19's replacement for common.pt
+# FP8 scales of transformer-engine, or None: module objects, with the shard suffix of Megatron's
+# `ShardedObject`.
 EXTRA_STATE = re.compile(r"(?:.+\.)?_extra_state/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
-_GATE_OR_UP = re.compile(
-    r"(.*linear_fc1\.(?:weight|bias))_([wv])"
-)  # halves under keys of their own, with `singleton_local_shards`
+# halves with separate keys, due to `singleton_local_shards`
+_GATE_OR_UP = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a global tensor and the bytes of the archive that holds it."""
+    """Box of a global tensor and the byte range of the archive that holds it."""
 
     layers: tuple[int, int]
     rows: tuple[int, int]
@@ -44,10 +47,10 @@ class StoredChunk:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder with metadata.json: `path` itself, or the one that Megatron-LM's tracker file in `path` names.
+    """Return the folder with metadata.json: `path`, or the one named by Megatron-LM's tracker file in it.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: neither exists.
     """
     if (path / CONFIG).is_file():
         return path
@@ -77,12 +80,13 @@ class MegatronCheckpoint:
     """An open checkpoint, checked against a Hugging Face config.json before any weight is read.
 
     Args:
-        template: folder with the config.json; by default `hf` beside the tracker file or in the checkpoint's folder.
-        skip_extra: leave out keys that the model does not have, instead of refusing them.
+        template: folder with the config.json; by default `hf`, next to the tracker file or in the
+            checkpoint's folder.
+        skip_extra: ignore keys that the model does not have, instead of refusing them.
 
     Raises:
-        ValueError: a file is missing, truncated or not what it should be; a key is missing, unknown, or of a shape or with
-            chunks that do not make up the model's tensor.
+        ValueError: a file is missing, truncated or invalid; a key is missing, unknown, of the wrong shape, or
+            its chunks do not cover the model's tensor.
     """
 
     kind = "Megatron-Core distributed checkpoint"
@@ -133,7 +137,11 @@ class MegatronCheckpoint:
         ]
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
-        """Fill `out` [stop - start, columns], contiguous and of the tensor's own dtype, with these rows of a Hugging Face tensor."""
+        """Read these rows of a Hugging Face tensor into `out`.
+
+        Args:
+            out: [stop - start, columns], contiguous and of the tensor's own dtype.
+        """
         for place in self._places[name]:
             top, bottom = max(start, place.rows[0]), min(stop, place.rows[1])
             if top < bottom:
@@ -141,7 +149,7 @@ class MegatronCheckpoint:
                 self._fill(place.key, place.layer, first, out[top - start : bottom - start])
 
     def _fill(self, key: str, layer: int, first: int, out: Tensor) -> None:
-        """Rows of one layer of a global tensor, from `first` on."""
+        """Fill rows of one layer of a global tensor, from `first` on."""
         filled = 0
         for stored in self.chunks[key]:
             top, bottom = max(first, stored.rows[0]), min(first + len(out), stored.rows[1])
@@ -198,7 +206,10 @@ class MegatronCheckpoint:
         return "sequence" if isinstance(output, TensorStorageMetadata) and output.size[:1] == (1,) else "lm"
 
     def _stored(self, table) -> tuple[dict[str, list[StoredChunk]], dict[str, torch.dtype]]:
-        """Chunks and dtype by key; keys of single layers and of halves of `linear_fc1` become boxes of the one key."""
+        """Return chunks and dtype by key.
+
+        Keys of single layers and of halves of `linear_fc1` become boxes of the combined key.
+        """
         chunks: dict[str, dict[tuple, StoredChunk]] = defaultdict(dict)
         dtypes: dict[str, torch.dtype] = {}
         for stored_key, entry in table.state_dict_metadata.items():
@@ -241,7 +252,7 @@ class MegatronCheckpoint:
         return {key: list(boxes.values()) for key, boxes in chunks.items()}, dtypes
 
     def _canonical(self, stored_key: str) -> tuple[str, int | None, int]:
-        """The model's key, the layer if the key is of a single one, and the first row of its part."""
+        """Return the model's key, the layer if the key is of a single one, and the first row of its part."""
         match = LAYER.fullmatch(stored_key)
         key, layer = (f"decoder.layers.{match[2]}", int(match[1])) if match else (stored_key, None)
         half = _GATE_OR_UP.fullmatch(key)
@@ -261,7 +272,7 @@ class MegatronCheckpoint:
             )
 
     def _check(self, table) -> None:
-        """Every element of the model is in a chunk, and every chunk in a file that is long enough."""
+        """Check that the chunks cover the model and that every chunk's file is long enough."""
         for key, tensor in self.tensors.items():
             boxes = self.chunks.get(key, [])
             needed = tensor.layers * tensor.needed_rows * tensor.cols
@@ -296,7 +307,7 @@ class MegatronCheckpoint:
 def _box(
     tensor: GlobalTensor, offsets: tuple[int, ...], sizes: tuple[int, ...], layer: int | None, row: int
 ) -> tuple[tuple[int, int], ...]:
-    """A chunk as intervals of layers, rows and columns."""
+    """Return a chunk as intervals of layers, rows and columns."""
     if layer is None and tensor.stacked:
         layers, offsets, sizes = (offsets[0], offsets[0] + sizes[0]), offsets[1:], sizes[1:]
     else:

@@ -146,8 +146,7 @@ class Preemption:
 
 
 def usual_grace_s() -> float:
-    """Return GRACE_S, which launchers set, or torchrun's shutdown timeout less five seconds as far as a rank
-    knows it.
+    """Return GRACE_S, which launchers set, or the shutdown timeout known to a rank less five seconds.
 
     Raises:
         ValueError: GRACE_S is not a positive number.
