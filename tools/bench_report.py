@@ -1,4 +1,4 @@
-"""The rows of `bench_reshard.py` as a table, a CSV and a picture."""
+"""Rows of `bench_reshard.py` as a table, a CSV and a picture."""
 
 import csv
 import time
@@ -21,15 +21,15 @@ class Row:
     p10_ms: float
     p90_ms: float
     received_bytes: int  # by the busiest rank
-    gb_per_s: float  # 1e9 bytes received a second
-    floor_share: float  # its own floor / median; 0 for a link's row and where nothing has to move
-    peak_extra_bytes: int = 0  # staging, and on a GPU also what a run allocates and frees
-    second_copy_bytes: int = 0  # what the destination takes beside the source
-    bitwise: str = ""  # yes, no, or empty where nothing is compared
+    gb_per_s: float  # 1e9 bytes received per second
+    floor_share: float  # its own floor / median; 0 for a link's row and if nothing has to move
+    peak_extra_bytes: int = 0  # staging, and on a GPU also temporary allocations of a run
+    second_copy_bytes: int = 0  # destination memory in addition to the source
+    bitwise: str = ""  # yes, no, or empty if nothing is compared
 
 
 def table(rows: list[Row]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     lines = [
         f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}"
         f"{'extra MiB':>11}{'2nd copy':>10}  bitwise"
@@ -50,7 +50,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
-    """One line a row, each with what was measured and with which version."""
+    """Write one line per row, each with the case and the versions."""
     run = {
         "model": case.model,
         "layers": case.arch.num_layers,
@@ -71,8 +71,8 @@ def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
 
 
 def write_png(path: Path, case: Case, rows: list[Row]) -> None:
-    """Median time of each method with p10 and p90, and its floor."""
-    from matplotlib.figure import Figure  # without pyplot it needs no display
+    """Plot the median time of each method with p10 and p90, and its floor."""
+    from matplotlib.figure import Figure  # needs no display, unlike pyplot
 
     methods = [row for row in rows if row.kind in COLOURS][::-1]
     longest = max(row.p90_ms for row in methods)
@@ -104,5 +104,5 @@ def _in_words(row: Row) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three of them, without an exponent."""
+    """Format with three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -77,7 +77,7 @@ class Place:
 
 
 def global_tensors(arch: Architecture, head: Head) -> dict[str, GlobalTensor]:
-    """Return the tensors of a model's checkpoint by key, in the model's order, without a tied output layer."""
+    """Return a checkpoint's tensors by key, in the model's order, without a tied output layer."""
     parts: dict[str, list] = {}
     for parameter in megatron_parameters(arch, Layout(), 0, spec="te", head=head):
         match = LAYER.fullmatch(parameter.name)
