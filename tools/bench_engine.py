@@ -271,7 +271,7 @@ def main() -> None:
     refuse(check_values(config))
     case = Case.of(config, world_size=world, read=lambda _: arch)
     forward = forward_flops(case, case.actor) / world
-    # only the baseline allocates them
+    # FLOPs of prompt logits, which only the baseline computes
     all_logits = 2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world
 
     bench = Bench(arch, layout, settings, options)

@@ -7,7 +7,7 @@ methods alternate, each in its own process and with the file dropped from the pa
 
 - `load_parameters` fills a rank's Megatron-Core parameters from byte ranges of the file.
 - `AutoModelForCausalLM.from_pretrained` loads the model, from which the same parameters are sliced. It maps
-the file too, and copies all of it if --dtype is not the file's.
+  the file too, and copies all of it if --dtype is not the file's.
 
 Times begin after the imports. Bytes read are the process's disk reads. Memory is the process's peak resident
 set, including mapped pages of the file, and its peak anonymous memory alone. The exit status is 1 if the two

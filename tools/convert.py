@@ -1,12 +1,10 @@
 """Converts between Hugging Face folders and Megatron-Core's distributed checkpoints, within a memory limit.
 
-python tools/convert.py hf-to-mcore SRC DST    for Megatron-Core under any tensor, pipeline and virtual
-pipeline parallelism
-python tools/convert.py mcore-to-hf SRC DST    a checkpoint saved under any layout; optimizer state is left
-out
+python tools/convert.py hf-to-mcore SRC DST    for any tensor, pipeline and virtual pipeline parallelism
+python tools/convert.py mcore-to-hf SRC DST    from any layout; optimizer state is left out
 python tools/convert.py inspect PATH           contents of a folder of either kind
-python tools/convert.py verify A B             compare two folders of either kind bit by bit; exit status 1 if
-a tensor differs
+python tools/convert.py verify A B             two folders of either kind, bit by bit; exit status 1 if a
+                                               tensor differs
 """
 
 import argparse

@@ -4,8 +4,8 @@ python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens
 
 Nothing is downloaded.
 
-OUT/model         config.json, bfloat16 weights in several safetensors files with an index, the toy job's
-tokenizer
+OUT/model         config.json, bfloat16 weights in several safetensors files with their index, tokenizer of
+                  the toy job
 OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
 OUT/reward.py     `score`: share of vowels in the response, so that samples differ
 """

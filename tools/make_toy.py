@@ -2,11 +2,10 @@
 
     python tools/make_toy.py OUT [--seed 1]
 
-The task is to sort six of sixteen words alphabetically: `sort lemon fig apple ... :` -> `apple fig lemon
-...`.
+The task is to sort six of sixteen words: `sort lemon fig apple ... :` -> `apple fig lemon ...`.
 
-The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: 30 % are correct, and the others
-have the last two words swapped. A model that imitates them well is therefore correct in at most about 30 % of
+The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: 30% are correct, and the others
+have the last two words swapped. A model that imitates them well is therefore correct in at most about 30% of
 its samples, and its most likely answer is wrong. It can learn which answers are correct only from the
 verified reward (`match`). No set of six words in val.jsonl occurs in train.jsonl or sft.jsonl, in any order.
 

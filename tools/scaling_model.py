@@ -11,13 +11,10 @@ the measured sizes can distinguish:
     work    samples of a GPU / (1 - bubble share); for the weight sync 1
     start   1 (rollout: the steps of a token, whatever the number of samples)
     tensor  samples of a tensor-parallel group, times (t-1)/t: the data its ranks exchange; for the weight
-    sync
-            the bytes that a rank receives
-    sync    log2 of what grows: dp for phases in which a model computes, replicas of vLLM for a rollout, else
-    n;
-            barriers and waiting for the slowest of more ranks. If no measured size has dp (or replicas) above
-            1,
-            it is unknown, and nothing is added.
+            sync the bytes that a rank receives
+    sync    log2 of what grows: dp for phases in which a model computes, replicas of vLLM for a rollout,
+            else n; barriers and waiting for the slowest of more ranks. If no measured size has dp (or
+            replicas) above 1, it is unknown, and nothing is added.
 
 Known from the links' rates are the reduction of gradients and the gathering of weights over r = dp·cp ranks
 in every optimizer step, (r-1)/r of a rank's parameters each way (ring, without overlap), and weights from

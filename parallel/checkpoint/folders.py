@@ -51,8 +51,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-# ---- collective helpers
-# -------------------------------------------------------------------------------------
+# ---- collective helpers ------------------------------------------------------------------------------------
 
 
 Group = dist.ProcessGroup | None
@@ -216,8 +215,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-# ---- additions to a checkpoint
-# -------------------------------------------------------------------------------
+# ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
 def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:

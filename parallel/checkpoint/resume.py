@@ -195,7 +195,7 @@ def own_state(path: Path) -> dict:
     return load_tensors(path / f"rank_{dist.get_rank()}.pt")
 
 
-# ---- additions to a checkpoint --------------------------------------------------------------------------
+# ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
 def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything) -> dict | None:

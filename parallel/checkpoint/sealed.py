@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
-# ---- JSON with its digest --------------------------------------------------------------------------------
+# ---- JSON with its digest ----------------------------------------------------------------------------------
 
 
 def sealed(content: dict) -> str:
@@ -108,7 +108,7 @@ def _told_once(pairs: list[tuple[str, object]]) -> dict:
     return told
 
 
-# ---- other files -----------------------------------------------------------------------------------------
+# ---- other files -------------------------------------------------------------------------------------------
 
 
 def described(path: Path) -> dict:

@@ -27,7 +27,7 @@ class RefusalError(ValueError):
     """A user error that every rank of the world knows of."""
 
 
-# ---- text -----------------------------------------------------------------------------------------------
+# ---- text --------------------------------------------------------------------------------------------------
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

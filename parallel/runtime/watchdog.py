@@ -83,7 +83,7 @@ class Report:
         return self.operation if self.sequence == ENDED else f"{self.operation} (iteration {self.iteration})"
 
 
-# ---- verdict: reports in, a sentence out -----------------------------------------------------------------
+# ---- verdict: reports in, a sentence out -------------------------------------------------------------------
 
 
 def verdict(reports: Sequence[Report], silent: dict[int, float]) -> str | None:
@@ -160,7 +160,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-# ---- watchdog of one rank ---------------------------------------------------------------------------------
+# ---- watchdog of one rank ----------------------------------------------------------------------------------
 
 
 class Watchdog:
