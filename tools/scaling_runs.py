@@ -205,7 +205,7 @@ def layout_for(text: str, ranks: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """How a recipe is scaled up and down."""
+    """Rules for scaling a recipe up and down."""
 
     recipe: TrainerConfig  # the original recipe
     steps: int
