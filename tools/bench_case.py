@@ -1,4 +1,7 @@
-"""What `bench_reshard.py` and `bench_handover.py` move: a model under two layouts, with weights that each rank can compute for itself and so compare."""
+"""Case of `bench_reshard.py` and `bench_handover.py`: a model under two layouts, with computable weights.
+
+Each rank can compute the weights for itself, and so verify what it receives.
+"""
 
 import json
 import os
@@ -27,14 +30,14 @@ from parallel.weights.shard import Block, ShardedParameter
 # Letters: R rows, C columns.
 
 MIB = 2**20
-LEVELS = 2**14  # quantiles that a small weight is one of
+LEVELS = 2**14  # number of quantiles that small weights are drawn from
 _PIECE = 2**24  # elements computed at a time in int64
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, its two layouts over the whole world, and how slices travel."""
+    """A model, its two layouts over the whole world, and the transfer settings."""
 
     model: str
     arch: Architecture
@@ -42,19 +45,19 @@ class Case:
     rollout: Layout
     dtype: torch.dtype
     window_bytes: int
-    spec: str  # of Megatron's layers, which decides the names of the norms
-    hardware: str  # what the ranks are, for people
+    spec: str  # of Megatron's layers; decides the names of the norms
+    hardware: str  # description of the ranks' hardware
 
     def trained(self, rank: int, layout: Layout | None = None) -> list[ShardedParameter]:
-        """Megatron's parameters on a rank, in `train` unless another layout is given."""
+        """Return Megatron's parameters on a rank, in layout `train` unless another is given."""
         return megatron_parameters(self.arch, layout or self.train, rank, spec=self.spec)
 
     def served(self, rank: int) -> list[ShardedParameter]:
-        """vLLM's parameters on a rank."""
+        """Return vLLM's parameters on a rank."""
         return vllm_parameters(self.arch, self.rollout.tp, self.rollout.coordinates(rank).tp)
 
     def sides(self) -> dict[str, object]:
-        """What every plan is made of."""
+        """Return both sides, the input of every plan."""
         source, destination = (
             {rank: shards(rank) for rank in self.train.ranks} for shards in (self.trained, self.served)
         )
@@ -67,7 +70,10 @@ class Case:
         )
 
     def __str__(self) -> str:
-        return f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> {self.rollout}"
+        return (
+            f"{self.model} ({self.arch.num_layers} layers, {str(self.dtype)[6:]}), {self.train} -> "
+            f"{self.rollout}"
+        )
 
 
 def bytes_of(parameters: Parameters) -> int:
@@ -75,7 +81,7 @@ def bytes_of(parameters: Parameters) -> int:
 
 
 def part(matrix_RC: Tensor, block: Block) -> Tensor:
-    """Where `block` lies in a parameter's matrix."""
+    """Return the view of `block` in a parameter's matrix."""
     return matrix_RC[
         block.row : block.row + block.rows[1] - block.rows[0],
         block.col : block.col + block.cols[1] - block.cols[0],
@@ -83,7 +89,7 @@ def part(matrix_RC: Tensor, block: Block) -> Tensor:
 
 
 def weights_of(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
-    """The parameter as its blocks of the Hugging Face tensors fill it, with zeros for padding."""
+    """Return the parameter as its blocks of the Hugging Face tensors fill it, with zeros for padding."""
     tensor = torch.zeros(parameter.shape, dtype=dtype, device=device.device())
     matrix_RC = tensor.view(matrix_shape(parameter.shape))
     for block in parameter.blocks:
@@ -97,7 +103,10 @@ def weights_of(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
 
 
 def _content(name: str, rows: range, cols: range, dtype: torch.dtype) -> Tensor:
-    """Hashes of (tensor, row, column) as the bits of numbers in (-2, 2): with the exponent's highest bit off none is infinite or NaN."""
+    """Hash (tensor, row, column) to the bits of numbers in (-2, 2).
+
+    With the exponent's highest bit off, none is infinite or NaN.
+    """
     seed, bits = zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15 % 2**63, 8 * dtype.itemsize
     row_R = torch.arange(rows.start + 1, rows.stop + 1, device=device.device()) * 0x5851F42D4C957F2D + seed
     col_C = torch.arange(cols.start + 1, cols.stop + 1, device=device.device()) * 0x2545F4914F6CDD1D
@@ -107,7 +116,9 @@ def _content(name: str, rows: range, cols: range, dtype: torch.dtype) -> Tensor:
 
 
 def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float) -> Tensor:
-    """The parameter with normally distributed values: the bits of `weights_of` choose one of LEVELS quantiles and the sign. Norms are ones.
+    """Return the parameter with normally distributed values; norms are ones.
+
+    The bits of `weights_of` choose one of LEVELS quantiles and the sign.
 
     Args:
         spread: standard deviation.
@@ -115,9 +126,10 @@ def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float
     if parameter.blocks[0].tensor.endswith("norm.weight"):
         return torch.ones(parameter.shape, dtype=dtype, device=device.device())
     tensor = weights_of(parameter, dtype)
+    # the first is 0: padding stays 0
     magnitudes = (spread * sqrt(2) * torch.erfinv(torch.arange(LEVELS, device=device.device()) / LEVELS)).to(
         dtype
-    )  # the first is 0: padding stays 0
+    )
     for values_N in tensor.view(-1).split(_PIECE):
         bits_N = values_N.view(_BITS[dtype.itemsize])
         chosen_N = magnitudes[(bits_N & LEVELS - 1).int()]
@@ -126,7 +138,7 @@ def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float
 
 
 def trained_weights(case: Case) -> Parameters:
-    """This rank's source: parameters one after the other in one allocation, as Megatron's distributed optimizer keeps them."""
+    """Return this rank's source, contiguous in one allocation as in Megatron's distributed optimizer."""
     parameters, ends = case.trained(dist.get_rank()), [0]
     for parameter in parameters:
         ends.append(ends[-1] + -(-prod(parameter.shape) // 64) * 64)
@@ -140,7 +152,7 @@ def trained_weights(case: Case) -> Parameters:
 
 
 def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) -> bool:
-    """Whether every parameter on every rank has exactly the bits of `weights_of`; takes one parameter's memory."""
+    """Return whether all ranks' parameters have the bits of `weights_of`; uses one parameter's memory."""
     pairs = ((tensors[p.chunk, p.name], p) for p in described)
     wrong = sum(
         not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype))))
@@ -151,7 +163,10 @@ def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) ->
 
 @contextmanager
 def model_folder(arch: Architecture, config: Mapping[str, object]) -> Iterator[str]:
-    """A folder with a config.json and nothing else, of the same name on every host while the block runs. Collective over the world."""
+    """Yield a folder with only a config.json, of the same name on every host during the block.
+
+    Collective over the world.
+    """
     path: list = [tempfile.mkdtemp(prefix="bench_") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(path)
     folder, is_first_here = Path(path[0]), int(os.environ.get("LOCAL_RANK", "0")) == 0

@@ -1,4 +1,4 @@
-"""What `bench_reshard.py` times: the machine's own rates, what others do, and our reshard in each of its modes."""
+"""Methods that `bench_reshard.py` times: link rates, other systems' methods, and each mode of our reshard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,24 +23,23 @@ WIRE, CARD = "point to point, both ways", "on-card copy"  # the links
 
 @dataclass(slots=True, kw_only=True)
 class Contender:
-    """One thing to time. What it says of bytes holds for this rank."""
+    """One method to time; byte counts are of this rank."""
 
     kind: str  # link, gather, megatron or ours
     name: str
     run: Callable[[], object]
     received_bytes: int
-    plan: Plan | None = None  # of what has to move, which sets the floor; a link has none
-    staging_bytes: int = 0  # memory it keeps between repetitions
-    second_copy_bytes: int = 0  # what the destination takes beside the source
-    target: Parameters = field(default_factory=dict)  # what it writes
-    described: list[ShardedParameter] = field(default_factory=list)  # what the target holds afterwards
-    spoiled: Parameters = field(
-        default_factory=dict
-    )  # what of the target may be overwritten before: nothing that lies over the source
+    plan: Plan | None = None  # required transfers, which set the floor; a link has none
+    staging_bytes: int = 0  # memory kept between repetitions
+    second_copy_bytes: int = 0  # destination memory in addition to the source
+    target: Parameters = field(default_factory=dict)  # parameters that it writes
+    described: list[ShardedParameter] = field(default_factory=list)  # contents of the target afterwards
+    # part of the target that may be overwritten beforehand: no memory shared with the source
+    spoiled: Parameters = field(default_factory=dict)
 
 
 def links(link_bytes: int) -> list[Contender]:
-    """The machine's own rates: each rank exchanges with the one half a world away, and copies on its card."""
+    """Measure link rates: each rank exchanges with the one half a world away, and copies on its GPU."""
     world, rank, copies = dist.get_world_size(), dist.get_rank(), 4
     out, back = (torch.zeros(link_bytes, dtype=torch.uint8, device=device.device()) for _ in range(2))
 
@@ -63,9 +62,10 @@ def links(link_bytes: int) -> list[Contender]:
 
 
 def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
-    """Megatron-Core's resharding between models in the two layouts, and the tensors of the first, which serve as source for all.
+    """Return Megatron-Core's resharding between models in the two layouts, and the first model's tensors.
 
-    It says nothing of the bytes it moves. Received are those that our plan for the same job needs: it may receive more.
+    Those tensors are the source for all contenders. Megatron-Core does not report the bytes it moves; the
+    number given is what our plan needs for the same job, so it may receive more.
     """
     from megatron.core.resharding.refit import swap_model_weights
 
@@ -106,22 +106,29 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
 
 
 class Ours:
-    """Our own contenders, mode by mode, over the same source."""
+    """Our contenders, mode by mode, over the same source."""
 
     def __init__(self, case: Case, source: Parameters, verify: str):
-        """Args: verify: the proof in the timed repetitions of the contender with proof; all are proved once beforehand."""
+        """Build the contenders.
+
+        Args:
+            verify: checksums in the timed repetitions of the contender with verification; all are verified
+                once beforehand.
+        """
         self.case, self.source, self.verify, self.rank = case, source, verify, dist.get_rank()
         self.sides, self.peers = case.sides(), map_tensors(source, None)
         self.plan = compile_plan(**self.sides, peer_memory=self.peers is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
         kept = dict(target=self.destination, spoiled=self.destination, described=self.described)
-        self.kept = kept | dict(
-            second_copy_bytes=bytes_of(self.destination)
-        )  # what is said of a destination with memory of its own
+        # columns of a destination with its own memory
+        self.kept = kept | dict(second_copy_bytes=bytes_of(self.destination))
 
     def contenders(self, mode: str) -> list[Contender]:
-        """Of one of the modes keep, share and swap; swap's two belong together, in this order. Collective over the world."""
+        """Return the contenders of a mode (keep, share or swap); swap's two form a pair, in this order.
+
+        Collective over the world.
+        """
         say(f"{self.case}, {mode}:")
         return self._keep() if mode == "keep" else self._laid_over(mode)
 
@@ -138,7 +145,7 @@ class Ours:
         return found
 
     def _laid_over(self, mode: str) -> list[Contender]:
-        """vLLM's parameters in Megatron's memory; those for which there is no place have their own."""
+        """Return vLLM's parameters placed in Megatron's memory; those that do not fit have their own."""
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
         found = overlay(
@@ -168,16 +175,16 @@ class Ours:
         return contenders
 
     def _empty(self, parameter: ShardedParameter) -> Tensor:
-        """Zeros: what others do leaves the padding as an engine has it from the start."""
+        """Return zeros: other methods leave the padding as an engine initializes it."""
         return torch.zeros(parameter.shape, dtype=self.case.dtype, device=device.device())
 
     def _resharder(
         self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
     ) -> Resharder:
-        """After a first run, in which all slices were proved."""
+        """Return a resharder after a first run, in which all slices were verified."""
         common = dict(rank=self.rank, dtype=self.case.dtype, group=None, device=device.device(), peers=peers)
         resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
-        count = resharder.run().checked_slices  # raises and names them if one differs
+        count = resharder.run().checked_slices  # raises on a difference, naming the slices
         say(f"{plan}\n  all {count} slices proved at both ends")
         resharder.proof.verify = self.verify
         resharder.proof.prepare()

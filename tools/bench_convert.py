@@ -1,12 +1,17 @@
-"""Speed and memory of `convert.py` beside `cp` of the same bytes: random weights of a published shape, all in one run.
+"""Speed and memory of `convert.py` compared with `cp`, on random weights of a published shape.
 
-python tools/bench_convert.py FOLDER --shape llama3-70b --layers 5 [--memory-gib 4] [--workers 2] [--repetitions 3] [--csv FILE]
+python tools/bench_convert.py FOLDER --shape llama3-70b --layers 5 [--memory-gib 4] [--workers 2]
+    [--repetitions 3] [--csv FILE]
 
-FOLDER/hf is written first, layers of true width in bfloat16, and used again by a later run. Then, in turns: `cp -r` of it with an fsync
-of each file, as the converter does; the same by as many `cp` as the converter has processes; hf-to-mcore; mcore-to-hf; verify of the
-first folder against the last. Before each, what it reads is dropped from the page cache. The programs run as a user starts them, imports
-included. Memory and processor time are sampled over all processes of a step; memory as proportional set sizes, where shared pages count
-once, and as resident ones. The program ends with 1 if the round trip is not bit-identical or a conversion takes more than --memory-gib.
+FOLDER/hf is written first, with bfloat16 layers of full width, and reused by a later run. Then these steps
+alternate: `cp -r` of it with an fsync of each file, as in the converter; the same with as many `cp` processes
+as the converter has; hf-to-mcore; mcore-to-hf; and verify of the first folder against the last. Before each
+step, its input is dropped from the page cache.
+
+The programs run as a user starts them, imports included. Memory and processor time are sampled over all
+processes of a step. Memory is given as proportional set size, which counts shared pages once, and as resident
+set size. The exit status is 1 if the round trip is not bit-identical or a conversion takes more than
+--memory-gib.
 """
 
 import argparse
@@ -38,16 +43,18 @@ CONVERT = Path(__file__).with_name("convert.py")
 MIB, GB, SAMPLE_S = 2**20, 10**9, 0.2
 
 
-# By name: a folder's files are copied and made durable, as the converter does it.
+# By name: copies of a folder's files with an fsync of each, as in the converter.
 COPIES = {
     "cp": 'cp -r --reflink=never "$0" "$1" && sync "$1"/*',
-    "cp, {} at a time": 'mkdir "$1" && ls -S "$0"/* | xargs -n 1 -P {} cp --reflink=never -t "$1" && sync "$1"/*',
+    "cp, {} at a time": (
+        'mkdir "$1" && ls -S "$0"/* | xargs -n 1 -P {} cp --reflink=never -t "$1" && sync "$1"/*'
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a process and those it started take, summed: bytes, and seconds of the processors since their start."""
+    """Total use of a process tree: bytes, and processor seconds since its start."""
 
     pss: int = 0
     rss: int = 0
@@ -56,7 +63,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed command: its wall-clock time, and the largest values of its use."""
+    """One timed command: its wall-clock time and peak use."""
 
     seconds: float
     peak: Use
@@ -64,14 +71,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table and of the CSV: medians over the repetitions, and the largest peaks."""
+    """A line of the table and of the CSV: medians over the repetitions, and the highest peaks."""
 
     name: str
     median_s: float
     min_s: float
     max_s: float
-    gb_per_s: float  # 1e9 bytes of weights a second, at the median
-    of_cp: float  # cp's median / this one's
+    gb_per_s: float  # 1e9 bytes of weights per second, at the median
+    of_cp: float  # cp's median / this median
     cpu_s: float  # user and system
     peak_pss_mib: float
     peak_rss_mib: float
@@ -94,27 +101,26 @@ def watched(command: Sequence[object]) -> Run:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and those it started, directly or not."""
+    """Return a process and its descendants."""
     try:
         children = [
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
             for child in (task / "children").read_text().split()
         ]
-    except OSError:  # it has ended
+    except OSError:  # the process has exited
         children = []
     return [pid, *(one for child in children for one in tree(child))]
 
 
 def use_of(pids: Sequence[int]) -> Use:
-    """The sum over the processes; those that ended meanwhile count as nothing."""
+    """Return the sum over the processes; those that have exited count as 0."""
     total = [0, 0, 0.0]
     for pid in pids:
         try:
             memory = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-            times = (
-                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-            )  # its own, and its ended children's
+            # its own, and that of its exited children
+            times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
         except OSError:
             continue
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in memory)}
@@ -128,7 +134,7 @@ def use_of(pids: Sequence[int]) -> Use:
 
 
 def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache; what follows reads them from the disk."""
+    """Drop a folder's files from the page cache, so that later reads come from the disk."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -136,10 +142,10 @@ def forget(folder: Path) -> None:
 
 
 def write_model(folder: Path, config: dict, *, copies: int) -> int:
-    """Write the folder unless it is there; bytes of its weights.
+    """Write the folder unless it exists, and return the bytes of its weights.
 
     Raises:
-        ValueError: the folder holds another model, or the disk has no room for it and so many copies.
+        ValueError: the folder contains another model, or the disk has no room for it and that many copies.
     """
     folder.mkdir(parents=True, exist_ok=True)
     described, complete = folder / "config.json", (folder / INDEX).is_file()
@@ -150,7 +156,8 @@ def write_model(folder: Path, config: dict, *, copies: int) -> int:
     needed, free = (copies + (not complete)) * size * 1.01, shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
-            f"{folder} has {free / GB:.1f} GB free and --layers {config['num_hidden_layers']} needs {needed / GB:.1f} GB; take fewer layers or another disk"
+            f"{folder} has {free / GB:.1f} GB free and --layers {config['num_hidden_layers']} needs "
+            f"{needed / GB:.1f} GB; take fewer layers or another disk"
         )
     if not complete:
         write_weights(folder, seed=1)
@@ -158,7 +165,11 @@ def write_model(folder: Path, config: dict, *, copies: int) -> int:
 
 
 def measure(root: Path, arguments) -> dict[str, list[Run]]:
-    """Every repetition of every step, by name; CalledProcessError if one fails, verify also where a tensor differs."""
+    """Return every repetition of every step by name.
+
+    Raises:
+        CalledProcessError: a step failed; for verify, also if a tensor differs.
+    """
     source, mcore, back, copied = (root / name for name in ("hf", "mcore", "back", "copy"))
     options = ("--memory-gib", arguments.memory_gib, "--workers", arguments.workers)
 
@@ -226,18 +237,22 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     lines = [
-        f"{'':20}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'of cp':>8}{'CPU s':>8}{'peak MiB: shared pages once':>29}{'many times':>12}"
+        f"{'':20}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'of cp':>8}{'CPU s':>8}"
+        f"{'peak MiB: shared pages once':>29}{'many times':>12}"
     ]
     for row in rows:
-        times = f"{row.median_s:>10.1f}{row.min_s:>8.1f}{row.max_s:>8.1f}{row.gb_per_s:>8.3f}{row.of_cp:>8.0%}{row.cpu_s:>8.1f}"
+        times = (
+            f"{row.median_s:>10.1f}{row.min_s:>8.1f}{row.max_s:>8.1f}{row.gb_per_s:>8.3f}{row.of_cp:>8.0%}"
+            f"{row.cpu_s:>8.1f}"
+        )
         lines.append(f"{row.name:20}{times}{row.peak_pss_mib:>29,.0f}{row.peak_rss_mib:>12,.0f}")
     return "\n".join(lines)
 
 
 def write_csv(path: Path, rows: list[Row], **run: object) -> None:
-    """One line a row, each with what was measured and with which version."""
+    """Write one line per row, each with the case and the versions."""
     run |= {
         "machine": f"{os.cpu_count()} x {processor()}",
         "torch": torch.__version__,
@@ -293,7 +308,8 @@ def main() -> int:
     rows = rows_of(runs, size)
     peak = max(row.peak_pss_mib for row in rows) * MIB
     print(
-        f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib {given.memory_gib:g}, {given.workers} processes"
+        f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib "
+        f"{given.memory_gib:g}, {given.workers} processes"
     )
     print(table(rows))
     print("the round trip is bit-identical")

@@ -1,8 +1,9 @@
-"""How long a copy of the work waits while optimizer state moves between a GPU and the host, as parallel/offload.py moves it and on one stream.
+"""Latency of a small copy while optimizer state moves between a GPU and the host.
 
 python tools/bench_copies.py [--gib 16]
 
-The floor is the copy alone, and for the state's rate one large copy alone. Every copy is of half a MiB of pinned memory and is waited for.
+Compares the streams of parallel/offload.py with a single stream. The floor is the small copy alone; for the
+state's rate it is one large copy alone. Each small copy is of half a MiB of pinned memory and is waited for.
 """
 
 import argparse
@@ -27,7 +28,7 @@ BESIDE_BYTES = 2**19
 def beside(
     copies: list[tuple[Tensor, Tensor]], streams: list[torch.cuda.Stream], work: Callable[[], None]
 ) -> tuple[float, list[float]]:
-    """Seconds until the copies (target, source) are made, and of each `work` that begins meanwhile."""
+    """Return the seconds until the copies (target, source) are done, and of each concurrent `work`."""
     torch.cuda.synchronize()
     waited = []
     with ThreadPoolExecutor(1) as thread:
@@ -41,7 +42,7 @@ def beside(
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """Of one call, waited for."""
+    """Return the seconds of one call, waited for."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()
@@ -70,7 +71,8 @@ def main() -> int:
     )
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {there.numel() / 2**30:.0f} GiB in pieces of {PIECE_BYTES / 2**20:.0f} MiB"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {there.numel() / 2**30:.0f} GiB in "
+        f"pieces of {PIECE_BYTES / 2**20:.0f} MiB"
     )
     print(
         f"{'direction':12s}{'copies':14s}{'GB/s':>8s}{'wait, median ms':>18s}{'largest ms':>12s}{'waits':>8s}"
@@ -86,7 +88,8 @@ def main() -> int:
 
         def line(how: str, whole: float, waited: list[float], direction: str = direction) -> None:
             print(
-                f"{direction:12s}{how:14s}{there.numel() / whole / 1e9:8.1f}{median(waited) * 1e3:18.3f}{max(waited) * 1e3:12.3f}{len(waited):8d}",
+                f"{direction:12s}{how:14s}{there.numel() / whole / 1e9:8.1f}{median(waited) * 1e3:18.3f}"
+                f"{max(waited) * 1e3:12.3f}{len(waited):8d}",
                 flush=True,
             )
 

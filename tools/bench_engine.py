@@ -1,12 +1,16 @@
-"""A model's forward passes and optimizer steps alone, without vLLM: seconds, FLOP/s, MFU and memory beside this GPU's own matrix product.
+"""Forward passes and optimizer steps of a model without vLLM: seconds, FLOP/s, MFU and memory.
 
-torchrun --nproc_per_node 4 tools/bench_engine.py --shape llama3-8b --layout tp2sp [--rows 64 --prompt 512 --response 512] [--set dtype=fp8 ...]
+torchrun --nproc_per_node 4 tools/bench_engine.py --shape llama3-8b --layout tp2sp
+    [--rows 64 --prompt 512 --response 512] [--set dtype=fp8 ...]
     [--repetitions 5] [--baseline] [--profile] [--csv FILE]
 
-Every row is as long as the others; --rows are those of one data-parallel rank in one optimizer step. Steps come in a row, as many as
---steps: the new weights of each are gathered beside the next, and after the last, as in an iteration of a run. MFU counts matrix products and the
-causal half of attention, a backward pass twice, and neither the input embedding, nor logits of tokens nobody asks about, nor
-recomputation. With --baseline a step with whole logits and Megatron-Core's own cross-entropy is measured in turns.
+FLOP/s are compared with this GPU's own matrix product. All samples have the same length; --rows is the number
+per data-parallel rank and optimizer step. --steps steps run in sequence: the new weights of each are gathered
+concurrently with the next, and after the last, as in an iteration of a run.
+
+MFU counts matrix products and the causal half of attention, a backward pass twice. It leaves out the input
+embedding, logits of unneeded tokens, and recomputation. With --baseline, a step with full logits and
+Megatron-Core's own cross-entropy is measured alternately.
 
 Letters: P packed tokens of a micro-batch, V vocabulary rows of a tensor-parallel rank.
 """
@@ -43,7 +47,8 @@ from verl_megatron.planner import Case, machine_here
 from verl_megatron.planner.training import forward_flops
 from verl_megatron.roles.engine import Engine, Loss
 
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip (after parallel.device has prepared it)
+# once parallel.device has prepared the machine
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
 
 GIB = 2**30
 FIELDS = ("logprobs", "advantages")
@@ -51,12 +56,12 @@ FIELDS = ("logprobs", "advantages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table: seconds are the slowest rank's, memory the fullest's."""
+    """A line of the table: seconds of the slowest rank, memory of the fullest."""
 
     name: str
     seconds: float
-    flops: float  # of one GPU
-    peak_bytes: float  # above what lay there before
+    flops: float  # per GPU
+    peak_bytes: float  # above the memory allocated beforehand
 
     @property
     def tflops(self) -> float:
@@ -64,7 +69,7 @@ class Row:
 
 
 def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: int) -> RolloutBatch:
-    """Random tokens with random advantages; the old log-probs are about right for an untrained model."""
+    """Return random tokens with random advantages; old log-probs are about right for an untrained model."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab_size, (count, prompt + response), generator=draw).tolist()
     batch = RolloutBatch.from_rows(
@@ -78,10 +83,10 @@ def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: 
 
 
 def parse_settings(given: list[str]) -> EngineConfig:
-    """`name=value` pairs of the section engine; numbers of a list are separated by commas.
+    """Parse `name=value` pairs of the section engine; commas separate the numbers of a list.
 
     Raises:
-        ValueError: a name that the section does not have, or a value of another kind.
+        ValueError: a name that the section does not have, or a value of another type.
     """
     config = EngineConfig(adam_eps=1e-5)
     known = {field.name: type(getattr(config, field.name)) for field in fields(config)}
@@ -102,7 +107,7 @@ def parse_settings(given: list[str]) -> EngineConfig:
 
 @contextmanager
 def measured(rows: dict[str, list[tuple[float, float]]], name: str):
-    """Add the seconds of the block, all ranks beginning and ending together, and the memory it took on its way."""
+    """Record the seconds of the block, between barriers of all ranks, and its peak memory."""
     dist.barrier()
     device.synchronize()
     before = torch.cuda.memory_allocated() if device.is_gpu() else 0
@@ -117,7 +122,7 @@ def measured(rows: dict[str, list[tuple[float, float]]], name: str):
 
 
 def product_rate() -> float:
-    """FLOP/s of a large matrix product on this device, in the type that models compute in."""
+    """Return the FLOP/s of a large matrix product on this device, in the models' compute dtype."""
     size, dtype = (8192, torch.bfloat16) if device.is_gpu() else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device.device(), dtype=dtype) for _ in range(2))
     for count in (3, 20):
@@ -130,14 +135,14 @@ def product_rate() -> float:
 
 
 def policy(outputs, micro):
-    """The clipped loss of PPO with its usual settings."""
+    """Return PPO's clipped loss with its usual settings."""
     return policy_loss(
         outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), TrainerConfig().algorithm, 0.0
     )
 
 
 class Bench:
-    """The engine and its rows."""
+    """The engine and its samples."""
 
     def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
         self.engine = Engine(
@@ -170,7 +175,7 @@ class Bench:
         self.engine.gather_weights()
 
     def plain_step(self) -> None:
-        """A step on the cross-entropies of all tokens: whole logits, and Megatron-Core's function of them."""
+        """Run a step on all tokens' cross-entropies: full logits, Megatron-Core's function."""
         usual = self.engine.outputs
 
         def outputs(output, micro, model):
@@ -187,7 +192,7 @@ class Bench:
 def run(
     bench: Bench, work: dict[str, Callable[[], None]], flops: dict[str, float], *, repetitions: int
 ) -> list[Row]:
-    """Each in turns, after one round to warm up; medians, of steps for one."""
+    """Run the methods alternately after a warm-up round; returns medians, for steps in seconds per step."""
     rows: dict[str, list[tuple[float, float]]] = {}
     for repetition in range(repetitions + 1):
         for name, do in work.items():
@@ -209,7 +214,7 @@ def run(
 
 
 def profile(bench: Bench) -> None:
-    """What the first rank's GPU and process do in one step and one pass."""
+    """Profile one step and one pass on the first rank's GPU and process."""
     for name, do in (("step", bench.step), ("log-probs", bench.infer)):
         with make_profiler() as found:
             do()
@@ -266,9 +271,8 @@ def main() -> None:
     refuse(check_values(config))
     case = Case.of(config, world_size=world, read=lambda _: arch)
     forward = forward_flops(case, case.actor) / world
-    all_logits = (
-        2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world
-    )  # those that only the baseline makes
+    # FLOPs of prompt logits, which only the baseline computes
+    all_logits = 2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world
 
     bench = Bench(arch, layout, settings, options)
     work, flops = (
@@ -291,22 +295,29 @@ def show(
 ) -> None:
     machine, arch = machine_here(), case.actor.arch
     peak = machine.peak_flops if machine else 0.0
-    what = f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
+    what = (
+        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of "
+        f"{case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
+    )
     say(
-        f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, {torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}"
+        f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, "
+        f"{torch.cuda.get_device_name() if device.is_gpu() else 'CPU ranks'}"
     )
     logits_bytes = 4 * settings.tokens_per_micro_batch * arch.vocab_size / layout.tp
     say(
-        f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this device's matrix product reaches {rate / 1e12:.1f} TFLOP/s"
+        f"whole float32 logits of a micro-batch would take {logits_bytes / GIB:.1f} GiB a rank; this "
+        f"device's matrix product reaches {rate / 1e12:.1f} TFLOP/s"
     )
     say(
-        f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}{'tokens/s/rank':>15}"
+        f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}"
+        f"{'tokens/s/rank':>15}"
     )
     tokens = case.rows * case.packed_tokens / case.world_size
     for row in rows:
         mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
         say(
-            f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}"
+            f"{row.name:14}{row.seconds:>9.3f}{row.tflops:>10.2f}{row.flops / row.seconds / rate:>12.1%}{mfu}"
+            f"{row.peak_bytes / GIB:>10.1f}{tokens / row.seconds:>15,.0f}"
         )
     if path and dist.get_rank() == 0:
         with path.open("w", newline="") as file:

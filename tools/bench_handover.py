@@ -1,13 +1,18 @@
-"""The whole way from training to rollout and back, with a Megatron-Core model and a vLLM engine in the same ranks: time and memory.
+"""Weight sync between training and rollout in both directions: time and memory.
 
-torchrun --nproc_per_node 4 tools/bench_handover.py --shape llama3-8b --train tp2pp2 --rollout 2 --mode swap --offload all [--csv FILE]
-torchrun --nproc_per_node 4 tools/bench_handover.py --hf FOLDER --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer
+torchrun --nproc_per_node 4 tools/bench_handover.py --shape llama3-8b --train tp2pp2 --rollout 2
+    --mode swap --offload all [--csv FILE]
+torchrun --nproc_per_node 4 tools/bench_handover.py --hf FOLDER --load --train tp2pp2 --rollout 4
+    --mode swap --no-optimizer
 
-Weights are those of FOLDER, or random and a function of their place in the Hugging Face tensors: the same in every layout and mode, so runs
-with other modes print the same digest of the generated tokens. The calls are those of a training iteration, in its order, up to the log-probs
-of what vLLM generated. Half of the repetitions wait for the GPUs after every phase, the others only at both ends of each way, as training
-does: copies to and from the host then run beside the rest. A time is that of the slowest rank, memory that of the fullest. The program ends
-with 1 if a check fails.
+A Megatron-Core model and a vLLM engine share the same ranks. Weights are those of FOLDER, or random and a
+function of their position in the Hugging Face tensors. They are the same in every layout and mode, so runs
+with other modes print the same digest of the generated tokens.
+
+The calls are those of a training iteration, in its order, up to the log-probs of the generated tokens. Half
+of the repetitions synchronize the GPUs after every phase. The others do so only at both ends of each
+direction, as training does, so that copies to and from the host overlap with other work. Times are those of
+the slowest rank, memory that of the fullest. The exit status is 1 if a check fails.
 """
 
 import argparse
@@ -54,29 +59,30 @@ from verl_megatron.rollout.weights import WeightSync
 from verl_megatron.run import make_vllm
 
 SEED, PROMPT_TOKENS = 1, 64
-# A mean over tokens, times the square root of the number of layers: with random weights it was 0.31 over 80 layers of a 70B model, and 80 layers of
-# width 512 in bfloat16 are 0.28 from themselves in float32; the most likely tokens of other weights are several units apart.
+# Limit of a mean over tokens, times the square root of the number of layers. With random weights, 80
+# layers of a 70B model measured 0.31; 80 layers of width 512 in bfloat16 are 0.28 from the same in float32.
+# With other weights, the most likely tokens are several units apart.
 LOG_PROBS_APART = {torch.float32: 5e-4, torch.bfloat16: 0.06}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is measured."""
+    """Settings of the measurement."""
 
     model: str
     arch: Architecture
     train: Layout
     rollout: Layout
-    learns: bool  # with gradient buffers and an optimizer
+    learns: bool  # trainable: with gradient buffers and an optimizer
     config: TrainerConfig
-    folder: str | None  # with the weights; None: random ones
+    folder: str | None  # of the weights; None: random weights
 
     @property
     def reshard(self) -> ReshardConfig:
         return self.config.reshard
 
     def columns(self) -> dict[str, object]:
-        """What every line of the CSV says about the run."""
+        """Return the CSV columns that describe the run."""
         import vllm
 
         ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
@@ -105,14 +111,17 @@ class Case:
         }
 
 
-# ---- the parts ---------------------------------------------------------------------------------------------------------
+# ---- model and engine --------------------------------------------------------------------------------------
 
 
 class HandOver:
-    """A trained model, its vLLM engine and the way between them. Built and used by all ranks of the world together."""
+    """A trained model, its vLLM engine and the weight sync between them.
+
+    Built and used by all ranks of the world together.
+    """
 
     def __init__(self, case: Case, clock: Clock):
-        """Build in the order of a training run; `clock` says how long each part took."""
+        """Build in the order of a training run; `clock` measures each part."""
         self.case, self.build_clock = case, clock
         if case.reshard.mode == "keep":
             self.vllm = self._serve()
@@ -165,7 +174,7 @@ class HandOver:
 
     @contextmanager
     def _weights(self) -> Iterator[Callable[[ShardedParameter, torch.dtype], Tensor]]:
-        """What a parameter of either side has to hold, on this rank's device."""
+        """Return the expected values of a parameter of either side, on this rank's device."""
         if not self.case.folder:
             yield partial(small_weights, spread=self.case.arch.initializer_range)
             return
@@ -188,12 +197,13 @@ class HandOver:
             )
 
     def _step(self) -> None:
-        """Gradients and Adam's moments from here on; at a learning rate of 0 the weights stay."""
+        """Create gradients and Adam's moments; with a learning rate of 0 the weights do not change."""
         rows, half = [*range(self.case.train.pp)], PROMPT_TOKENS // 2
         batch = RolloutBatch.from_rows(
             rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows)
         )
-        micro = [[row] for row in rows]  # as many as stages, which interleaved schedules ask for
+        # one sample per micro-batch: as many as stages, as interleaved schedules require
+        micro = [[row] for row in rows]
         self.engine.train_step(
             batch,
             micro,
@@ -218,7 +228,7 @@ class HandOver:
                     self.sync.run()
                 memory.note("weights in vLLM")
                 self._wake_kv_cache(clock)
-            else:  # as a training run does
+            else:  # as in a training run
                 self.sync.run(meanwhile=partial(self._wake_kv_cache, clock))
         if clock.splits:
             memory.note("KV cache awake")
@@ -230,7 +240,7 @@ class HandOver:
             self.vllm.wake("kv_cache")
 
     def generate(self, clock: Clock, memory: Memory) -> list[Generation]:
-        """All rows in their order, which every replica generates."""
+        """Generate all samples in order; every replica generates all of them."""
         tokens = self.case.config.rollout.max_tokens
         with clock.part("generate"):
             rows = self.vllm.generate(
@@ -253,7 +263,10 @@ class HandOver:
             memory.note("back in training")
 
     def log_probs_apart(self, rows: list[Generation], clock: Clock) -> float:
-        """How far the trained model's log-probs are from vLLM's, a mean over the tokens. Every data-parallel rank takes all rows. Collective over the world."""
+        """Return the mean absolute difference per token between the trained model's log-probs and vLLM's.
+
+        Every data-parallel rank computes all samples. Collective over the world.
+        """
         ids, prompts, tokens, logprobs = zip(
             *((row.row_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows)
         )
@@ -271,10 +284,10 @@ class HandOver:
         )
         return float(all_max(apart.double()[None]))
 
-    # ---- what has to hold
+    # ---- checks
 
     def vllm_has_the_weights(self) -> bool:
-        """On this rank, each element; takes the memory of the largest parameter a few times."""
+        """Check each element on this rank; needs a few times the memory of the largest parameter."""
         held = self.vllm.weight_target()
         with self._weights() as weights:
             equal = [
@@ -285,7 +298,7 @@ class HandOver:
         return all(equal)
 
     def plan_rows(self) -> list[Row]:
-        """Bytes on the busiest or fullest rank. Collective over the world."""
+        """Return the bytes on the busiest or fullest rank. Collective over the world."""
         own = {
             (0, name): tensor
             for name, tensor in self.vllm.weight_target().items()
@@ -321,16 +334,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------------------
+# ---- measurement -------------------------------------------------------------------------------------------
 
 
 class Checks:
-    """What has to hold after every repetition, on every rank."""
+    """Checks after every repetition, on every rank."""
 
     def __init__(self, hand_over: HandOver):
         self.hand_over, self.before_N = hand_over, hand_over.parameters.run()
         self.tokens: list[list[list[int]]] = []  # of each repetition
-        self.apart = 0.0  # log-probs of training and rollout, at most
+        self.apart = 0.0  # largest difference between log-probs of training and rollout
         self.ways_back = self.changed = 0
         self.served = False
 
@@ -341,7 +354,7 @@ class Checks:
         self.changed += int((self.hand_over.parameters.run() != self.before_N).sum())
 
     def rows(self) -> list[Row]:
-        """Collective over the world."""
+        """Return the result's rows. Collective over the world."""
         digests: list = [None] * dist.get_world_size()
         dist.all_gather_object(digests, [digest(tokens) for tokens in self.tokens])
         alike = {one for of_rank in digests for one in of_rank}
@@ -358,8 +371,8 @@ class Checks:
             )
             == 1,
             f"{len(flat)} tokens were generated, {len(set(flat))} different ones": len(set(flat)) > 1,
-            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at most {limit:.0e}": self.apart
-            <= limit,
+            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at "
+            f"most {limit:.0e}": self.apart <= limit,
         }
         return [
             *(Row("check", name, "yes" if holds else "NO", "") for name, holds in found.items()),
@@ -372,7 +385,7 @@ def digest(tokens: list[list[int]]) -> str:
 
 
 def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
-    """One repetition that is not counted, then so many of each kind."""
+    """Run one uncounted repetition, then the given number of each kind."""
     clock, memory, checks = Clock(), Memory(), Checks(hand_over)
     memory.note("trained, vLLM asleep")
     for number in range(-1, 2 * repetitions):
@@ -383,17 +396,17 @@ def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
         rows = hand_over.generate(clock, memory)
         hand_over.back(clock, memory)
         checks.after([row.token_ids for row in rows], hand_over.log_probs_apart(rows, clock))
-        if number < 0:  # libraries start and kernels are compiled at the first
+        if number < 0:  # warm-up: libraries start and kernels are compiled
             clock.milliseconds.clear()
             memory.stages = {"trained, vLLM asleep": memory.stages["trained, vLLM asleep"]}
     return [*clock.rows("phase"), *memory.rows(), *hand_over.plan_rows(), *checks.rows()]
 
 
-# ---- command line ------------------------------------------------------------------------------------------------------
+# ---- command line ------------------------------------------------------------------------------------------
 
 
 def read_options() -> tuple[argparse.Namespace, Case, dict]:
-    """The command line, refused early where it contradicts itself; and the config.json it names."""
+    """Parse the command line, reject contradictory options early, and read the config.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -444,7 +457,8 @@ def read_options() -> tuple[argparse.Namespace, Case, dict]:
 def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     if options.offload != "none" and not options.optimizer:
         raise ValueError(
-            f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; drop one of them"
+            f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; "
+            "drop one of them"
         )
     if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
         raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
@@ -460,7 +474,8 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
     )
     if PROMPT_TOKENS + options.tokens > arch.max_positions:
         raise ValueError(
-            f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's {arch.max_positions} positions; lower --tokens"
+            f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's "
+            f"{arch.max_positions} positions; lower --tokens"
         )
     train, rollout = place(
         arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
@@ -496,7 +511,8 @@ def main() -> int:
     options, case, hf = read_options()
     device.initialize()
     say(
-        f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; order of ranks: {described(case.train, case.rollout)}"
+        f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; "
+        f"order of ranks: {described(case.train, case.rollout)}"
     )
     built = Clock()
     with model_folder(case.arch, hf) as folder:

@@ -1,13 +1,17 @@
-"""How long a rank takes to get its slices out of a Hugging Face folder: by byte ranges, as training does it, and by loading the whole model.
+"""Time to load a rank's slices of a Hugging Face folder: byte ranges, as in training, or the whole model.
 
 python tools/bench_load.py FOLDER --shape llama3-8b --layers 4 --tp 4 --rank 1 [--repetitions 3] [--csv FILE]
 
-FOLDER/hf is one file of random bfloat16 weights (up to 4 GiB), written first and used again by a later run. In turns, each in a process of
-its own and with the file dropped from the page cache: `load_parameters`, which fills a rank's Megatron-Core parameters from byte ranges of
-the file; and `AutoModelForCausalLM.from_pretrained`, from which the same parameters are cut (it maps the file too, and copies all of it
-where --dtype is not the file's). Times begin after the imports. Bytes read are what the process had the disk read; memory is the process's
-peak of resident pages, mapped pages of the file included, and of pages of its own alone. The program ends with 1 if the two fill the
-parameters with different bits.
+FOLDER/hf is one file of random bfloat16 weights (up to 4 GiB), written first and reused by a later run. Two
+methods alternate, each in its own process and with the file dropped from the page cache:
+
+- `load_parameters` fills a rank's Megatron-Core parameters from byte ranges of the file.
+- `AutoModelForCausalLM.from_pretrained` loads the model, from which the same parameters are sliced. It maps
+  the file too, and copies all of it if --dtype is not the file's.
+
+Times begin after the imports. Bytes read are the process's disk reads. Memory is the process's peak resident
+set, including mapped pages of the file, and its peak anonymous memory alone. The exit status is 1 if the two
+methods fill the parameters with different bits.
 """
 
 import argparse
@@ -39,7 +43,7 @@ SAMPLE_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table and of the CSV: medians over the repetitions, and the largest peaks."""
+    """A line of the table and of the CSV: medians over the repetitions, and the highest peaks."""
 
     name: str
     median_s: float
@@ -78,7 +82,7 @@ METHODS = {"byte ranges": by_ranges, "from_pretrained and slicing": whole_model}
 
 
 def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) -> dict[str, object]:
-    """In a process of its own: what one method took, and a digest of what it loaded."""
+    """Measure one method in a separate process; returns its use and a digest of the loaded parameters."""
     load = METHODS[method](folder, dtype)
     arch, layout = read_architecture(folder), Layout.parse(f"tp{tp}", tuple(range(tp)))
     parameters = megatron_parameters(arch, layout, rank, spec="local")
@@ -106,17 +110,21 @@ def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) 
 
 
 def read_bytes() -> int:
-    """What this process had the disk read so far."""
+    """Return the bytes that this process has read from the disk so far."""
     return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
 
 
 def status_bytes(name: str) -> int:
-    """RssAnon: resident pages of this process that are no file's; VmHWM: the peak of all its resident pages."""
+    """Return RssAnon, resident anonymous memory, or VmHWM, the peak resident set."""
     return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
 
 
 def compare(folder: Path, arguments) -> tuple[list[Row], int]:
-    """A row a method and the bytes of the rank's parameters; AssertionError if the methods load different bits."""
+    """Return a row per method and the bytes of the rank's parameters.
+
+    Raises:
+        AssertionError: the methods load different bits.
+    """
     runs: dict[str, list[dict]] = {method: [] for method in METHODS}
     for _ in range(arguments.repetitions):
         for method, found in runs.items():
@@ -164,13 +172,15 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
 
 
 def table(rows: list[Row]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     lines = [
-        f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}{'without mapped files':>23}"
+        f"{'':30}{'median s':>10}{'min':>8}{'max':>8}{'MiB read':>11}{'peak MiB':>11}"
+        f"{'without mapped files':>23}"
     ]
     for row in rows:
         lines.append(
-            f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}"
+            f"{row.name:30}{row.median_s:>10.2f}{row.min_s:>8.2f}{row.max_s:>8.2f}{row.read_mib:>11,.0f}"
+            f"{row.peak_rss_mib:>11,.0f}{row.peak_own_mib:>23,.0f}"
         )
     return "\n".join(lines)
 
@@ -212,7 +222,8 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     rows, needed = compare(folder, given)
     print(
-        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds {needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
+        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds "
+        f"{needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
     )
     print(table(rows))
     if given.csv:

@@ -1,10 +1,13 @@
-"""What `reshard.offload` costs: a run in which it changes from one iteration to the next, so that both ways meet the same machine, model and lengths.
+"""Cost of `reshard.offload`: a run in which it alternates between iterations.
 
-torchrun --nproc_per_node 2 tools/bench_offload.py --config-name grpo_8b actor.path=DIR data.train=FILE reward.function=FILE.py:NAME reshard.offload=all run.iterations=8
-    data.prompts_per_iteration=32 rollout.min_tokens=512 rollout.max_tokens=512 rollout.ignore_eos=true [SECTION.SETTING=VALUE ...]
+torchrun --nproc_per_node 2 tools/bench_offload.py --config-name grpo_8b actor.path=DIR data.train=FILE
+    reward.function=FILE.py:NAME reshard.offload=all run.iterations=8 data.prompts_per_iteration=32
+    rollout.min_tokens=512 rollout.max_tokens=512 rollout.ignore_eos=true [SECTION.SETTING=VALUE ...]
 
-Recipe and settings are those of `verl_megatron.train`; nothing is saved, validated or exported. Odd iterations have the given
-`reshard.offload`, even ones none, and both have to fit. The first of each does not count: there host memory is taken, kernels are compiled.
+Both variants thus have the same machine, model and lengths. Recipe and settings are those of
+`verl_megatron.train`; nothing is saved, validated or exported. Odd iterations use the given
+`reshard.offload`, even ones none, and both must fit in memory. The first of each does not count: it allocates
+host memory and compiles kernels.
 """
 
 import sys
@@ -31,10 +34,11 @@ NOTHING = "none"
 
 
 class InTurns(RLTrainer):
-    """Trains with the given `reshard.offload` and without, in turns, and keeps the seconds of each iteration.
+    """Trainer that alternates between the given `reshard.offload` and none, and times each iteration.
 
     Raises:
-        ValueError: what a run's settings may not be, one of the two ways has no room, or they leave nothing to compare.
+        ValueError: invalid settings of a run, a variant that does not fit in memory, or nothing left to
+            compare.
     """
 
     def __init__(self, config: TrainerConfig):
@@ -44,7 +48,8 @@ class InTurns(RLTrainer):
             )
         if config.run.iterations < 4:
             raise ValueError(
-                f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way does not count; use at least 4"
+                f"run.iterations={config.run.iterations} leaves nothing to compare, as the first of each way "
+                "does not count; use at least 4"
             )
         config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 0
         config.run.export, config.run.resume, config.data.validation = False, "never", ""
@@ -59,16 +64,16 @@ class InTurns(RLTrainer):
             )
         )
         self.ways = (config.reshard.offload, NOTHING)
-        self.seconds: dict[str, list[dict[str, float]]] = {
-            way: [] for way in self.ways
-        }  # of each counted iteration, by phase
+        # of each counted iteration, by phase
+        self.seconds: dict[str, list[dict[str, float]]] = {way: [] for way in self.ways}
 
     def _iterate(self) -> dict[str, float] | None:
         step, way, began = self.state.step, self.run.residency.offload, time.perf_counter()
 
         def publish(
             version: int,
-        ) -> None:  # what leaves the GPU after the updates belongs to the next iteration
+            # offloading after the updates counts towards the next iteration
+        ) -> None:
             self.run.residency.offload = self.ways[(step + 1) % 2]
             ColocatedChannel.publish(self.run.channel, version)
 
@@ -84,7 +89,7 @@ class InTurns(RLTrainer):
         return metrics
 
     def table(self) -> str:
-        """Medians of both ways."""
+        """Return the medians of both variants."""
         given, nothing = (
             {phase: median(one[phase] for one in self.seconds[way]) for phase in self.seconds[way][0]}
             for way in self.ways
@@ -92,14 +97,18 @@ class InTurns(RLTrainer):
         device_name = torch.cuda.get_device_name() if device.is_gpu() else "CPU rank"
         counted = [len(self.seconds[way]) for way in self.ways]
         lines = [
-            f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of {counted[0]} and {counted[1]} iterations, in turns"
+            f"{self.config.actor.path} on {dist.get_world_size()} x {device_name}: seconds, medians of "
+            f"{counted[0]} and {counted[1]} iterations, in turns"
         ]
         lines += [f"{'offload':<16}{self.ways[0]:>12}{NOTHING:>12}"]
         lines += [f"{phase:<16}{given[phase]:>12.3f}{nothing[phase]:>12.3f}" for phase in nothing]
         return "\n".join(
             [
                 *lines,
-                f"with offload={self.ways[0]} an iteration takes {given['iteration'] / nothing['iteration'] - 1:+.1%}",
+                (
+                    f"with offload={self.ways[0]} an iteration takes "
+                    f"{given['iteration'] / nothing['iteration'] - 1:+.1%}"
+                ),
             ]
         )
 
@@ -107,7 +116,7 @@ class InTurns(RLTrainer):
 def main(overrides: DictConfig) -> None:
     trainer = InTurns(structured(overrides, TrainerConfig))
     trainer.train()
-    if all(trainer.seconds.values()):  # else SIGTERM ended it early
+    if all(trainer.seconds.values()):  # otherwise SIGTERM ended it early
         trainer.say(trainer.table())
 
 

@@ -1,4 +1,4 @@
-"""The rows of `bench_reshard.py` as a table, a CSV and a picture."""
+"""Rows of `bench_reshard.py` as a table, a CSV and a picture."""
 
 import csv
 import time
@@ -21,29 +21,36 @@ class Row:
     p10_ms: float
     p90_ms: float
     received_bytes: int  # by the busiest rank
-    gb_per_s: float  # 1e9 bytes received a second
-    floor_share: float  # its own floor / median; 0 for a link's row and where nothing has to move
-    peak_extra_bytes: int = 0  # staging, and on a GPU also what a run allocates and frees
-    second_copy_bytes: int = 0  # what the destination takes beside the source
-    bitwise: str = ""  # yes, no, or empty where nothing is compared
+    gb_per_s: float  # 1e9 bytes received per second
+    floor_share: float  # its own floor / median; 0 for a link's row and if nothing has to move
+    peak_extra_bytes: int = 0  # staging, and on a GPU also temporary allocations of a run
+    second_copy_bytes: int = 0  # destination memory in addition to the source
+    bitwise: str = ""  # yes, no, or empty if nothing is compared
 
 
 def table(rows: list[Row]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     lines = [
-        f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}{'extra MiB':>11}{'2nd copy':>10}  bitwise"
+        f"{'':52}{'median ms':>11}{'p10':>10}{'p90':>10}{'MiB':>10}{'GB/s':>9}{'of floor':>9}"
+        f"{'extra MiB':>11}{'2nd copy':>10}  bitwise"
     ]
     for row in rows:
-        cells = f"{row.median_ms:>11.3f}{row.p10_ms:>10.3f}{row.p90_ms:>10.3f}{row.received_bytes / MIB:>10.1f}{row.gb_per_s:>9.2f}"
+        cells = (
+            f"{row.median_ms:>11.3f}{row.p10_ms:>10.3f}{row.p90_ms:>10.3f}{row.received_bytes / MIB:>10.1f}"
+            f"{row.gb_per_s:>9.2f}"
+        )
         cells += f"{row.floor_share:>9.0%}" if row.floor_share else " " * 9
         lines.append(
-            f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}".rstrip()
+            (
+                f"{row.name:52}{cells}{row.peak_extra_bytes / MIB:>11.1f}"
+                f"{row.second_copy_bytes / MIB:>10.1f}  {row.bitwise}"
+            ).rstrip()
         )
     return "\n".join(lines)
 
 
 def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
-    """One line a row, each with what was measured and with which version."""
+    """Write one line per row, each with the case and the versions."""
     run = {
         "model": case.model,
         "layers": case.arch.num_layers,
@@ -64,8 +71,8 @@ def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
 
 
 def write_png(path: Path, case: Case, rows: list[Row]) -> None:
-    """Median time of each method with p10 and p90, and its floor."""
-    from matplotlib.figure import Figure  # without pyplot it needs no display
+    """Plot the median time of each method with p10 and p90, and its floor."""
+    from matplotlib.figure import Figure  # needs no display, unlike pyplot
 
     methods = [row for row in rows if row.kind in COLOURS][::-1]
     longest = max(row.p90_ms for row in methods)
@@ -81,7 +88,8 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
     axis.set_yticks(range(len(methods)), [row.name for row in methods])
     axis.set_xlim(0, 1.75 * longest)
     axis.set_xlabel(
-        "milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to move"
+        "milliseconds of the slowest rank: median, p10 to p90; green: the floor of what the method has to "
+        "move"
     )
     axis.set_title(f"{case}, {case.hardware}", fontsize=11)
     axis.figure.savefig(path, dpi=110)
@@ -89,9 +97,12 @@ def write_png(path: Path, case: Case, rows: list[Row]) -> None:
 
 def _in_words(row: Row) -> str:
     share = f"{row.floor_share:.0%} of floor, " if row.floor_share else ""
-    return f"{_digits(row.median_ms)} ms, {share}{_digits(row.peak_extra_bytes / MIB)} MiB extra, 2nd copy {_digits(row.second_copy_bytes / MIB)} MiB"
+    return (
+        f"{_digits(row.median_ms)} ms, {share}{_digits(row.peak_extra_bytes / MIB)} MiB extra, 2nd copy "
+        f"{_digits(row.second_copy_bytes / MIB)} MiB"
+    )
 
 
 def _digits(value: float) -> str:
-    """Three of them, without an exponent."""
+    """Format with three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

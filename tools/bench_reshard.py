@@ -1,13 +1,18 @@
-"""How fast weights go from Megatron's shards into vLLM's, beside the link's own rates and beside what others do, in one run.
+"""Speed of the reshard from Megatron's shards to vLLM's, compared with link rates and other methods.
 
-torchrun --nproc_per_node 4 tools/bench_reshard.py --shape llama3-8b --train tp2pp2 --rollout tp4 [--csv FILE] [--png FILE]
+torchrun --nproc_per_node 4 tools/bench_reshard.py --shape llama3-8b --train tp2pp2 --rollout tp4
+    [--csv FILE] [--png FILE]
 
-Both layouts are plain tensors: our own rows start neither Megatron nor vLLM. Every source element is a function of its place in the
-Hugging Face tensor, so each rank knows what it must receive and compares it bit by bit before anything is timed. Then the methods
-take turns, repetition by repetition; each takes as long as its slowest rank. Megatron-Core's refit ends in Megatron's layout. A floor
-is the larger of what the busiest rank must receive under any plan, at this run's point-to-point rate, and what is copied on a card, at
-its copy rate; the floor's own row is that of a second copy (keep), and every other row's share is of its own floor: the refit ends
-elsewhere, and in share and swap some weights lie right already. The second copy is what the destination takes beside the source.
+Both layouts are plain tensors: our own rows start neither Megatron nor vLLM. Every source element is a
+function of its position in the Hugging Face tensor. Each rank thus knows what it must receive, and compares
+it bit by bit before anything is timed. Then the methods alternate, repetition by repetition; each takes as
+long as its slowest rank. Megatron-Core's refit ends in Megatron's layout.
+
+A floor is the larger of two times: what the busiest rank must receive under any plan, at this run's
+point-to-point rate, and what is copied within a GPU, at its copy rate. The floor's own row is that of a
+second copy (keep). Every other row's share is of its own floor: the refit ends in another layout, and in
+share and swap some weights are already in place. The second copy is the destination's memory in addition to
+the source.
 """
 
 import argparse
@@ -53,7 +58,8 @@ def bench(case: Case, options: argparse.Namespace) -> list[Row]:
         or not importlib.util.find_spec("megatron.core.resharding")
     ):
         say(
-            "Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), megatron.core.resharding and no --no-megatron"
+            "Megatron-Core's refit is left out: it needs CUDA, one model chunk a rank (no vpp), "
+            "megatron.core.resharding and no --no-megatron"
         )
         source = trained_weights(case)
     else:
@@ -73,7 +79,7 @@ def bench(case: Case, options: argparse.Namespace) -> list[Row]:
 
 
 def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int], ours: Ours) -> Contender:
-    """With the bucket size of the smallest median in a few repetitions, into the same destination as our `keep`."""
+    """Return the method with the fastest bucket size (by median), with the same destination as our `keep`."""
     medians = {}
     for mib in buckets_mib:
         gather = make(mib * MIB)
@@ -96,7 +102,7 @@ def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int],
 
 
 def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[Row]:
-    """Check each, then time them in turns; the first row is the floor of `plan`."""
+    """Check each contender, then time them alternately; the first row is the floor of `plan`."""
     checks = [check(contender) if contender.target else ("", 0) for contender in contenders]
     for contender in contenders * WARM_UPS:
         contender.run()
@@ -153,11 +159,15 @@ def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[R
 
 
 def check(contender: Contender) -> tuple[str, int]:
-    """Spoil what it writes, run it, compare every bit: "yes" or "no", and the bytes that the run allocated on the way."""
+    """Overwrite the target, run the contender and compare every bit.
+
+    Returns:
+        "yes" or "no", and the bytes that the run allocated temporarily.
+    """
     if contender.spoiled:
         torch._foreach_mul_(list(contender.spoiled.values()), 0.5)  # zeros in the padding stay zeros
     if device.is_gpu():
-        torch.cuda.reset_peak_memory_stats()  # elsewhere the allocator's figures are 0
+        torch.cuda.reset_peak_memory_stats()  # without a GPU, the allocator's figures are 0
     before = torch.cuda.memory_allocated()
     contender.run()
     device.synchronize()
@@ -166,12 +176,16 @@ def check(contender: Contender) -> tuple[str, int]:
 
 
 def needed_bytes(plan: Plan) -> int:
-    """What the busiest rank must receive; less than the bound of a second copy where the way back from `swap` restores only what is lost."""
+    """Return the bytes that the busiest rank must receive.
+
+    Less than the bound of a second copy if the direction to training of `swap` restores only overwritten
+    weights.
+    """
     return min(plan.lower_bound_bytes, max(plan.received_bytes.values()))
 
 
 def floor_of(plan: Plan, rates: dict[str, float]) -> float:
-    """Seconds at the links' rates (bytes a second, by name)."""
+    """Return the seconds at the links' rates (bytes per second, by name)."""
     needed = needed_bytes(plan)
     return max(needed / rates[WIRE] if needed else 0.0, max(plan.local_bytes.values()) / rates[CARD])
 
@@ -190,7 +204,7 @@ def _times(seconds: list[float]) -> dict[str, float]:
 
 
 def read_options() -> tuple[argparse.Namespace, Case]:
-    """The command line, refused early where it contradicts itself."""
+    """Parse the command line, and reject contradictory options early."""
     parser = _parser()
     options = parser.parse_args()
     ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
@@ -204,7 +218,8 @@ def read_options() -> tuple[argparse.Namespace, Case]:
         train, rollout = (Layout.parse(text, ranks=ranks) for text in (options.train, options.rollout))
         if rollout.pp * rollout.cp > 1:
             raise ValueError(
-                f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so write tp{rollout.tp}"
+                f"--rollout {options.rollout} names more than tp; vLLM's replicas are split by tp only, so "
+                f"write tp{rollout.tp}"
             )
         if options.rank_order == "auto":
             train, rollout = place(

@@ -1,14 +1,17 @@
-"""Runs a recipe on several numbers of ranks, says how it scales, and models what it would do on many more.
+"""Runs a recipe on several numbers of ranks, reports its scaling, and models larger sizes.
 
-python tools/benchmark_scaling.py --recipe llama3_8b_ppo.sh --gpus 2,4 [--steps 5] [--layouts 2:tp2,4:tp2pp2 --rollout 2:2,4:2]
-    [--response-tokens 512] [--prompts 256] [--strong] [--out outputs/scaling] [SECTION.SETTING=VALUE ...]
+python tools/benchmark_scaling.py --recipe llama3_8b_ppo.sh --gpus 2,4 [--steps 5]
+    [--layouts 2:tp2,4:tp2pp2 --rollout 2:2,4:2] [--response-tokens 512] [--prompts 256] [--strong]
+    [--out outputs/scaling] [SECTION.SETTING=VALUE ...]
 
-A recipe is a .yaml file, for which settings name actor.path, or a script, with MODEL in the environment or random weights. All rollouts have the
-same length, prompts are random words, and nothing is saved, validated or exported. Prompts are in proportion to the ranks, or with --strong
-as many for all. Layouts are the recipe's, with more or less data parallelism, where --layouts and --rollout do not name others.
+A recipe is a .yaml file with actor.path in the settings, or a script with MODEL in the environment or random
+weights. All responses have the same length, prompts are random words, and nothing is saved, validated or
+exported. The number of prompts is proportional to the ranks, or constant with --strong. Layouts are the
+recipe's, with data parallelism adjusted, unless --layouts and --rollout give others.
 
-OUT/scaling.md, .csv and .png: the table, its numbers and a picture. OUT/nN: the run on N ranks, with timeline.json and timeline.png.
-Larger sizes, up to --to GPUs, are modelled from those that were measured and are marked so everywhere (tools/scaling_model.py has the formulas).
+OUT/scaling.md, .csv and .png: the table, its numbers and a picture. OUT/nN: the run on N ranks, with
+timeline.json and timeline.png. Larger sizes, up to --to GPUs, are modelled from the measured ones and are
+marked as such everywhere (tools/scaling_model.py has the formulas).
 """
 
 import argparse
@@ -45,13 +48,12 @@ from verl_megatron.planner import (
     plan_seconds,
 )
 
-CPU_LINKS = replace(
-    MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9
-)  # bytes a second: assumed, for the shape of a model
+# bytes per second: assumed, for a published shape
+CPU_LINKS = replace(MACHINES["h200"], same_host_rate=2e9, other_host_rate=1.25e9)
 
 
 def by_size(text: str) -> dict[int, str]:
-    """1:tp1,2:tp2 as a dictionary; an argument type."""
+    """Argument type: 1:tp1,2:tp2 as a dictionary."""
     pairs = [part.split(":") for part in text.split(",") if part]
     if not all(len(pair) == 2 and pair[0].isdecimal() and pair[1] for pair in pairs):
         raise argparse.ArgumentTypeError(
@@ -61,7 +63,7 @@ def by_size(text: str) -> dict[int, str]:
 
 
 def sizes_by_size(text: str) -> dict[int, int]:
-    """1:1,2:2 as a dictionary of numbers; an argument type."""
+    """Argument type: 1:1,2:2 as a dictionary of integers."""
     found = by_size(text)
     if not all(value.isdecimal() and int(value) for value in found.values()):
         raise argparse.ArgumentTypeError(f"{text!r} is not understood; write RANKS:SIZE, such as 1:1,2:2")
@@ -69,7 +71,7 @@ def sizes_by_size(text: str) -> dict[int, int]:
 
 
 def numbers(text: str) -> list[int]:
-    """1,2,4 as an increasing list; an argument type."""
+    """Argument type: 1,2,4 as an increasing list."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts) or len({int(part) for part in parts}) < len(
         parts
@@ -85,14 +87,14 @@ def numbers(text: str) -> list[int]:
 
 
 def count(text: str) -> int:
-    """A whole number above 0; an argument type."""
+    """Argument type: an integer above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
     return int(text)
 
 
 def rate(text: str) -> float:
-    """A number above 0; an argument type."""
+    """Argument type: a number above 0."""
     try:
         if float(text) > 0:
             return float(text)
@@ -132,7 +134,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--strong", action="store_true", help="as many prompts on every number of ranks")
     options.add_argument(
         "--gpu",
-        help=f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; default: this one's, none on a CPU",
+        help=(
+            f"machine of predictions and MFU: {', '.join(MACHINES)} or a file of tools/calibrate.py; "
+            "default: this one's, none on a CPU"
+        ),
     )
     options.add_argument(
         "--to", type=count, default=16_384, help="GPUs up to which larger sizes are modelled"
@@ -159,19 +164,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sizes_to_run(given: argparse.Namespace) -> list[Size]:
-    """All runs, checked, with their prompts written.
+    """Return all runs, checked, and write their prompts.
 
     Raises:
-        ValueError: whatever keeps one of them from working.
+        ValueError: any problem that would make one of them fail.
     """
     if given.steps < 2:
         raise ValueError(
-            f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at least 2"
+            f"--steps {given.steps} leaves nothing to measure, as the first iteration does not count; use at "
+            "least 2"
         )
     for option in ("layouts", "rollout"):
         if strangers := sorted(getattr(given, option).keys() - set(given.gpus)):
             raise ValueError(
-                f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or add them there"
+                f"--{option} speaks of {strangers[0]} ranks, which --gpus does not name; take them out or "
+                "add them there"
             )
     check_out(given.out)
     recipe = Recipe.find(given.recipe, tuple(given.settings))
@@ -205,7 +212,7 @@ def sizes_to_run(given: argparse.Namespace) -> list[Size]:
 
 
 def check_out(out: Path) -> None:
-    """ValueError if `out` is no folder and none can be made there: tried with a file that has no name."""
+    """Raise ValueError if `out` is not a folder or cannot be created; tested with an unnamed file."""
     try:
         with TemporaryFile(
             dir=next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
@@ -220,32 +227,35 @@ def _prompt_tokens(given: argparse.Namespace, config: TrainerConfig, has_folder:
         return given.prompt_tokens or config.data.max_prompt_tokens
     if given.prompt_tokens not in (None, SHAPE_TOKENS):
         raise ValueError(
-            f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; leave it out, or name a model folder with MODEL"
+            f"--prompt-tokens {given.prompt_tokens}: prompts for random weights have {SHAPE_TOKENS} tokens; "
+            "leave it out, or name a model folder with MODEL"
         )
     return SHAPE_TOKENS
 
 
 def this_machine(name: str | None) -> Machine | None:
-    """The planner's machine: as named, or this one's GPU; None on a CPU."""
+    """Return the planner's machine: the one given, or this GPU's; None on a CPU."""
     if name is not None:
         return find_machine(name)
     if not device.is_gpu():
         return None
     with ProcessPoolExecutor(
-        1, mp_context=get_context("spawn")
-    ) as pool:  # a process of its own: what it takes of the GPU goes with it
+        1,
+        mp_context=get_context("spawn"),
+        # a separate process, so that its GPU memory is freed when it exits
+    ) as pool:
         return pool.submit(machine_here).result()
 
 
 def planner_of(machine: Machine | None) -> Callable[[Case], dict[str, float]]:
-    """Predicted seconds of a case by phase; none where the machine is not known."""
+    """Return a function for a case's predicted seconds by phase; empty for an unknown machine."""
     if machine is None:
         return lambda case: {}
     return lambda case: plan_seconds(case, machine, plan_memory(case, machine)).seconds
 
 
 def links_of(given: argparse.Namespace, machine: Machine | None) -> Machine:
-    """The machine whose links modelled sizes have."""
+    """Return the machine whose links are assumed for modelled sizes."""
     links = machine or CPU_LINKS
     if given.link_gbytes:
         links = replace(links, same_host_rate=given.link_gbytes * 1e9)
@@ -253,12 +263,13 @@ def links_of(given: argparse.Namespace, machine: Machine | None) -> Machine:
 
 
 def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> list[Row]:
-    """Run them one after another."""
+    """Run the sizes one after another."""
     rows = []
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; log in {size.output_dir}/log.txt",
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; "
+            f"log in {size.output_dir}/log.txt",
             flush=True,
         )
         run(size)
@@ -281,17 +292,21 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     modelled, ended = scaling.model(given.to, planned)
     case = sizes[-1].case
     notes = [
-        f"modelled sizes keep the largest measured layout and grow data parallelism; links {links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
-        f" and {links.other_host_rate * 8e-9:g} Gbit/s a GPU between hosts ({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
+        "modelled sizes keep the largest measured layout and grow data parallelism; links "
+        f"{links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
+        f" and {links.other_host_rate * 8e-9:g} Gbit/s a GPU between hosts "
+        f"({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
         " Formulas: `tools/scaling_model.py`."
     ]
     if all(role.layout.dp == 1 for size in sizes for role in size.case.roles):
         notes.append(
-            "no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for each other in updates."
+            "no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for "
+            "each other in updates."
         )
     if not device.is_gpu() and sizes[-1].ranks > (os.cpu_count() or 1):
         notes.append(
-            f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled from them, say nothing of machines of their own."
+            f"{sizes[-1].ranks} ranks share {os.cpu_count()} cores: the measured times, and what is modelled "
+            "from them, say nothing of machines of their own."
         )
     if disturbances := [note for note in map(disturbance, rows) if note]:
         notes += [*disturbances, at_best(rows)]
@@ -299,7 +314,7 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
         notes.append(f"larger sizes are not modelled: {ended}.")
     kind = "same rows in all" if given.strong else "rows in proportion to GPUs"
     name = f"{sizes[0].recipe.path.name}: {case.prompt_tokens} + {case.response_tokens} tokens a row, {kind}"
-    # An MFU is claimed for GPUs only: on a CPU the machine that predictions are for did not run this.
+    # MFU is reported for GPUs only: on a CPU, the prediction's machine did not run this.
     return Report(
         title=name,
         device=_device(),
@@ -332,7 +347,8 @@ def main(arguments: list[str] | None = None) -> None:
     write_csv(given.out / "scaling.csv", report)
     write_png(given.out / "scaling.png", report)
     print(
-        f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png in {given.out}/n*"
+        f"{text}\nwritten: {given.out}/scaling.md, scaling.csv, scaling.png; timeline.json and timeline.png "
+        f"in {given.out}/n*"
     )
 
 

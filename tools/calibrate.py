@@ -1,10 +1,11 @@
-"""Measures what plans have to know of this machine and writes it for `tools/plan.py --gpu FILE`.
+"""Measures this machine's rates for the planner and writes them for `tools/plan.py --gpu FILE`.
 
 torchrun --nproc_per_node 8 tools/calibrate.py machine.json [--seconds 1]
 
-Matrix products and attention in bfloat16, copies on the device and to pinned host memory, how fast a process launches a layer's work,
-and, with several ranks, messages and collectives at several sizes. One process leaves the links as those of the built-in machine that is
-most alike; so does a CPU with what only GPUs have. Every rank measures, the slowest counts.
+Measured are matrix products and attention in bfloat16, copies on the device and to pinned host memory, and
+the time in which a process launches a layer's work. With several ranks, messages and collectives are measured
+at several sizes. With one process, the links are those of the most similar built-in machine; on a CPU, so are
+the GPU figures. Every rank measures, and the slowest counts.
 """
 
 import argparse
@@ -38,25 +39,30 @@ from verl_megatron.roles.engine import Engine
 
 MIB = 2**20
 MOST_REPEATS = 10_000
-# Rows, inner and outer size: an 8B model's layers, whole and split; on a CPU what takes milliseconds.
+# Rows, inner and outer size: an 8B model's layers, whole and split; on a CPU, sizes that take milliseconds.
 PRODUCTS = {
     True: [(8192, 4096, 4096), (8192, 4096, 14_336), (8192, 14_336, 4096), (8192, 8192, 8192)],
     False: [(256, 256, 256), (512, 512, 512)],
 }
+# rows, heads, tokens, head size
 ATTENTION = {
     True: [(8, 32, 1024, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)],
     False: [(1, 4, 256, 64)],
-}  # rows, heads, tokens, head size
+}
 COPY_BYTES = {True: 1024 * MIB, False: 16 * MIB}
-# Models whose layers cost next to nothing to compute: with more of them only launching takes longer. Micro-batches are a row each.
+# Models with negligible compute per layer: additional layers only add launch time. Each micro-batch is one
+# sample.
 LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=256)
 LAUNCHED_LAYERS, LAUNCHED_ROWS, LAUNCHED_TOKENS = (2, 6), 16, 64
-LAUNCHED_ROUNDS = 3  # of which the quickest counts: a difference suffers from whatever slows one side of it
+LAUNCHED_ROUNDS = 3  # the fastest counts: a difference is sensitive to disturbances of one side
 MESSAGE_BYTES = {True: [MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB], False: [MIB // 4, 4 * MIB]}
 
 
 def seconds_of(work: Callable[[], object], budget_s: float) -> float:
-    """Seconds of one call, on the slowest rank, over as many calls as fill the budget; all ranks make equally many."""
+    """Return the seconds of one call on the slowest rank, averaged over as many calls as fit in the budget.
+
+    All ranks make the same number of calls.
+    """
     work()
     once = _timed(work, 1)
     return _timed(work, min(MOST_REPEATS, max(3, int(budget_s / max(once, 1e-7)))))
@@ -86,7 +92,7 @@ def _slowest(value: float) -> float:
 
 
 def measure_products(budget_s: float) -> dict[str, float]:
-    """FLOP/s of bfloat16 matrix products by size."""
+    """Return the FLOP/s of bfloat16 matrix products by size."""
     found = {}
     for rows, inner, outer in PRODUCTS[device.is_gpu()]:
         left, right = (
@@ -100,7 +106,10 @@ def measure_products(budget_s: float) -> dict[str, float]:
 
 
 def measure_attention(budget_s: float) -> dict[str, float]:
-    """FLOP/s of causal attention forward, half the square counted: transformer-engine's where it is installed, else PyTorch's."""
+    """Return the FLOP/s of causal attention forward, counting half of the square.
+
+    Uses transformer-engine's attention if installed, otherwise PyTorch's.
+    """
     found = {}
     for rows, heads, tokens, size in ATTENTION[device.is_gpu()]:
         attend, make = _attention(heads, size)
@@ -118,7 +127,7 @@ def measure_attention(budget_s: float) -> dict[str, float]:
 
 
 def _attention(heads: int, size: int) -> tuple[Callable, Callable[[int, int], torch.Tensor]]:
-    """Causal attention, and what makes its operands for rows and tokens."""
+    """Return causal attention, and a function that creates its operands for rows and tokens."""
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device.device(), dtype=torch.bfloat16)
@@ -138,7 +147,7 @@ def _attention(heads: int, size: int) -> tuple[Callable, Callable[[int, int], to
 
 
 def measure_copies(budget_s: float) -> dict[str, float]:
-    """B/s: on the device (read and written), and on a GPU from and to pinned host memory, all ranks at once."""
+    """Return B/s on the device (read and written), and from and to a GPU's host with all ranks at once."""
     size = COPY_BYTES[device.is_gpu()]
     here, there = (torch.empty(size, dtype=torch.uint8, device=device.device()) for _ in range(2))
     found = {"device": 2 * size / seconds_of(lambda: there.copy_(here), budget_s)}
@@ -150,9 +159,9 @@ def measure_copies(budget_s: float) -> dict[str, float]:
 
 
 def measure_launch(budget_s: float) -> dict[str, float]:
-    """Seconds in which a process launches a layer's forward and its backward pass for one micro-batch, through the engine that trains.
+    """Return the seconds in which a process launches a layer's forward and backward pass for one micro-batch.
 
-    They are differences, and not above 0 where something else kept the process busy.
+    Measured through the training engine, as differences; not above 0 if other work disturbed the process.
     """
     few, many = LAUNCHED_LAYERS
     shallow, deep = (_passes_of(layers, budget_s) for layers in LAUNCHED_LAYERS)
@@ -161,7 +170,7 @@ def measure_launch(budget_s: float) -> dict[str, float]:
 
 
 def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
-    """Seconds of a forward pass and of an optimizer step of a small model."""
+    """Return the seconds of a forward pass and of an optimizer step of a small model."""
     arch = replace(Architecture.from_hf(shape("llama3-8b")), num_layers=layers, **LAUNCHED)
     groups = ProcessGroups(Layout.parse("tp1", tuple(range(dist.get_world_size()))))
     engine = Engine(arch=arch, folder=None, groups=groups, config=EngineConfig(), head="token", seed=1)
@@ -189,10 +198,13 @@ def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
 
 
 def measure_links(budget_s: float) -> dict[str, dict[str, float]]:
-    """B/s that a rank receives by kind and message size (the algorithm's bytes: (n-1)/n of a gathered tensor, twice that when reducing)."""
+    """Return the B/s that a rank receives by kind and message size.
+
+    Counted are the algorithm's bytes: (n-1)/n of a gathered tensor, twice that for a reduction.
+    """
     world, rank, on_host = dist.get_world_size(), dist.get_rank(), device.ranks_per_host()
-    first = rank // on_host * on_host  # of this host's ranks
-    neighbours = {}  # whom a rank sends to and receives from
+    first = rank // on_host * on_host  # the first rank of this host
+    neighbours = {}  # the ranks that a rank sends to and receives from
     if on_host > 1:
         neighbours["next_rank"] = (first + (rank + 1 - first) % on_host, first + (rank - 1 - first) % on_host)
     if on_host < world:
@@ -230,13 +242,13 @@ def _exchange(mine: torch.Tensor, other: torch.Tensor, *, to: int, source: int) 
 
 
 def measure_latency(budget_s: float) -> float:
-    """Seconds of an all-reduce of a kilobyte."""
+    """Return the seconds of an all-reduce of a kilobyte."""
     few = torch.zeros(256, device=device.device())
     return seconds_of(lambda: dist.all_reduce(few), budget_s)
 
 
 def measure(budget_s: float) -> dict:
-    """A machine file: the built-in machine most alike, what differs from it, and all that was measured."""
+    """Return a machine file: the most similar built-in machine, the differences, and all measurements."""
     here, measured = machine_here() or _cpu(), {}
     measured["products"] = measure_products(budget_s)
     measured["attention"] = measure_attention(budget_s)
@@ -271,7 +283,7 @@ def measure(budget_s: float) -> dict:
 
 
 def _cpu() -> Machine:
-    """A rank's share of this host's memory; the rest as on an h200 until it is measured."""
+    """Return a CPU machine: a rank's share of host memory; other figures are an h200's until measured."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return replace(MACHINES["h200"], gpu_bytes=total / dist.get_world_size(), host_bytes=total)
 
@@ -296,7 +308,7 @@ def main() -> None:
     found = measure(given.seconds)
     if dist.get_rank() == 0:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
-        Machine.from_file(given.out)  # what plans will read
+        Machine.from_file(given.out)  # the values that plans will read
         print(json.dumps({key: value for key, value in found.items() if key != "measured"}, indent=1))
     dist.destroy_process_group()
 

@@ -1,10 +1,11 @@
-"""Compares what runs learn with what they learn at another commit, number by number.
+"""Compares the training metrics of runs with those at another commit, number by number.
 
     python tools/compare_runs.py COMMIT [--iterations 3] [--runs sft,ppo,grpo] [--relative 0]
 
-A refactoring changes no number: run it against the commit before. The toy job is made once; then both trees train on it with the same
-seed: supervised steps, and from each tree's own result PPO and GRPO. Every learning metric of every step has to be equal to the last bit,
-unless --relative allows more. Times, memory and throughput are left out. Exit status 1: a metric differs or is missing.
+A refactoring changes no number: run this against the previous commit. The toy job is made once, then both
+trees train on it with the same seed: supervised steps and, from each tree's own result, PPO and GRPO. Every
+training metric of every step must match to the last bit, unless --relative allows more. Times, memory and
+throughput are left out. Exit status 1: a metric differs or is missing.
 """
 
 import argparse
@@ -40,12 +41,12 @@ GRPO = [
     "data.prompts_per_iteration=24",
 ]
 
-Rows = list[dict[str, float | None]]  # one a step
+Rows = list[dict[str, float | None]]  # one per step
 
 
 @contextmanager
 def checkout(commit: str) -> Iterator[Path]:
-    """A work tree of `commit`, removed at the end."""
+    """Yield a work tree of `commit`, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="compare_runs_") as scratch:
         tree = Path(scratch) / "tree"
         subprocess.run(
@@ -58,7 +59,7 @@ def checkout(commit: str) -> Iterator[Path]:
 
 
 def commands(toy: Path, out: Path, *, iterations: int) -> dict[str, list[str]]:
-    """torchrun's arguments for each run, in the order in which they depend on each other."""
+    """Return torchrun's arguments for each run, in dependency order."""
     data = [
         f"data.train={toy}/train.jsonl",
         f"data.validation={toy}/val.jsonl",
@@ -83,7 +84,7 @@ def commands(toy: Path, out: Path, *, iterations: int) -> dict[str, list[str]]:
 
 
 def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) -> dict[str, Rows]:
-    """Train with the code of `tree`; the metrics of each run."""
+    """Train with the code of `tree`, and return the metrics of each run."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
@@ -116,7 +117,7 @@ def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) 
 
 
 def learning_metrics(rows: Rows) -> dict[str, float | None]:
-    """Every learning metric of every step, by "name at step"."""
+    """Return every training metric of every step, by "name at step"."""
     return {
         f"{name} at step {row['step']}": value
         for row in rows
@@ -126,7 +127,7 @@ def learning_metrics(rows: Rows) -> dict[str, float | None]:
 
 
 def differences(before: Rows, after: Rows, *, relative: float) -> list[str]:
-    """A line for each learning metric that differs by more than `relative`, or that only one side has."""
+    """Return a line per training metric that differs by more than `relative` or is on one side only."""
     old, new = learning_metrics(before), learning_metrics(after)
     lines = []
     for name in sorted(old.keys() | new.keys()):

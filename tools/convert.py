@@ -1,9 +1,10 @@
-"""Convert between Hugging Face folders and Megatron-Core's distributed checkpoints, on any machine and within a given memory.
+"""Converts between Hugging Face folders and Megatron-Core's distributed checkpoints, within a memory limit.
 
-python tools/convert.py hf-to-mcore SRC DST    for Megatron-Core under any tensor, pipeline and virtual pipeline parallelism
-python tools/convert.py mcore-to-hf SRC DST    a checkpoint saved under any layout; optimizer state is left out
-python tools/convert.py inspect PATH           what a folder of either kind holds
-python tools/convert.py verify A B             two folders of either kind, bit by bit; ends with 1 if a tensor differs
+python tools/convert.py hf-to-mcore SRC DST    for any tensor, pipeline and virtual pipeline parallelism
+python tools/convert.py mcore-to-hf SRC DST    from any layout; optimizer state is left out
+python tools/convert.py inspect PATH           contents of a folder of either kind
+python tools/convert.py verify A B             two folders of either kind, bit by bit; exit status 1 if a
+                                               tensor differs
 """
 
 import argparse
@@ -64,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--template",
             type=Path,
-            help="Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the checkpoint",
+            help=(
+                "Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the "
+                "checkpoint"
+            ),
         )
     for command in (to_hf, verify):
         command.add_argument(
@@ -75,7 +79,10 @@ def parser() -> argparse.ArgumentParser:
             "--memory-gib",
             type=_positive,
             default=4.0,
-            help="for all buffers together; Python and torch take about 0.4 GiB beside it, which the processes share",
+            help=(
+                "for all buffers together; Python and torch take about 0.4 GiB beside it, which the "
+                "processes share"
+            ),
         )
         command.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes")
     return options
@@ -109,7 +116,8 @@ def _mcore_to_hf(given) -> int:
     )
     if checkpoint.training_keys:
         print(
-            f"left out {len(checkpoint.training_keys)} keys of training state, such as {checkpoint.training_keys[0]}"
+            f"left out {len(checkpoint.training_keys)} keys of training state, such as "
+            f"{checkpoint.training_keys[0]}"
         )
     if checkpoint.extra_keys:
         print(

@@ -1,4 +1,4 @@
-"""What colocated engines commonly do between training and rollout, re-enacted for `bench_reshard.py`."""
+"""Weight sync of colocated engines by gathering whole tensors, reimplemented for `bench_reshard.py`."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,9 +19,10 @@ from parallel.weights.shard import Block, ShardedParameter
 
 
 class GatherEverything:
-    """What colocated engines commonly do, re-enacted: whole Hugging Face tensors on every rank, of which the engine keeps its slice.
+    """Weight sync as colocated engines commonly do it: gather whole Hugging Face tensors on every rank.
 
-    A bucket is broadcast from its stage, all-gathered over tensor-parallel ranks, rebuilt and cut. Unlike the originals it prepares all views once.
+    A bucket is broadcast from its stage, all-gathered over tensor-parallel ranks, merged and sliced for the
+    engine. Unlike the originals, it prepares all views once.
     """
 
     def __init__(
@@ -33,9 +34,8 @@ class GatherEverything:
         bucket_bytes: int,
     ):
         self.case, self.groups, self.source, self.sizes = case, groups, source, hf_shapes(case.arch)
-        self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(
-            list
-        )  # by tensor: the places in this rank's engine
+        # by tensor: the views of this rank's engine
+        self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(list)
         for parameter in case.served(groups.rank):
             matrix_RC = destination[parameter.chunk, parameter.name].view(matrix_shape(parameter.shape))
             for block in parameter.blocks:
@@ -52,7 +52,10 @@ class GatherEverything:
         )
 
     def _plan(self, bucket_bytes: int) -> Iterator[tuple[int, list[tuple[ShardedParameter, ...]]]]:
-        """(stage, parameters with the shard of each tensor-parallel rank), about `bucket_bytes` when gathered and at least one parameter."""
+        """Return (stage, parameters with the shard of each tensor-parallel rank) for each bucket.
+
+        A bucket has about `bucket_bytes` when gathered, and at least one parameter.
+        """
         layout = self.case.train
         for stage in range(layout.pp):
             owned = [
@@ -69,7 +72,7 @@ class GatherEverything:
                 yield stage, [shards for _, shards in bucket]
 
     def _resolve(self, stage: int, planned: list[tuple[ShardedParameter, ...]]) -> tuple:
-        """The root of a bucket's broadcast, its buffers, and for each of packing, rebuilding and cutting what to write and what to read."""
+        """Return a bucket's broadcast root, buffers, and the copies that pack, merge and slice it."""
         place, size, at, free = (
             self.groups.coordinates,
             sum(prod(shards[0].shape) for shards in planned),

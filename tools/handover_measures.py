@@ -1,4 +1,4 @@
-"""What `bench_handover.py` measures with: clocks and memory of the slowest and the fullest rank, and the result in print."""
+"""Measurements of `bench_handover.py`: time of the slowest rank, memory of the fullest, and output."""
 
 import csv
 import time
@@ -22,7 +22,7 @@ class Row:
 
     kind: str  # phase, memory, plan, build, check or digest
     name: str
-    value: float | str  # of times the median
+    value: float | str  # the median if it is a time
     unit: str
     p10: float | str = ""
     p90: float | str = ""
@@ -33,14 +33,14 @@ class Clock:
 
     def __init__(self):
         self.milliseconds: dict[str, list[float]] = {}
-        self.splits = True  # whether the parts of a way are timed, or each way in one go
+        self.splits = True  # whether to time the phases of a direction or only the whole direction
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Around one phase; all ranks begin together."""
+        """Time one phase; all ranks begin together."""
         return self._timed(name) if self.splits else nullcontext()
 
     def whole(self, name: str) -> AbstractContextManager[None]:
-        """Around a way, with its parts inside."""
+        """Time one direction, including its phases."""
         return nullcontext() if self.splits else self._timed(name)
 
     @contextmanager
@@ -54,7 +54,7 @@ class Clock:
         dist.barrier()
 
     def rows(self, kind: str) -> list[Row]:
-        """Medians of what the slowest rank took, with the tenth and the ninetieth percentile. Collective over the world."""
+        """Return the slowest rank's median, p10 and p90 of each phase. Collective over the world."""
         shares, rows = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), []
         for name, times in self.milliseconds.items():
             median, p10, p90 = torch.quantile(
@@ -65,7 +65,7 @@ class Clock:
 
 
 class Memory:
-    """What the fullest rank holds at each stage, and the allocator's peak since the stage before."""
+    """Memory in use on the fullest rank at each stage, and the allocator's peak since the previous stage."""
 
     NAMES = (
         "allocated",
@@ -75,18 +75,18 @@ class Memory:
     )
 
     def __init__(self):
-        self.stages: dict[str, list[list[int]]] = {}  # by stage: the numbers of NAMES at each repetition
+        self.stages: dict[str, list[list[int]]] = {}  # by stage: values of NAMES at each repetition
         self._asleep_bytes = 0
 
     def begin(self) -> None:
-        """Forget the peak of what was not asked about."""
+        """Reset the peak before the first stage."""
         self._asleep_bytes = asleep_bytes()
         if device.is_gpu():
             torch.cuda.reset_peak_memory_stats()
 
     def note(self, stage: str) -> None:
-        """The numbers at the end of a stage; the next begins."""
-        # PyTorch counts vLLM's sleeping blocks, of which only the addresses are left.
+        """Record the values at the end of a stage, and begin the next."""
+        # PyTorch counts vLLM's sleeping blocks, which have only reserved addresses.
         asleep = asleep_bytes()
         always = min(asleep, self._asleep_bytes)
         used = [
@@ -98,7 +98,7 @@ class Memory:
         self.begin()
 
     def rows(self) -> list[Row]:
-        """Collective over the world."""
+        """Return the result's rows. Collective over the world."""
         rows = []
         for stage, numbers in self.stages.items():
             fullest = all_max(torch.tensor(numbers)).amax(0).tolist()
@@ -110,7 +110,7 @@ class Memory:
 
 
 def asleep_bytes() -> int:
-    """Of vLLM's memory, what is asleep."""
+    """Return the bytes of vLLM's memory that are asleep."""
     if not device.is_gpu():
         return 0
     from vllm.device_allocator.cumem import CuMemAllocator
@@ -120,7 +120,7 @@ def asleep_bytes() -> int:
 
 
 def table(rows: list[Row]) -> str:
-    """The phases, the memory, and the rest line by line."""
+    """Return the phases, the memory, and the other values line by line."""
     by_kind = {
         kind: [row for row in rows if row.kind == kind]
         for kind in ("phase", "memory", "plan", "build", "check", "digest")
@@ -145,7 +145,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write_csv(path: Path, run: Mapping[str, object], rows: list[Row]) -> None:
-    """One line a row, each beginning with the columns `run` that say what was measured."""
+    """Write one line per row, beginning with the columns `run` that describe the measurement."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
         writer.writeheader()

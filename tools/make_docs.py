@@ -1,9 +1,10 @@
-"""Writes docs/configuration.md: every setting with its default, the values it may have and its meaning.
+"""Writes docs/configuration.md: every setting with its default, valid values and meaning.
 
 python tools/make_docs.py [--check]
 
-Settings come from the dataclasses of verl_megatron/config.py, meanings from the comments beside them, ranges and
-choices from verl_megatron/checks/limits.py. With --check nothing is written; exit status 1: the page is stale.
+Settings come from the dataclasses of verl_megatron/config.py, meanings from the comments next to them, ranges
+and choices from verl_megatron/checks/limits.py. With --check nothing is written; exit status 1: the page is
+out of date.
 """
 
 import argparse
@@ -47,7 +48,7 @@ SUPERVISED = """
 
 
 def meanings(source: str) -> dict[tuple[str, str], str]:
-    """The comment beside each annotated field, by class and field."""
+    """Return the comment next to each annotated field, by class and field."""
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -59,7 +60,7 @@ def meanings(source: str) -> dict[tuple[str, str], str]:
 
 
 def spelled(value: Any) -> str:
-    """A default as a recipe would have it."""
+    """Return a default as a recipe would write it."""
     if value == schemas.MISSING:
         return "required"
     text = json.dumps(value) if not isinstance(value, float) else f"{value:g}"
@@ -67,7 +68,7 @@ def spelled(value: Any) -> str:
 
 
 def allowed(section: str, name: str, value: Any) -> str:
-    """Choices, interval or type of a setting."""
+    """Return the choices, interval or type of a setting."""
     if choices := CHOICES.get(section, {}).get(name):
         return ", ".join(f"`{choice}`" for choice in choices)
     if interval := INTERVALS.get(section, {}).get(name):
@@ -77,7 +78,7 @@ def allowed(section: str, name: str, value: Any) -> str:
 
 
 def in_words(interval: str) -> str:
-    """An interval such as "(0, 1]" as a reader says it."""
+    """Return an interval such as "(0, 1]" in words."""
     low, high = interval[1:-1].split(", ")
     above = "" if low == "-inf" else f"≥ {low}" if interval[0] == "[" else f"> {low}"
     below = "" if high == "inf" else f"≤ {high}" if interval[-1] == "]" else f"< {high}"
@@ -85,7 +86,7 @@ def in_words(interval: str) -> str:
 
 
 def section_lines(name: str, section: Any, known: dict[tuple[str, str], str], *, title: str) -> list[str]:
-    """The heading, the docstring and the table of one section."""
+    """Return the heading, the docstring and the table of one section."""
     kind = type(section)
     lines = [f"\n## {title}\n", inspect.getdoc(kind), "", *TABLE_HEAD]
     for setting in fields(section):
@@ -97,7 +98,7 @@ def section_lines(name: str, section: Any, known: dict[tuple[str, str], str], *,
 
 
 def page() -> str:
-    """The whole of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     known = meanings(inspect.getsource(schemas))
     trainer, supervised = schemas.TrainerConfig(), schemas.SFTConfig()
     lines = [HEAD.rstrip()]

@@ -1,10 +1,13 @@
-"""Writes a model of a published shape with random weights, and prompts for it: enough to measure speed without a download.
+"""Writes a model of a published shape with random weights, and prompts for it, to measure speed.
 
 python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 512] [--rows 4096]
 
-OUT/model         config.json, bfloat16 weights in several safetensors files with their index, the toy job's tokenizer
+Nothing is downloaded.
+
+OUT/model         config.json, bfloat16 weights in several safetensors files with their index, tokenizer of
+                  the toy job
 OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
-OUT/reward.py     `score`: share of vowels in the response, so that rows differ
+OUT/reward.py     `score`: share of vowels in the response, so that samples differ
 """
 
 import argparse
@@ -24,7 +27,8 @@ from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
 
 FILE_BYTES = 4 * 2**30
-MOST_TOKENS, MOST_ROWS, MOST_LAYERS = 1_000_000, 1_000_000, 1000  # of prompts, in minutes; of a model
+# limits of the prompts, which take minutes, and of the model
+MOST_TOKENS, MOST_ROWS, MOST_LAYERS = 1_000_000, 1_000_000, 1000
 REWARD = '''def score(prompt, response, ground_truth, extra):
     """Share of vowels."""
     return sum(response.count(vowel) for vowel in "aeiou") / max(len(response), 1)
@@ -32,7 +36,7 @@ REWARD = '''def score(prompt, response, ground_truth, extra):
 
 
 def check_room(folder: Path, config: dict) -> None:
-    """ValueError if the weights have no room in `folder`, where those of an earlier call are written over."""
+    """Raise ValueError if the weights do not fit in `folder`, where they replace those of an earlier call."""
     needed = torch.bfloat16.itemsize * sum(
         map(prod, hf_shapes(Architecture.from_hf(config, source=str(folder))).values())
     )
@@ -42,12 +46,13 @@ def check_room(folder: Path, config: dict) -> None:
     )
     if free < needed:
         raise ValueError(
-            f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers"
+            f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in "
+            "recipes SCRATCH) or fewer --layers"
         )
 
 
 def write_weights(folder: Path, *, seed: int) -> None:
-    """Normal random weights in files of about FILE_BYTES; norms are ones."""
+    """Write normally distributed weights in files of about FILE_BYTES; norms are ones."""
     arch = read_architecture(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
@@ -76,7 +81,7 @@ def write_weights(folder: Path, *, seed: int) -> None:
 
 
 def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -> None:
-    """Random words, cut so that each prompt has exactly `tokens` tokens."""
+    """Write random words, cut so that each prompt has exactly `tokens` tokens."""
     rng, words = (
         random.Random(seed),
         [word for row in make_rows(seed)["train"][:200] for word in row["prompt"].split()],
@@ -94,10 +99,10 @@ def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -
 
 
 def make_random(given: argparse.Namespace) -> None:
-    """Write the whole job into `given.out`.
+    """Write the whole job to `given.out`.
 
     Raises:
-        ValueError: sizes that nobody measures with, or no room; nothing is written then.
+        ValueError: unreasonable sizes, or not enough disk space; nothing is written.
     """
     for option, value, low, high in (
         ("--prompt-tokens", given.prompt_tokens, 1, MOST_TOKENS),

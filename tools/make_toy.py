@@ -1,16 +1,17 @@
-"""Writes a toy job: a small Llama as a Hugging Face folder, demonstrations, and prompts with verifiable answers.
+"""Writes a toy job: a small Llama in Hugging Face format, demonstrations, and verifiable prompts.
 
     python tools/make_toy.py OUT [--seed 1]
 
-The task is to put six of sixteen words into alphabetical order: `sort lemon fig apple ... :` -> `apple fig lemon ...`.
+The task is to sort six of sixteen words: `sort lemon fig apple ... :` -> `apple fig lemon ...`.
 
-The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: three in ten are right, the others stop sorting too
-early and leave the last two words the wrong way round. A model that imitates them well is therefore right at most about three
-times in ten when it samples, and its likeliest answer is wrong; which answers are right it can only learn from the verified
-reward (`match`). No set of six words in val.jsonl is in train.jsonl or sft.jsonl, in whatever order.
+The demonstrations (sft.jsonl) are of mixed quality, as collected ones are: 30% are correct, and the others
+have the last two words swapped. A model that imitates them well is therefore correct in at most about 30% of
+its samples, and its most likely answer is wrong. It can learn which answers are correct only from the
+verified reward (`match`). No set of six words in val.jsonl occurs in train.jsonl or sft.jsonl, in any order.
 
-    OUT/model        config.json, two safetensors shards with their index, random weights (2.0 M parameters), the sentencepiece
-                     tokenizer (tokenizer.model, tokenizer.json) trained here on the demonstrations, with a chat template
+    OUT/model        config.json, two safetensors shards with their index, random weights (2.0 M parameters),
+                     the sentencepiece tokenizer (tokenizer.model, tokenizer.json) trained on the
+                     demonstrations, with a chat template
     OUT/sft.jsonl    {"prompt", "response"}, demonstrations for `verl_megatron.sft`
     OUT/train.jsonl  {"prompt", "answer"}
     OUT/val.jsonl    {"prompt", "answer"}
@@ -46,17 +47,18 @@ ROWS = {"sft": 12_000, "train": 6_000, "val": 512}
 VOCAB_SIZE = 384  # 3 special tokens, 256 bytes, letters and their merges up to whole words
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}assistant:{% endif %}"
 )
 
 
 def prompt_of(items: list[str]) -> str:
-    """The prompt that asks for `items` in alphabetical order."""
+    """Return the prompt that asks for `items` in alphabetical order."""
     return f"sort {' '.join(items)} :"
 
 
 def demonstration_of(items: list[str], rng: random.Random) -> str:
-    """A demonstrator's answer: right with probability CORRECT_SHARE, else with the last two words swapped."""
+    """Return a demonstration: correct with probability CORRECT_SHARE, else the last two words are swapped."""
     answer = sorted(items)
     if rng.random() >= CORRECT_SHARE:
         answer[-2:] = reversed(answer[-2:])
@@ -64,12 +66,12 @@ def demonstration_of(items: list[str], rng: random.Random) -> str:
 
 
 def question_of(items: list[str]) -> dict[str, str]:
-    """A row of train.jsonl or val.jsonl."""
+    """Return a line of train.jsonl or val.jsonl."""
     return {"prompt": prompt_of(items), "answer": " ".join(sorted(items))}
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Rows of the three files; the sets of words in val.jsonl occur in no other file."""
+    """Return the lines of the three files; the word sets of val.jsonl occur in no other file."""
     rng = random.Random(seed)
     held_out: dict[frozenset[str], list[str]] = {}
     while len(held_out) < ROWS["val"]:
@@ -95,7 +97,7 @@ def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
 
 
 def write_tokenizer(folder: Path, texts: list[str]):
-    """Train a sentencepiece tokenizer on `texts`, write it as Llama models carry it, and return it as transformers loads it."""
+    """Train a sentencepiece tokenizer, write it in Llama's format, and return it loaded by transformers."""
     import sentencepiece
     from transformers import AutoTokenizer
 
@@ -130,7 +132,7 @@ def write_tokenizer(folder: Path, texts: list[str]):
 
 
 def write_model(folder: Path, *, seed: int) -> None:
-    """A randomly initialised Llama in two safetensors shards."""
+    """Write a randomly initialised Llama in two safetensors shards."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -145,7 +147,7 @@ def write_model(folder: Path, *, seed: int) -> None:
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
-        initializer_range=0.04,  # learns in fewer steps than 0.02 at this width
+        initializer_range=0.04,  # learns in fewer steps than with 0.02 at this width
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -157,7 +159,7 @@ def write_model(folder: Path, *, seed: int) -> None:
 
 
 def make_toy(out: Path, *, seed: int = 1) -> None:
-    """Write the whole job into `out`."""
+    """Write the whole job to `out`."""
     folder = out / "model"
     folder.mkdir(parents=True, exist_ok=True)
     rows = make_rows(seed)
@@ -168,7 +170,7 @@ def make_toy(out: Path, *, seed: int = 1) -> None:
 
 
 def seed_of(text: str) -> int:
-    """An argument type: a seed as run.seed takes it."""
+    """Argument type: a valid value of run.seed."""
     if not (text.isascii() and text.isdecimal() and len(text) < 11 and int(text) < 2**32):
         raise argparse.ArgumentTypeError(
             f"{text[:200]!r} is not accepted; write a whole number from 0 to {2**32 - 1}"

@@ -1,11 +1,12 @@
-"""Which layouts a run can take on a number of GPUs, what they need and how long an iteration takes, without a GPU and without weights.
+"""Finds the layouts for a run on a number of GPUs, and predicts their memory and time per iteration.
 
-python tools/plan.py --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1] [--rows 1024 --prompt 512 --response 1024] [--algorithm ppo]
+python tools/plan.py --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1]
+    [--rows 1024 --prompt 512 --response 1024] [--algorithm ppo]
     [--best 10] [--json FILE] [SECTION.SETTING=VALUE ...]
 
-With --compare OUTPUT_DIR nothing is searched: the plan of exactly these settings stands beside what that run measured.
-
-DIR needs a config.json only; NAME is one of the built-in shapes. Settings after the options are those of verl_megatron.train.
+Needs neither a GPU nor weights. DIR needs a config.json only; NAME is one of the built-in shapes. Settings
+after the options are those of verl_megatron.train. With --compare OUTPUT_DIR there is no search: the plan of
+exactly these settings is shown next to that run's measurements.
 """
 
 import argparse
@@ -47,18 +48,19 @@ MAX_GPUS = 2**12
 
 @cache
 def architecture(name: str) -> Architecture:
-    """Of a folder or of a built-in shape."""
+    """Return the architecture of a folder or of a built-in shape."""
     if name in SHAPES:
         return Architecture.from_hf(shape(name), source=name)
     if not Path(name).is_dir():
         raise ValueError(
-            f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+            f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of "
+            f"{', '.join(SHAPES)}"
         )
     return read_architecture(name)
 
 
 def _check_model(option: str, name: str) -> None:
-    """ValueError, with the option that gave it, if `name` is given and no model."""
+    """Raise ValueError, with the option that gave it, if `name` is given but not a model."""
     try:
         if name:
             architecture(name)
@@ -67,19 +69,21 @@ def _check_model(option: str, name: str) -> None:
 
 
 def base_config(given: argparse.Namespace) -> TrainerConfig:
-    """The settings that all candidates share.
+    """Return the settings that all candidates share.
 
     Raises:
-        ValueError: a setting that does not exist or has a value that it may not have.
+        ValueError: an unknown setting or an invalid value.
     """
     samples = given.samples or (8 if given.algorithm == "grpo" else 1)
     if given.rows % samples:
         raise ValueError(
-            f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change one of them"
+            f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change "
+            "one of them"
         )
     if given.rows % given.mini_batches:
         raise ValueError(
-            f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of them"
+            f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of "
+            "them"
         )
     settings = {
         "actor": {"path": given.model},
@@ -104,10 +108,11 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     names = [setting.split("=")[0] for setting in given.settings]
     if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
         raise ValueError(
-            f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a recipe's --dry-run to plan one run"
+            f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a "
+            "recipe's --dry-run to plan one run"
         )
     config = structured(overrides, TrainerConfig)
-    refuse(check_values(config))  # before the models are looked for
+    refuse(check_values(config))  # before the models are opened
     for option, model in (
         ("--model", config.actor.path),
         ("--critic", config.critic.path),
@@ -119,7 +124,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
 
 
 def common_settings(config: TrainerConfig) -> list[str]:
-    """What all recipe lines take for granted: settings that differ from the defaults, without files."""
+    """Return the settings that all recipe lines share: those that differ from the defaults, without files."""
     found, usual = [], TrainerConfig()
     for section in fields(config):
         values, defaults = getattr(config, section.name), getattr(usual, section.name)
@@ -133,7 +138,7 @@ def common_settings(config: TrainerConfig) -> list[str]:
 
 
 def compared(case: Case, machine: Machine, folder: Path) -> str:
-    """Plan and measurement of a run; ValueError if `folder` holds none."""
+    """Return plan and measurements of a run; ValueError if `folder` contains none."""
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"--compare {folder} holds no {METRICS_FILE}; name the run.output_dir of a run")
     memory = plan_memory(case, machine)
@@ -143,7 +148,7 @@ def compared(case: Case, machine: Machine, folder: Path) -> str:
 
 
 def as_json(result: Search, machine: Machine) -> dict:
-    """All candidates that fit, and the causes of the others; bytes and seconds."""
+    """Return all candidates that fit, and the reasons against the others; bytes and seconds."""
     causes = {}
     for cause, group in result.refused_by_cause().items():
         causes[cause] = {
@@ -175,7 +180,7 @@ def _candidate(candidate: Candidate) -> dict:
 
 
 def count(text: str) -> int:
-    """An argument type: a whole number above 0."""
+    """Argument type: an integer above 0."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
     return int(text)

@@ -1,4 +1,4 @@
-"""How much GPU memory both copies of the weights and the staging take in each mode of the reshard, for `tools/reshard_plan.py`."""
+"""GPU memory of both copies of the weights and of staging in each mode, for `tools/reshard_plan.py`."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,8 +9,10 @@ from parallel.reshard.overlay import overlay
 from parallel.reshard.plan import Plan
 from parallel.weights.shard import ShardedParameter
 
-EXACT_RANKS = 16  # that exchange; among more the search for circles of overwriting takes too long for a tool that answers at once
-Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks that hold the same share one list
+# limit of ranks that exchange slices; with more, the search for overwrite cycles takes too long for an
+# interactive tool
+EXACT_RANKS = 16
+Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks with the same shards share one list
 
 
 def peak_memory(
@@ -22,11 +24,15 @@ def peak_memory(
     host_of: Callable[[int], int],
     peer_memory: bool,
 ) -> dict[str, int | dict]:
-    """Bytes of weights and staging on the fullest rank in each mode, both copies in the plan's element size; no gradients, optimizer or KV cache.
+    """Return the bytes of weights and staging on the fullest rank in each mode.
 
-    keep: both copies resident. share: what lies in Megatron's memory as vLLM needs it is not held twice. swap: vLLM's parameters lie
-    over Megatron's memory, permuted in place through the window. Of these two `own_bytes` are vLLM's parameters
-    with memory of their own, as `parallel.reshard` arranges them; `planned_ranks` is how many ranks' schedule was made for it, 0 for none.
+    Both copies have the plan's element size; no gradients, optimizer or KV cache.
+
+    keep: both copies are resident. share: tensors that vLLM can use in Megatron's memory are not stored
+    twice. swap: vLLM's parameters are placed over Megatron's memory, permuted in place through the window.
+    For the latter two, `own_bytes` is the size of vLLM's parameters with separate memory, as
+    `parallel.reshard` places them. `planned_ranks` is the number of ranks whose schedule was computed for it,
+    0 for none.
 
     Args:
         replicas: ranks of every replica of either engine.
@@ -84,7 +90,7 @@ def _swap(
         peer_memory=peer_memory,
         **sizes,
     )
-    assert found.back is not None  # in place
+    assert found.back is not None  # an in-place plan
     own, out, home = found.own_bytes(wanted), found.forth.staged_bytes, found.back.staged_bytes
     return {
         "bytes": max(source_bytes[rank] + own[rank] + max(out[rank], home[rank]) for rank in ranks),
@@ -94,7 +100,7 @@ def _swap(
 
 
 def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_place: bool) -> dict[int, int]:
-    """Of each rank, where no circles of overwriting need more."""
+    """Return the bytes of separate memory per rank, if no overwrite cycles require more."""
     alike = {rank: (id(source[rank]), id(destination[rank])) for rank in source}
     one_of = {kind: rank for rank, kind in alike.items()}
     memory = {rank: megatron_addresses(source[rank], element_bytes) for rank in one_of.values()}
@@ -111,9 +117,11 @@ def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_pl
 def exchanging(
     source: Shards, destination: Shards, replicas: Sequence[Sequence[int]], host_of: Callable[[int], int]
 ) -> list[int]:
-    """Ranks that stand for all: replicas of both engines that have ranks in common, if all such groups hold the same on as many hosts; else all ranks.
+    """Return ranks that represent all others.
 
-    A group holds whatever it needs. With several groups a plan also takes slices from others, of equal size.
+    Replicas of both engines with common ranks form a group. If all groups have the same shards on as many
+    hosts, one group is enough; otherwise all ranks are returned. A group has all slices it needs. With
+    several groups a plan also takes slices of equal size from others.
     """
     group_of = {rank: [rank] for rank in source}
     for replica in replicas:
@@ -132,9 +140,10 @@ def exchanging(
 
 
 def megatron_addresses(parameters: Sequence[ShardedParameter], element_bytes: int) -> Addresses:
-    """One allocation a model chunk, the last parameter first, each at a multiple of 64 elements.
+    """Place the parameters: one allocation per model chunk, last parameter first, aligned to 64 elements.
 
-    Source: Megatron-Core's `_ParamAndGradBuffer` with a distributed optimizer; what its buckets are padded by at their ends is left out.
+    Source: Megatron-Core's `_ParamAndGradBuffer` with a distributed optimizer; padding at the ends of its
+    buckets is left out.
     """
     addresses: Addresses = {}
     ends: Counter[int] = Counter()

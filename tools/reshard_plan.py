@@ -1,10 +1,11 @@
-"""What a reshard from Megatron's shards to vLLM's would move, without a GPU and without weights.
+"""Transfers of a reshard from Megatron's shards to vLLM's, computed without a GPU and without weights.
 
 python tools/reshard_plan.py --hf DIR_or_NAME --train tp8pp4 --rollout tp8 [--ranks 32] [--hosts 4]
     [--rank-order plain] [--peer-memory] [--json FILE] [--png FILE]
 
-DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON a list has one number a rank;
-`train_ranks` and `rollout_ranks` name the rank at each place of the layout, tp fastest, then cp, dp and pp.
+DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON, a list has one number per rank;
+`train_ranks` and `rollout_ranks` give the rank at each position of the layout, tp fastest, then cp, dp and
+pp.
 """
 
 import argparse
@@ -30,34 +31,34 @@ from parallel.weights.shapes import SHAPES, shape
 from tools.reshard_memory import EXACT_RANKS, Shards, peak_memory
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-HOST_RANKS = 8  # of a host, where --hosts is not given
+HOST_RANKS = 8  # per host, unless --hosts is given
 MAX_RANKS = 2**14
-DRAWN_RANKS = 128  # the picture of more shows hosts
+DRAWN_RANKS = 128  # with more, the picture shows hosts
 MODES = ("keep", "swap", "share")  # of `peak_memory`
-Flow = dict[tuple[int, int], int]  # bytes of each (source rank, destination rank)
+Flow = dict[tuple[int, int], int]  # bytes by (source rank, destination rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes a second and direction."""
+    """Bytes per second and direction."""
 
     same_gpu: float = 2.1e12  # bytes copied: 4.19 TB/s read and written, measured on an H200
     same_host: float = 360e9  # NCCL point to point over NVLink, measured between H200s
-    other_host: float = 50e9  # of one 400 Gbit/s adapter a GPU, assumed
+    other_host: float = 50e9  # of one 400 Gbit/s adapter per GPU, assumed
 
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Who gives what to whom; a rank to itself: a copy on its GPU."""
+    """Bytes by source and destination rank; a rank to itself is a copy on its GPU."""
 
-    direct: Flow  # straight from parameter to parameter
+    direct: Flow  # directly from parameter to parameter
     windows: list[Flow]  # staged
     total: Flow
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model with its two layouts and the hosts they stand on."""
+    """A model with its two layouts and its hosts."""
 
     model: str
     arch: Architecture
@@ -77,7 +78,11 @@ class Case:
         return rank // self.ranks_per_host
 
     def shards(self) -> tuple[Shards, Shards]:
-        """What every rank holds in Megatron and in vLLM; ValueError, with the option, for a layout that does not split the model."""
+        """Return every rank's shards in Megatron and in vLLM.
+
+        Raises:
+            ValueError: a layout does not split the model; names the option.
+        """
         train, rollout = self.train, self.rollout
         try:
             option = f"--train {train}"
@@ -97,7 +102,7 @@ class Case:
         }
 
     def replicas(self) -> list[list[int]]:
-        """The ranks of every replica of Megatron's model, and of vLLM's."""
+        """Return the ranks of every replica of Megatron's model, and of vLLM's."""
         train, rollout = self.train, self.rollout
         trained = [
             [train.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(train.pp) for tp in range(train.tp)]
@@ -109,8 +114,8 @@ class Case:
         ]
 
     def placed(self) -> "Case":
-        """The same with the ranks in the order that moves least; ValueError as for `shards`."""
-        self.shards()  # it knows which option does not split the model
+        """Return the case with the rank order that moves the fewest bytes; ValueError as for `shards`."""
+        self.shards()  # raises with the option's name if a layout does not split the model
         train, rollout = place(self.arch, self.train, self.rollout, ranks_per_host=self.ranks_per_host)
         return replace(self, train=train, rollout=rollout)
 
@@ -124,14 +129,19 @@ def read_case(
     hosts: int | None = None,
     stage_layers: tuple[int, ...] = (),
 ) -> Case:
-    """Understand the options: `ranks` None is the smallest number that fits both layouts, `hosts` None puts 8 ranks on each.
+    """Parse the options.
+
+    Args:
+        ranks: None: the smallest number that fits both layouts.
+        hosts: None: 8 ranks per host.
 
     Raises:
-        ValueError: names the option, its value and what to write in its place.
+        ValueError: names the option, its value and a valid replacement.
     """
     if hf not in SHAPES and not Path(hf).is_dir():
         raise ValueError(
-            f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+            f"--hf {hf} is neither a folder nor a built-in shape; give a folder with a config.json or one of "
+            f"{', '.join(SHAPES)}"
         )
     arch = Architecture.from_hf(shape(hf), source=hf) if hf in SHAPES else read_architecture(hf)
     layouts = {}
@@ -147,7 +157,8 @@ def read_case(
             raise ValueError(f"{option} {text} with --ranks {len(world)}: {error}") from None
     if layouts["--rollout"].tp * layouts["--rollout"].dp != len(world):
         raise ValueError(
-            f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write tp{layouts['--rollout'].tp}"
+            f"--rollout {rollout} names more than tp and dp, and vLLM's replicas are split by tp only; write "
+            f"tp{layouts['--rollout'].tp}"
         )
     if hosts and len(world) % hosts:
         raise ValueError(
@@ -163,7 +174,7 @@ def read_case(
 
 
 def _num_ranks(text: str) -> int:
-    """The ranks that a layout's named sizes need; whether it is one, `Layout.parse` finds out."""
+    """Return the number of ranks of a layout's named sizes; `Layout.parse` checks whether it is a layout."""
     return max(1, prod(int(size) for size in re.findall(r"(?<!v)[tpcd]p(\d+)", text.lower())))
 
 
@@ -190,7 +201,7 @@ def report_of(
     *,
     peer_memory: bool = False,
 ) -> dict:
-    """Everything that the JSON says; lists have one number a rank, from rank 0 on."""
+    """Return the content of the JSON; lists have one number per rank, from rank 0 on."""
     split, peak = _split(case, flows), plan.staged_bytes
     local, staged = (
         [flows.total.get((rank, rank), 0) for rank in range(case.ranks)],
@@ -241,7 +252,7 @@ def report_of(
 
 
 def _split(case: Case, flows: Flows) -> dict[str, list[int]]:
-    """Bytes between ranks, received and sent, by distance."""
+    """Return the bytes between ranks, received and sent, by distance."""
     split = {
         f"{way}_{distance}_host_bytes": [0] * case.ranks
         for way in ("received", "sent")
@@ -256,7 +267,7 @@ def _split(case: Case, flows: Flows) -> dict[str, list[int]]:
 
 
 def _overlapped(case: Case, split: dict[str, list[int]], local: list[int], rates: Rates) -> float:
-    """Seconds if every link of the busiest rank ran at its rate all the time and at once."""
+    """Return the seconds if every link of the busiest rank runs at full rate, all concurrently."""
     amounts = [local] + [
         [
             max(split[f"{way}_{distance}_host_bytes"][rank] for way in ("received", "sent"))
@@ -270,11 +281,11 @@ def _overlapped(case: Case, split: dict[str, list[int]], local: list[int], rates
 
 
 def _one_after_another(case: Case, flows: Flows, rates: Rates) -> float:
-    """Seconds if direct copies come first, then window by window all ranks pack, exchange and unpack."""
+    """Return the seconds if direct copies come first, then each window is packed, exchanged and unpacked."""
     seconds = 0.0
     for flow in (flows.direct, *flows.windows):
         copied: dict[int, float] = defaultdict(float)
-        wire: dict[tuple[int, int, float], float] = defaultdict(float)  # by rank, side and link
+        wire: dict[tuple[int, int, float], float] = defaultdict(float)  # by rank, direction and link
         for (giver, taker), size in flow.items():
             if giver != taker:
                 rate = rates.same_host if case.host_of(giver) == case.host_of(taker) else rates.other_host
@@ -288,7 +299,7 @@ def _one_after_another(case: Case, flows: Flows, rates: Rates) -> float:
 
 
 def table(report: dict) -> str:
-    """The report for a reader: a few lines, whatever the number of ranks."""
+    """Return the report as text: a few lines, whatever the number of ranks."""
     shown = {
         "received, same host": report["received_same_host_bytes"],
         "received, other host": report["received_other_host_bytes"],
@@ -298,7 +309,8 @@ def table(report: dict) -> str:
     }
     lines = [
         f"{report['model']}: {report['train']} -> {report['rollout_replicas']} x {report['rollout']}"
-        f" on {report['ranks']} ranks, {report['ranks_per_host']} a host; {report['element_bytes']} bytes an element",
+        f" on {report['ranks']} ranks, {report['ranks_per_host']} a host; {report['element_bytes']} bytes "
+        "an element",
         f"ranks: {report['rank_order']}",
         "",
         f"{'MiB a rank':<24}{'least':>12}{'mean':>12}{'most':>12}{'all ranks':>16}",
@@ -317,10 +329,22 @@ def table(report: dict) -> str:
     seconds, window = report["seconds"], f"{report['window_bytes'] / 2**20:g}"
     lines += [
         "",
-        f"busiest rank receives   {received} MiB; lower bound {bound}, ratio {report['ratio_to_lower_bound']:.3f}; gathering everything {everything}",
-        f"messages                {report['messages']:,} in {report['windows']} windows of {window} MiB; a rank stages at most {staged}",
-        f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, {seconds['one_after_another']:.4f} if copies and windows follow each other",
-        f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} GiB; on the fullest rank:",
+        (
+            f"busiest rank receives   {received} MiB; lower bound {bound}, ratio "
+            f"{report['ratio_to_lower_bound']:.3f}; gathering everything {everything}"
+        ),
+        (
+            f"messages                {report['messages']:,} in {report['windows']} windows of {window} MiB; "
+            f"a rank stages at most {staged}"
+        ),
+        (
+            f"seconds predicted       {seconds['overlapped']:.4f} if all links run at once, "
+            f"{seconds['one_after_another']:.4f} if copies and windows follow each other"
+        ),
+        (
+            f"weights and staging     larger copy {report['peak_memory']['larger_copy_bytes'] / 2**30:,.2f} "
+            "GiB; on the fullest rank:"
+        ),
     ]
     lines += [
         f"  {mode:<22}{report['peak_memory'][mode]['bytes'] / 2**30:,.2f} GiB{_remark(report, mode)}"
@@ -330,13 +354,13 @@ def table(report: dict) -> str:
 
 
 def _remark(report: dict, mode: str) -> str:
-    """How much is vLLM's own memory, and on how many ranks that was computed."""
+    """Return how much memory of its own vLLM needs, and for how many ranks that was computed."""
     found = report["peak_memory"][mode]
     text = f", {found['own_bytes'] / 2**30:,.2f} of it vLLM's own" if "own_bytes" in found else ""
     if mode == "swap" and not found["planned_ranks"]:
-        return (
-            text
-            + f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are not looked for"
+        return text + (
+            f"; at least, since where more than {EXACT_RANKS} ranks exchange circles of overwriting are "
+            "not looked for"
         )
     return text + (
         f"; planned on {found['planned_ranks']} ranks, which the others repeat"
@@ -346,10 +370,13 @@ def _remark(report: dict, mode: str) -> str:
 
 
 def draw(case: Case, flows: Flows, path: Path) -> None:
-    """Who sends what to whom: rows give, columns take, the diagonal copies; ranks with lines between hosts, or hosts where ranks are too many."""
+    """Plot the traffic: source ranks as rows, destination ranks as columns, copies on the diagonal.
+
+    Shows ranks with lines between hosts, or hosts if there are too many ranks.
+    """
     import matplotlib
 
-    matplotlib.use("Agg")  # a file, no display
+    matplotlib.use("Agg")  # writes files, needs no display
     import numpy as np
     from matplotlib import pyplot
 
@@ -382,7 +409,8 @@ def draw(case: Case, flows: Flows, path: Path) -> None:
     hosts = "one host" if case.hosts == 1 else f"{case.hosts} hosts" + ", parted by lines" * (of == 1)
     order = f"ranks: {described(case.train, case.rollout)}"
     axis.set_title(
-        f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, {hosts}\n{order}",
+        f"{case.model}: {case.train} to {case.rollout.dp} x tp{case.rollout.tp}, {case.ranks} ranks, "
+        f"{hosts}\n{order}",
         fontsize=10,
     )
     figure.savefig(path, dpi=130)
@@ -390,7 +418,7 @@ def draw(case: Case, flows: Flows, path: Path) -> None:
 
 
 def number(kind: type, remedy: str) -> Callable[[str], float]:
-    """An argument type: a positive number, with what to write in the error."""
+    """Argument type: a positive number, with an example of a valid one for the error."""
 
     def read(text: str):
         try:
@@ -520,16 +548,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _check_files(json_path: Path | None, png_path: Path | None) -> None:
-    """Before the work, not after it."""
+    """Check the output files before the computation."""
     for option, path in (("--json", json_path), ("--png", png_path)):
         if path and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(
-                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a folder that exists"
+                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a "
+                "folder that exists"
             )
         if path and option == "--png" and path.suffix != ".png":
             raise ValueError(f"--png {path} must end in .png; rename it")
 
 
 if __name__ == "__main__":
-    gc.disable()  # a plan is a million records without a cycle
+    gc.disable()  # a plan has a million records without reference cycles
     main()

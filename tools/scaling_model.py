@@ -1,22 +1,26 @@
-"""What larger sizes would take, modelled from the measured ones: nothing that this file says is measured.
+"""Model of larger sizes, fitted to the measured ones; no number in this file is measured.
 
-The layout of the largest measured size is kept, and data parallelism and replicas of vLLM grow. A phase takes
+The layout of the largest measured size is kept; data parallelism and replicas of vLLM grow. A phase takes
 
     seconds(n) = s · Σ c_k · x_k(n) + max(0, known(n) - known(N))
 
-with terms x_k, constants c_k >= 0 fitted to the measured sizes, s such that the largest measured size N is met exactly, and `known` what
-no small size can show. Terms, taken in this order, as many as there are measured sizes that tell them apart:
+with terms x_k and constants c_k >= 0 fitted to the measured sizes. The factor s makes the model exact at the
+largest measured size N, and `known` are costs that small sizes do not show. Terms, in this order, as many as
+the measured sizes can distinguish:
 
-    work    rows of a GPU / (1 - bubble share); for the hand-over 1
-    start   1 (rollout: the steps of a token, however many rows)
-    tensor  rows of a tensor-parallel group, times (t-1)/t: what its ranks exchange; for the hand-over the bytes that a rank receives
-    sync    log2 of what grows: dp where a model works, replicas of vLLM in a rollout, else n; barriers and waiting for the slowest of more.
-            Where no measured size has dp (or replicas) above 1 nothing is known of it, and nothing is added.
+    work    samples of a GPU / (1 - bubble share); for the weight sync 1
+    start   1 (rollout: the steps of a token, whatever the number of samples)
+    tensor  samples of a tensor-parallel group, times (t-1)/t: the data its ranks exchange; for the weight
+            sync the bytes that a rank receives
+    sync    log2 of what grows: dp for phases in which a model computes, replicas of vLLM for a rollout,
+            else n; barriers and waiting for the slowest of more ranks. If no measured size has dp (or
+            replicas) above 1, it is unknown, and nothing is added.
 
-Known are, from the links' rates: the reduction of gradients and the gathering of weights over r = dp·cp ranks in every optimizer step,
-(r-1)/r of a rank's parameters each way (ring; nothing of it is taken to overlap), and weights that come from other hosts. One thing more is
-known from timing it here: dealing rows over data-parallel ranks, which every rank does alone in Python (verl_megatron/data/packing.py). It has a
-phase of its own, DEALING, in modelled sizes; where sizes are measured it lies inside the others.
+Known from the links' rates are the reduction of gradients and the gathering of weights over r = dp·cp ranks
+in every optimizer step, (r-1)/r of a rank's parameters each way (ring, without overlap), and weights from
+other hosts. Also known, from timing it here, is balancing samples over data-parallel ranks, which every rank
+does in Python (verl_megatron/data/packing.py). It has a phase of its own, DEALING, in modelled sizes; in
+measured sizes it is part of the others.
 """
 
 import gc
@@ -38,12 +42,12 @@ from verl_megatron.planner.training import group_rate
 
 TERMS = ("work", "start", "tensor", "sync")
 DEALING = "dealing_rows"
-TIMED_S = 0.5  # beyond it the next size is not timed but follows from the last two
-Deal = Callable[[int, int], float]  # seconds for rows of a mini-batch and data-parallel ranks
+TIMED_S = 0.5  # a call above this is the last one timed; larger sizes are extrapolated from the last two
+Deal = Callable[[int, int], float]  # seconds for samples of a mini-batch and data-parallel ranks
 
 
 def terms_of(case: Case, phase: str) -> dict[str, float]:
-    """x_k of a phase, by the names of `TERMS`."""
+    """Return x_k of a phase, by the names of `TERMS`."""
     own = case.rows / case.world_size
     if phase in ("reshard", "return"):
         return {"work": 1.0, "tensor": moved_bytes(case), "sync": log2(case.world_size)}
@@ -71,7 +75,10 @@ def _role_of(case: Case, phase: str) -> PlannedRole | None:
 
 
 def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str, float]:
-    """Constants c_k >= 0 of least squares over the measured sizes; a term that they cannot tell from those before it gets 0."""
+    """Fit constants c_k >= 0 by least squares over the measured sizes.
+
+    A term that they cannot distinguish from earlier ones gets 0.
+    """
     chosen: list[str] = []
     for name in TERMS:
         columns = np.array([[each.get(other, 0.0) for other in [*chosen, name]] for each in terms])
@@ -79,7 +86,7 @@ def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str
         if scale.min() > 0 and np.linalg.matrix_rank(columns / scale, tol=1e-6) == len(chosen) + 1:
             chosen.append(name)
     best: tuple[float, dict[str, float]] | None = None
-    for count in range(len(chosen), 0, -1):  # so few that all subsets can be tried
+    for count in range(len(chosen), 0, -1):  # few enough to try all subsets
         for names in combinations(chosen, count):
             columns = np.array([[each[name] for name in names] for each in terms])
             scale = columns.max(axis=0)
@@ -91,11 +98,11 @@ def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str
     return best[1]
 
 
-# ---- known -------------------------------------------------------------------------------------------------------------
+# ---- known -------------------------------------------------------------------------------------------------
 
 
 def known_seconds(case: Case, phase: str, links: Machine) -> float:
-    """What is not fitted; `links` gives same_host_rate and other_host_rate."""
+    """Return the costs that are not fitted; `links` has same_host_rate and other_host_rate."""
     if phase == "reshard":
         return moved_bytes(case) / (
             links.other_host_rate if case.resharding_crosses_hosts else links.same_host_rate
@@ -104,7 +111,10 @@ def known_seconds(case: Case, phase: str, links: Machine) -> float:
 
 
 def dealing_seconds(case: Case, deal: Deal) -> float:
-    """Every model deals all mini-batches before a forward pass, and again before its update; the reference model takes the actor's."""
+    """Return the seconds of balancing: each model, all mini-batches, before forward passes and updates.
+
+    The reference model reuses the actor's result.
+    """
     parts = case.config.algorithm.mini_batches
     return sum(
         (1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp)
@@ -114,7 +124,11 @@ def dealing_seconds(case: Case, deal: Deal) -> float:
 
 
 def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
-    """An iteration's reductions of float32 gradients (a ring moves (r-1)/r of them) and gathers of weights, or all-reduces (twice that)."""
+    """Return the seconds of an iteration's gradient and weight collectives.
+
+    Either reductions of float32 gradients (a ring moves (r-1)/r of them) and gathers of weights, or
+    all-reduces (twice that).
+    """
     layout, config = role.layout, case.config
     replicas = layout.dp * layout.cp
     rate = group_rate(case, links, span=layout.tp * replicas, stride=layout.tp)
@@ -134,8 +148,8 @@ def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
 class Dealing:
     """Seconds of `balance` by size, timed on this machine while it is quick, the shorter of two calls.
 
-    Beyond that they grow with rows · dp to the power which the timed sizes show, at most 1: `balance` joins lists of dp bins row by row.
-    Ask for sizes in increasing order.
+    Beyond that they grow with a power of samples · dp, estimated from the timed sizes and at most 1:
+    `balance` joins lists of dp bins sample by sample. Ask for sizes in increasing order.
     """
 
     def __init__(self, work: Callable[[list[int], int], object] = balance):
@@ -150,7 +164,7 @@ class Dealing:
         return self._timed[rows, dp]
 
     def _once(self, rows: int, dp: int) -> float:
-        gc.freeze()  # as a run does: the collector passes over what was there before
+        gc.freeze()  # as in a run: the collector skips earlier objects
         start = time.perf_counter()
         self._work([1024] * rows, dp)
         seconds = time.perf_counter() - start
@@ -172,12 +186,12 @@ class Dealing:
         return float(seconds[largest] * (product / products[largest]) ** min(max(power, 0.0), 1.0))
 
 
-# ---- larger sizes ------------------------------------------------------------------------------------------------------
+# ---- larger sizes ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Measured sizes, smallest first, and what larger ones are modelled with."""
+    """Measured sizes, smallest first, and the inputs of the model for larger ones."""
 
     cases: Sequence[Case]
     rows: Sequence[Row]
@@ -186,15 +200,19 @@ class Scaling:
     strong: bool = False
 
     def sizes(self, largest: int) -> list[int]:
-        """Above all measured sizes: the smallest one of whole hosts that is a multiple of the largest measured size, and its doubles."""
+        """Return the modelled sizes, all above the measured ones.
+
+        The first is the smallest number of whole hosts that is a multiple of the largest measured size; the
+        others double it.
+        """
         first = lcm(self.rows[-1].gpus, self.ranks_per_host)
         return [n for n in (first * 2**power for power in range(31)) if self.rows[-1].gpus < n <= largest]
 
     def case_on(self, gpus: int) -> Case:
-        """The largest measured run with more data parallelism.
+        """Return the largest measured run with more data parallelism.
 
         Raises:
-            ValueError: models on devices of their own, or more data-parallel ranks than rows of a mini-batch.
+            ValueError: models on separate devices, or more data-parallel ranks than samples of a mini-batch.
         """
         config = deepcopy(self.cases[-1].config)
         if config.actor.devices or config.critic.devices or config.reward.devices:
@@ -210,10 +228,10 @@ class Scaling:
         return case
 
     def model(self, largest: int, planned: Callable[[Case], dict[str, float]]) -> tuple[list[Row], str]:
-        """Rows up to `largest` GPUs, and why they end earlier if they do.
+        """Return rows up to `largest` GPUs, and the reason if they end earlier.
 
         Args:
-            planned: the planner's seconds of a case by phase.
+            planned: the planner's function for a case's seconds by phase.
         """
         deal, rows = Dealing(), []
         dealt = dealing_seconds(self.cases[-1], deal)
@@ -226,7 +244,8 @@ class Scaling:
         if not (sizes := self.sizes(largest)):
             return (
                 [],
-                f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of {self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}",
+                f"up to --to {largest} no more than {self.rows[-1].gpus} GPUs are both a multiple of "
+                f"{self.rows[-1].gpus} and whole hosts of {self.ranks_per_host}",
             )
         for gpus in sizes:
             try:
@@ -239,7 +258,7 @@ class Scaling:
         return rows, ""
 
     def _seconds(self, case: Case, phase: str, constants: dict[str, float]) -> float:
-        """Of a phase on a larger size."""
+        """Return the seconds of a phase on a larger size."""
         base, measured = self.cases[-1], self.rows[-1].seconds[phase]
         fitted, fitted_base = (
             sum(constant * terms_of(each, phase)[name] for name, constant in constants.items())
@@ -250,7 +269,7 @@ class Scaling:
 
 
 def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:
-    """The same models on `gpus` GPUs; dp written in a layout gives way."""
+    """Return the same models on `gpus` GPUs; a layout's explicit dp is adjusted."""
     archs = {role.name: role.arch for role in case.roles}
     archs.setdefault("critic", archs["actor"])
     paths = {

@@ -1,4 +1,4 @@
-"""The rows of `benchmark_scaling.py` as Markdown, CSV and a picture. Every line says whether it is measured or modelled."""
+"""Rows of `benchmark_scaling.py` as Markdown, CSV and a picture; each line says measured or modelled."""
 
 import csv
 from dataclasses import dataclass
@@ -7,28 +7,34 @@ from pathlib import Path
 from tools.scaling_rows import FORWARD, MEASURED, UPDATES, Row, efficiency, ideal_seconds
 
 COLOURS = {MEASURED: "#3465a4", "ideal": "#2e8b57", "modelled": "#d9730d"}
-CUT = 4.0  # times the longest measured iteration: higher bars are cut in the picture
+CUT = 4.0  # times the longest measured iteration: higher bars are cut off in the picture
 DEFINITIONS = """\
-- measured: medians over the iterations of a run, the first left out, with a barrier at the end of every phase; modelled: nothing of the line was run.
-- tokens/s/GPU: prompt and response tokens of all rows, over the seconds of all phases, over GPUs. Efficiency: of that of the smallest size.
-- of ideal: an iteration in which every GPU does its share of generation, forward passes and updates at the smallest size's speed, without
+- measured: medians over the iterations of a run, the first left out, with a barrier at the end of every \
+phase; modelled: nothing of the line was run.
+- tokens/s/GPU: prompt and response tokens of all rows, over the seconds of all phases, over GPUs. \
+Efficiency: of that of the smallest size.
+- of ideal: an iteration in which every GPU does its share of generation, forward passes and updates at the \
+smallest size's speed, without
   bubbles and without anything else, over this one.
-- {flops}: matrix products and the causal half of attention, a backward pass twice; not the input embedding, logits of tokens that nobody
+- {flops}: matrix products and the causal half of attention, a backward pass twice; not the input embedding, \
+logits of tokens that nobody
   asks about, recomputation and generation. Log-probs are those of actor and reference.
-- bubble: (p-1) / (v m + p-1) for p pipeline stages of v chunks and m micro-batches (Narayanan et al. 2021), calculated from the layout.
+- bubble: (p-1) / (v m + p-1) for p pipeline stages of v chunks and m micro-batches (Narayanan et al. 2021), \
+calculated from the layout.
 - reshard: bytes that arrive on all ranks together. Memory: {memory}.
-- phases/wall: share of the last iteration that lies inside phases. Waiting: share of its phases in which ranks wait at their ends.
+- phases/wall: share of the last iteration that lies inside phases. Waiting: share of its phases in which \
+ranks wait at their ends.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is written: a title, the device that measured, and the rows."""
+    """Content of the report: a title, the measuring device, and the rows."""
 
     title: str
     device: str
     rows: list[Row]  # measured ones first, smallest first
-    peak_flops: float | None  # of a GPU; None: not known, and no MFU is claimed
+    peak_flops: float | None  # of a GPU; None: unknown, and no MFU is reported
     notes: list[str]
 
     @property
@@ -36,11 +42,11 @@ class Report:
         return list(dict.fromkeys(phase for row in self.rows for phase in row.seconds))
 
     def utilization(self, row: Row, phases: tuple[str, ...]) -> float:
-        """MFU where the device's rate is known, else FLOP/s of a rank."""
+        """Return the MFU if the device's rate is known, otherwise FLOP/s per rank."""
         return row.flops_per_s_gpu(phases) / (self.peak_flops or 1.0)
 
     def cells(self, row: Row) -> dict[str, object]:
-        """Everything that is said of a size, by column, in plain units; None: not known."""
+        """Return all values of a size, by column, in plain units; None: unknown."""
         first, unit = self.rows[0], "mfu" if self.peak_flops else "flops_per_s"
         cells: dict[str, object] = {
             "gpus": row.gpus,
@@ -72,7 +78,7 @@ class Report:
 
 
 def markdown(report: Report) -> str:
-    """Title, tables and what the columns mean."""
+    """Return title, tables and the meaning of the columns."""
     unit = "MFU" if report.peak_flops else "TFLOP/s a rank"
     memory = (
         "taken on the fullest GPU after the fullest phase"
@@ -85,7 +91,8 @@ def markdown(report: Report) -> str:
         columns |= {phase: lambda row, phase=phase: _planned(row, phase) for phase in report.phases}
         columns |= {
             "iteration": lambda row: (
-                f"{sum(row.planned.values()):.2f} / {sum(row.seconds[phase] for phase in row.planned if phase in row.seconds):.2f}"
+                f"{sum(row.planned.values()):.2f} / "
+                f"{sum(row.seconds[phase] for phase in row.planned if phase in row.seconds):.2f}"
             )
         }
         parts += ["The planner's seconds / those of the table above:", _table(columns, report.rows)]
@@ -149,7 +156,7 @@ def _table(columns: dict, rows: list[Row]) -> str:
 
 
 def write_csv(path: Path, report: Report) -> None:
-    """One line a size; seconds, bytes and shares."""
+    """Write one line per size; seconds, bytes and shares."""
     lines = [report.cells(row) for row in report.rows]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]))
@@ -158,8 +165,11 @@ def write_csv(path: Path, report: Report) -> None:
 
 
 def write_png(path: Path, report: Report) -> None:
-    """Tokens a second and GPU over the number of GPUs, and the phases of an iteration; what is modelled is dashed and hatched."""
-    from matplotlib.figure import Figure  # without pyplot it needs no display
+    """Plot tokens per second and GPU over the number of GPUs, and the phases of an iteration.
+
+    Modelled values are dashed and hatched.
+    """
+    from matplotlib.figure import Figure  # needs no display, unlike pyplot
 
     left, right = Figure(figsize=(15, 6), layout="constrained").subplots(1, 2)
     _draw_speed(left, report)

@@ -1,4 +1,4 @@
-"""What `benchmark_scaling.py` says of one size: seconds by phase and what follows from them."""
+"""One size of `benchmark_scaling.py`: seconds by phase and derived values."""
 
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -10,16 +10,17 @@ from verl_megatron.planner import MACHINES, Case
 from verl_megatron.planner.seconds import plan_work
 
 MEASURED, MODELLED = "measured", "modelled"
+# by phase: the model whose layout it has
 MODEL_OF = {
     "reward": "reward",
     "log_probs": "actor",
     "values": "critic",
     "critic_update": "critic",
     "actor_update": "actor",
-}  # by phase: whose layout it has
+}
 UPDATES = ("critic_update", "actor_update")
 FORWARD = ("reward", "log_probs", "values")
-STEADY = 0.03  # share of an iteration by which a phase may differ between iterations without a word
+STEADY = 0.03  # share of an iteration by which a phase may vary between iterations without a remark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +30,24 @@ class Row:
     source: str  # MEASURED or MODELLED
     gpus: int
     actor: str  # layout
-    critic: str  # empty without one
+    critic: str  # empty without a critic
     rollout: str  # replicas and their tensor-parallel size
-    rows: int  # of an iteration
-    tokens: int  # of these rows, prompts included
+    rows: int  # samples of an iteration
+    tokens: int  # of these samples, prompts included
     seconds: dict[str, float]  # by phase
-    planned: dict[str, float] = field(default_factory=dict)  # the planner's, where it knows the machine
+    planned: dict[str, float] = field(default_factory=dict)  # the planner's, if it knows the machine
     flops: dict[str, float]  # of all GPUs together, by phase in which models compute
-    bubbles: dict[
-        str, float
-    ]  # share of a phase in which a pipeline stage has nothing to do, by the same phases
+    # idle share of a pipeline stage, by the same phases
+    bubbles: dict[str, float]
     reshard_bytes: float | None = None  # of all ranks together, as the run reports it
     memory_bytes: float | None = None  # at the end of the fullest phase, on the fullest rank
-    phases_of_wall: float | None = None  # share of the last iteration that lies inside phases
+    phases_of_wall: float | None = None  # share of the last iteration inside phases
     waiting: float | None = (
-        None  # share of the last iteration's phases in which a rank waits for others at their ends
+        # share of the last iteration's phases in which a rank waits for others at their ends
+        None
     )
-    ranges: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # of measured seconds by phase: the shortest and the longest
+    # of measured seconds by phase: the shortest and the longest
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def iteration_s(self) -> float:
@@ -59,15 +59,15 @@ class Row:
 
     @property
     def bubble(self) -> float:
-        """Of the phases in which models compute, by their seconds."""
+        """Return the bubble share over the phases in which models compute, weighted by their seconds."""
         total = sum(self.seconds[phase] for phase in self.bubbles)
         return sum(share * self.seconds[phase] for phase, share in self.bubbles.items()) / total
 
     def flops_per_s_gpu(self, phases: tuple[str, ...]) -> float:
-        """Model FLOPs a second of one GPU over those of `phases` that there are.
+        """Return the model FLOPs per second of one GPU over those of `phases` that exist.
 
-        Counted as in `verl_megatron.planner`: matrix products and the causal half of attention, a backward pass twice; not the input
-        embedding, logits of tokens that nobody asks about, recomputation and generation.
+        Counted as in `verl_megatron.planner`: matrix products and the causal half of attention, a backward
+        pass twice. Not counted: the input embedding, logits of unneeded tokens, recomputation and generation.
         """
         there = [phase for phase in phases if phase in self.flops]
         return (
@@ -78,16 +78,19 @@ class Row:
 
 
 def bubble_share(layout: Layout, micro_batches: int) -> float:
-    """Share of a pass in which a pipeline stage waits: (p-1) / (v·m + p-1).
+    """Return the share of a pass in which a pipeline stage waits: (p-1) / (v·m + p-1).
 
-    Idle time over ideal time is (p-1) / (v·m) for p stages, v chunks each and m micro-batches (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2); this is idle over both together.
+    Idle time over ideal time is (p-1) / (v·m) for p stages, v chunks each and m micro-batches (Narayanan et
+    al. 2021, arXiv 2104.04473, section 2.2); this is idle time over the sum of both.
     """
     return (layout.pp - 1) / (layout.vpp * micro_batches + layout.pp - 1)
 
 
 def bubbles_of(case: Case) -> dict[str, float]:
-    """Bubble share of each phase in which models compute; without gradients all mini-batches go through in one pass, actor and reference together."""
+    """Return the bubble share of each phase in which models compute.
+
+    Without gradients, all mini-batches go through in one pass, actor and reference together.
+    """
     roles, shares = {role.name: role for role in case.roles}, {}
     for phase in flops_of(case):
         role = roles[MODEL_OF[phase]]
@@ -101,12 +104,12 @@ def bubbles_of(case: Case) -> dict[str, float]:
 
 
 def flops_of(case: Case) -> dict[str, float]:
-    """The planner's model FLOPs by phase; they depend on no machine."""
+    """Return the planner's model FLOPs by phase; they do not depend on the machine."""
     return plan_work(case, MACHINES["h200"]).flops
 
 
 def described(case: Case) -> dict:
-    """Fields of a `Row` that its settings decide."""
+    """Return the fields of a `Row` that its settings determine."""
     layouts = {role.name: str(role.layout) for role in case.roles}
     return {
         "gpus": case.world_size,
@@ -121,10 +124,10 @@ def described(case: Case) -> dict:
 
 
 def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
-    """Medians over the iterations of a run, the first left out: it compiles and allocates.
+    """Return medians over the iterations of a run, without the first, which compiles and allocates.
 
     Raises:
-        ValueError: fewer than two iterations, or responses that are not all as long as asked.
+        ValueError: fewer than two iterations, or responses not all of the given length.
     """
     rows = [row for row in read_metrics(output_dir) if "time/rollout_s" in row]
     lengths = {row["rollout/response_tokens_mean"] for row in rows}
@@ -134,7 +137,8 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
         )
     if lengths != {case.response_tokens}:
         raise ValueError(
-            f"responses in {output_dir} have {sorted(lengths)} tokens on average and not {case.response_tokens} each; is rollout.ignore_eos off?"
+            f"responses in {output_dir} have {sorted(lengths)} tokens on average and not "
+            f"{case.response_tokens} each; is rollout.ignore_eos off?"
         )
     rows, timeline = rows[1:], Timeline.read(f"{output_dir}/{TRACE_FILE}")
     taken = {
@@ -157,22 +161,28 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
 
 
 def disturbance(row: Row) -> str:
-    """What to say where a size's iterations, which all have the same work, differ in a phase by more than `STEADY` of an iteration; else empty."""
+    """Return a remark if a phase varies between iterations by more than `STEADY` of one; else empty.
+
+    All iterations have the same work.
+    """
     phase = max(row.ranges, key=lambda phase: row.ranges[phase][1] - row.ranges[phase][0], default="")
     if not phase or row.ranges[phase][1] - row.ranges[phase][0] <= STEADY * row.iteration_s:
         return ""
     shortest, longest = row.ranges[phase]
     what = f"on {row.gpus} ranks {phase} took from {shortest:.2f} to {longest:.2f} s"
-    return f"{what}: something else disturbed it, and what is modelled from it says little; repeat it with more --steps."
+    return (
+        f"{what}: something else disturbed it, and what is modelled from it says little; repeat it with more "
+        "--steps."
+    )
 
 
 def efficiency(row: Row, first: Row) -> float:
-    """Tokens a second and GPU, as a share of those of the smallest size: 1 is a linear speed-up."""
+    """Return tokens per second and GPU relative to the smallest size: 1 is a linear speed-up."""
     return row.tokens_per_s_gpu / first.tokens_per_s_gpu
 
 
 def at_best(rows: list[Row]) -> str:
-    """The efficiency of measured sizes if each phase took its shortest time, which what disturbs an iteration leaves alone."""
+    """Return the efficiency of measured sizes by each phase's shortest time, to exclude disturbances."""
     quickest = [
         replace(row, seconds={phase: shortest for phase, (shortest, _) in row.ranges.items()}) for row in rows
     ]
@@ -181,9 +191,10 @@ def at_best(rows: list[Row]) -> str:
 
 
 def ideal_seconds(row: Row, first: Row) -> float:
-    """An iteration in which every GPU does its share of the rows at the smallest size's speed, without bubbles, and nothing else.
+    """Return the seconds of an iteration in which every GPU computes its share at the smallest size's speed.
 
-    Generation, forward passes and updates count; hand-over, scores and advantages take no time there.
+    Bubbles are left out. Generation, forward passes and updates count; weight sync, scores and advantages
+    take no time.
     """
     work = first.seconds["rollout"] + sum(
         first.seconds[phase] * (1 - share) for phase, share in first.bubbles.items()

@@ -1,4 +1,4 @@
-"""The runs of `benchmark_scaling.py`: what a recipe becomes on a number of ranks, whether it can work, and starting it."""
+"""Runs of `benchmark_scaling.py`: a recipe's settings for a number of ranks, their checks, and the launch."""
 
 import contextlib
 import os
@@ -29,9 +29,9 @@ from verl_megatron.planner import Case
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 PROGRAM = "verl_megatron.train"
-SHAPE_TOKENS = 512  # of prompts and of responses where recipes make random weights
-ENDING_S = 60.0  # from asking torchrun to end to ending it by force
-# Only iterations are measured: nothing is saved, validated or exported, and every update takes place.
+SHAPE_TOKENS = 512  # of prompts and of responses in recipes with random weights
+ENDING_S = 60.0  # from SIGTERM for torchrun to SIGKILL
+# Only iterations are measured: nothing is saved, validated or exported, and every update runs.
 MEASURING = {
     "run.save_interval": 0,
     "run.validate_interval": 0,
@@ -55,7 +55,7 @@ Settings = dict[str, Any]  # by "section.setting"
 
 @cache
 def architecture(path: str) -> Architecture:
-    """Of a model folder, or of the published shape that a recipe without MODEL gives random weights."""
+    """Return the architecture of a model folder, or of a published shape (a recipe without MODEL)."""
     if path in SHAPES and not Path(path).is_dir():
         return Architecture.from_hf(shape(path), source=path)
     return read_architecture(path)
@@ -63,17 +63,17 @@ def architecture(path: str) -> Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe and the user's settings beside it."""
+    """A recipe and the user's settings."""
 
     path: Path  # .yaml or .sh
     given: tuple[str, ...] = ()  # section.setting=value, as on the command line
 
     @classmethod
     def find(cls, name: str, given: tuple[str, ...] = ()) -> "Recipe":
-        """A file, or the name of one in recipes/ with or without its ending.
+        """Find a recipe: a file, or a name in recipes/ with or without its extension.
 
         Raises:
-            ValueError: there is no such recipe, or a setting is not written section.setting=value.
+            ValueError: there is no such recipe, or a setting is not of the form section.setting=value.
         """
         for setting in given:
             if not re.fullmatch(r"\w+\.\w+=.*", setting, re.DOTALL):
@@ -88,7 +88,7 @@ class Recipe:
         raise ValueError(f"--recipe {name} is no .yaml or .sh file; name one, or one of {known}")
 
     def command(self, ranks: int, settings: Mapping[str, Any]) -> list[str]:
-        """What starts it on `ranks` ranks of this host, with `environment(ranks)`."""
+        """Return the command that starts it on `ranks` ranks of this host, with `environment(ranks)`."""
         written = [*self.given, *(f"{name}={value}" for name, value in settings.items())]
         if self.path.suffix == ".sh":
             return ["bash", str(self.path), *written]
@@ -111,13 +111,14 @@ class Recipe:
         ]
 
     def config(self, settings: Mapping[str, Any], ranks: int = 0) -> TrainerConfig:
-        """The settings of that run; a script without MODEL has the name of a published shape as actor.path.
+        """Return the settings of that run; without MODEL, a script's actor.path is a published shape.
 
         Args:
-            ranks: 0: as many as a script names itself.
+            ranks: 0: the script's own number.
 
         Raises:
-            ValueError: a script that refuses itself or starts several programs, settings that do not exist or have a wrong type.
+            ValueError: a script that fails or starts several programs, unknown settings or values of a wrong
+                type.
         """
         path, written = self.path, [*self.given, *(f"{name}={value}" for name, value in settings.items())]
         if path.suffix == ".sh":
@@ -128,7 +129,8 @@ class Recipe:
             raise ValueError(f"the settings cannot be put together: {error}") from None
         if "rows_per_step" in merged.get("data", {}):
             raise ValueError(
-                f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of reinforcement learning"
+                f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of "
+                "reinforcement learning"
             )
         if OmegaConf.is_missing(merged, "data.train") or "train" not in merged.get("data", {}):
             merged = OmegaConf.merge(merged, {"data": {"train": ""}})  # prompts are made for the run
@@ -136,26 +138,30 @@ class Recipe:
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """For a recipe on `ranks` ranks of this host (0: on as many as it names itself), with the Python that runs this program."""
+    """Return the environment of a recipe on `ranks` ranks of this host, with this program's Python.
+
+    Args:
+        ranks: 0: the recipe's own number.
+    """
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     found = {
         name: value for name, value in os.environ.items() if name not in ("NNODES", "GPUS", "LOCAL_RANK")
     }
     found |= {"PYTHONPATH": path, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     found.setdefault("OMP_NUM_THREADS", "1")
-    found.setdefault(
-        "GRACE_S", "1"
-    )  # what is measured is not worth an iteration's end and a checkpoint when it is interrupted
+    # an interrupted measurement is not worth the end of an iteration and a checkpoint
+    found.setdefault("GRACE_S", "1")
     return found | ({"NNODES": "1", "GPUS": str(ranks)} if ranks else {})
 
 
 def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
-    """The .yaml and the settings with which a script would start its run; it has checked them then."""
+    """Return the .yaml and the settings with which a script would start its run, after its checks."""
     done = subprocess.run([*command, "--dry-run"], env=environment(ranks), capture_output=True, text=True)
+    # a run that does not fit the usual GPU may fit here; the run itself checks that
     if done.returncode not in (
         0,
         NO_ROOM,
-    ):  # what has no room on the usual GPU may have it here; the run itself says so
+    ):
         raise ValueError(
             f"{Path(command[1]).name} --dry-run says: {(done.stderr or done.stdout).strip()[-2000:]}"
         )
@@ -166,19 +172,22 @@ def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
     ]
     if len(starts) != 1 or "--config-name" not in starts[0]:
         raise ValueError(
-            f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; name its .yaml instead"
+            f"{Path(command[1]).name} starts {len(starts)} programs, and one run of {PROGRAM} is measured; "
+            "name its .yaml instead"
         )
     name = starts[0][starts[0].index("--config-name") + 1]
     return RECIPES / f"{name}.yaml", [part for part in starts[0] if re.match(r"\w+\.\w+=", part)]
 
 
-# ---- a size ------------------------------------------------------------------------------------------------------------
+# ---- a size ------------------------------------------------------------------------------------------------
 
 
 def layout_for(text: str, ranks: int) -> str:
-    """A layout such as tp2pp2sp for `ranks` ranks: dp takes what they are more; where they are fewer pp shrinks first, then cp, then tp.
+    """Return a layout such as tp2pp2sp for `ranks` ranks.
 
-    So a model keeps its tensor parallelism longest, as a larger run would have it. What is no layout stays, for the checks of the run.
+    dp takes additional ranks; with fewer ranks, pp shrinks first, then cp, then tp. A model thus keeps its
+    tensor parallelism longest, as a larger run would have it. Anything that is not a layout is returned as it
+    is, for the checks of the run.
     """
     text = text.replace(" ", "").lower()
     if not re.fullmatch(r"((vpp|tp|pp|cp|dp)[1-9]\d*|sp)*", text):
@@ -196,28 +205,29 @@ def layout_for(text: str, ranks: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """How a recipe is made larger and smaller."""
+    """Rules for scaling a recipe up and down."""
 
-    recipe: TrainerConfig  # as it is
+    recipe: TrainerConfig  # the original recipe
     steps: int
     prompt_tokens: int
     response_tokens: int
     prompts: int  # of an iteration, on the largest number of ranks
-    largest: int  # that number
-    strong: bool = False  # as many prompts on fewer ranks; else in proportion
-    layouts: Mapping[int, str]  # of all models, where the user gives them
+    largest: int  # the largest number of ranks
+    strong: bool = False  # the same number of prompts on fewer ranks; otherwise proportional
+    layouts: Mapping[int, str]  # of all models, if the user gives them
     rollout_tp: Mapping[int, int]
 
     def prompts_on(self, ranks: int) -> int:
-        """ValueError where prompts cannot be in proportion."""
+        """Return the number of prompts; ValueError if they cannot be proportional."""
         if not self.strong and self.prompts * ranks % self.largest:
             raise ValueError(
-                f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose a multiple of {self.largest}, or --strong"
+                f"--prompts {self.prompts} on {self.largest} ranks leave no whole number for {ranks}; choose "
+                f"a multiple of {self.largest}, or --strong"
             )
         return self.prompts if self.strong else self.prompts * ranks // self.largest
 
     def settings(self, ranks: int) -> Settings:
-        """What a run on `ranks` ranks adds to the recipe, output folder and prompts excepted."""
+        """Return the settings that `ranks` ranks add to the recipe, except output folder and prompts."""
         settings = MEASURING | {
             "run.iterations": self.steps,
             "data.max_prompt_tokens": self.prompt_tokens,
@@ -256,16 +266,17 @@ class Size:
 
 
 def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompts: Path | None) -> Size:
-    """The run on `ranks` ranks.
+    """Return the run on `ranks` ranks.
 
     Args:
-        prompts: the file to train on, which is made when all sizes are checked; None: the recipe's own, for random weights.
+        prompts: the training file, which is written once all sizes are checked; None: the recipe's own, for
+            random weights.
 
     Raises:
-        ValueError: everything that keeps it from working, with the number of ranks.
+        ValueError: any problem that would make it fail, with the number of ranks.
     """
     settings = sizing.settings(ranks) | {"run.output_dir": str(output_dir)}
-    stand_in = {"data.train": str(recipe.path)} if prompts else {}  # checks ask for a file that exists
+    stand_in = {"data.train": str(recipe.path)} if prompts else {}  # checks need an existing file
     try:
         config = recipe.config(settings | stand_in, ranks)
         if recipe.path.suffix == ".yaml":
@@ -284,29 +295,33 @@ def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompt
 
 
 def check_sizes(sizes: list[Size]) -> None:
-    """ValueError if this host has fewer GPUs than the largest size (on a CPU ranks share it), or if the sizes train other models."""
+    """Raise ValueError if this host has too few GPUs (ranks share a CPU), or if sizes train other models."""
     largest = max(size.ranks for size in sizes)
     if device.is_gpu() and largest > torch.cuda.device_count():
         raise ValueError(
-            f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are modelled, so choose smaller ones"
+            f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are "
+            "modelled, so choose smaller ones"
         )
     models = {tuple((role.name, role.arch) for role in size.case.roles) for size in sizes}
     if len(models) > 1:
         raise ValueError(
-            f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot be compared; name the same with MODEL and critic.path"
+            f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot "
+            "be compared; name the same with MODEL and critic.path"
         )
 
 
-# ---- running -----------------------------------------------------------------------------------------------------------
+# ---- running -----------------------------------------------------------------------------------------------
 
 
 def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -> None:
-    """Random words, `tokens` tokens a prompt by the model's own tokenizer; one or two fewer where it does not cut there.
+    """Write random words, `tokens` tokens per prompt by the model's own tokenizer.
+
+    A prompt has one or two fewer if the tokenizer cannot cut there.
 
     Raises:
-        ValueError: no tokenizer, or one with which words cannot be cut to that length.
+        ValueError: no tokenizer, or one that cannot cut words to that length.
     """
-    from make_random import write_prompts  # beside this file; brings safetensors
+    from make_random import write_prompts  # from this folder; imports safetensors
 
     from verl_megatron.data.tokenizer import load_tokenizer
 
@@ -315,12 +330,15 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     shortest = min(len(tokenizer.encode_prompt(row["prompt"])) for row in read_rows(path))
     if shortest < tokens - 2:
         raise ValueError(
-            f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; choose another --prompt-tokens"
+            f"the tokenizer in {model} makes prompts of {shortest} tokens where {tokens} are asked for; "
+            "choose another --prompt-tokens"
         )
 
 
 def run(size: Size) -> None:
-    """Start it and wait for its end; its output is in `log.txt` beside its metrics. A signal to this program ends the run, too.
+    """Start the run and wait for its end; a signal to this program also ends the run.
+
+    Its output is in `log.txt` next to its metrics.
 
     Raises:
         RuntimeError: it failed; with the end of its output.
@@ -350,7 +368,7 @@ def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
-            process.terminate()  # torchrun passes it on to its ranks
+            process.terminate()  # torchrun forwards it to its ranks
             try:
                 process.wait(ENDING_S)
             except subprocess.TimeoutExpired:

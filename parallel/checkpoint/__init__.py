@@ -1,1 +1,1 @@
-"""A run's state on disk: folders with digests, what a resumed run reads, and Megatron-Core's training state in them."""
+"""A run's checkpoints: folders with digests, checks on resume, and Megatron-Core's training state."""

@@ -1,4 +1,4 @@
-"""Collective work on the disk beside training: job after job in one thread, which has a process group of its own."""
+"""Collective checkpoint I/O concurrent with training: one thread with its own process group."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +12,10 @@ Job = Callable[[dist.ProcessGroup | None], None]
 
 
 class Background:
-    """Every rank of the world constructs it, and submits the same jobs in the same order.
+    """Queue of collective jobs; every rank constructs it and submits the same jobs in the same order.
 
     Args:
-        enabled: False does each job at once, in the caller's thread and over the world.
+        enabled: False runs each job immediately, in the caller's thread and over the world.
     """
 
     def __init__(self, *, enabled: bool):
@@ -29,7 +29,10 @@ class Background:
         self._jobs: list[Future] = []
 
     def submit(self, job: Job) -> None:
-        """Start the job once those before it are done; it is given the group for its collectives. After one that failed none is done."""
+        """Run the job after all earlier ones, passing it the group for its collectives.
+
+        After a failed job no further job runs.
+        """
         if self._executor is None:
             return job(None)
         previous = self._jobs[-1] if self._jobs else None
@@ -42,19 +45,23 @@ class Background:
         self._jobs.append(self._executor.submit(work))
 
     def wait(self) -> None:
-        """Until all is done; what the first failing job raised is raised here."""
+        """Wait for all jobs, and raise the exception of the first one that failed."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Wait for all jobs, and end the thread."""
         self.wait()
         if self._executor is not None:
             self._executor.shutdown()
 
 
 def _begin(gpu: torch.device) -> None:
-    """A new thread would use the first GPU, which may be another rank's, and the default stream: torch's writer waits for it again and again, and training may use it."""
+    """Set the GPU and a stream of its own for the thread.
+
+    A new thread would use the first GPU, which may be another rank's, and the default stream. torch's writer
+    synchronizes with its stream repeatedly, and training may use the default one.
+    """
     torch.cuda.set_device(gpu)
     torch.cuda.set_stream(torch.cuda.Stream(gpu))

@@ -1,8 +1,10 @@
-"""A run's checkpoints: folders step_N that are complete or do not exist, with a manifest that tells what is in them.
+"""A run's checkpoints: folders step_N that are complete or do not exist, each with a manifest.
 
-A checkpoint is written into a scratch folder, its manifest last, and gets its name in one step. The manifest has each file's size and
-SHA-256, and a digest of itself; resume.py compares them before it is used (about 1.5 GB/s a core; ranks, and their cores, share the files).
-All functions are collective over the world, or over a group of all its ranks where one is given.
+A checkpoint is written to a scratch folder, its manifest last, and renamed atomically. The manifest has the
+size and SHA-256 of each file, and a digest of itself. resume.py verifies them before use, at about 1.5 GB/s
+per core; the ranks and their cores share the files.
+
+All functions are collective over the world, or over a given group of all its ranks.
 """
 
 import contextlib
@@ -30,16 +32,16 @@ MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or used; the same message on every rank."""
+    """A checkpoint cannot be written or used; the same message on every rank."""
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, of the highest step first; not collective."""
+    """Return the complete checkpoints in `folder`, highest step first; not collective."""
     return [path for path in named(folder) if os.path.lexists(path / MANIFEST)]
 
 
 def named(folder: Path) -> list[Path]:
-    """Everything in `folder` that has the name of a complete checkpoint, of the highest step first; not collective."""
+    """Return everything in `folder` named like a complete checkpoint, highest step first; not collective."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = [folder / name for name in names if re.fullmatch(r"step_(0|[1-9][0-9]*)", name)]
     return sorted(found, key=step_of, reverse=True)
@@ -49,14 +51,14 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-# ---- agreement --------------------------------------------------------------------------------------------------------
+# ---- collective helpers ------------------------------------------------------------------------------------
 
 
 Group = dist.ProcessGroup | None
 
 
 def from_first(value, group: Group = None):
-    """The first rank's value, on every rank."""
+    """Return the first rank's value on every rank."""
     values = [value]
     dist.broadcast_object_list(values, group=group)
     return values[0]
@@ -70,35 +72,38 @@ def gathered(value, group: Group = None) -> list:
 
 @contextlib.contextmanager
 def together(action: str, group: Group = None) -> Iterator[None]:
-    """At the end of the block every rank knows whether one failed to read or write, and raises the same CheckpointError."""
+    """Raise the same CheckpointError on every rank if the block failed to read or write on any of them."""
     problem = None
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk with either
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk with either
         problem = str(error)
     for rank, found in enumerate(gathered(problem, group)):
         if found is not None:
             raise CheckpointError(f"{action}: {found} (rank {rank})")
 
 
-# ---- saving -----------------------------------------------------------------------------------------------------------
+# ---- saving ------------------------------------------------------------------------------------------------
 
 
 def save(
     folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None], group: Group = None
 ) -> Path:
-    """Write the checkpoint of a step; one of the same step is replaced.
+    """Write the checkpoint of a step, replacing an earlier one of the same step.
 
     Args:
-        manifest: what the manifest tells besides the step, the number of ranks and the files; JSON values.
-        own: this rank's state, in what `torch.load(weights_only=True)` reads; comes back from `own_state`.
-        write: writes the shared files into the folder it is given.
+        manifest: entries besides the step, the number of ranks and the files; JSON values.
+        own: this rank's state, of types that `torch.load(weights_only=True)` reads; `own_state` returns it.
+        write: writes the shared files to the given folder.
 
     Raises:
-        CheckpointError: a rank could not write; what was there before is as it was.
+        CheckpointError: a rank could not write; an earlier checkpoint is unchanged.
     """
     path, scratch, is_first = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}", dist.get_rank() == 0
-    action = f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room or make the folder writable and start again"
+    action = (
+        f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room "
+        "or make the folder writable and start again"
+    )
     try:
         with together(action, group):
             if is_first:
@@ -106,7 +111,7 @@ def save(
                 scratch.mkdir(parents=True)
         try:
             write(scratch)
-        except CheckpointException as error:  # from torch, on every rank alike
+        except CheckpointException as error:  # from torch, the same on every rank
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"{action}: {cause} (rank {rank})") from None
         with together(action, group):
@@ -128,13 +133,13 @@ def save(
 
 
 def clean(folder: Path) -> None:
-    """Remove what a run that was killed left half-written or half-removed in the folder of its checkpoints; not collective.
+    """Remove partly written or partly removed checkpoints of a killed run; not collective.
 
-    A checkpoint whose forerunner had made room for it when the run was killed gets its name.
+    A complete checkpoint whose predecessor was already renamed when the run was killed gets its final name.
     """
     scratch = re.compile(rf"(step_[0-9]+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
     left = [path for path in folder.iterdir() if scratch.fullmatch(path.name)] if folder.is_dir() else []
-    for path in sorted(left):  # .partial comes before .replaced
+    for path in sorted(left):  # .partial sorts before .replaced
         whole = path.with_suffix("")
         if (
             path.suffix == PARTIAL
@@ -150,7 +155,7 @@ def clean(folder: Path) -> None:
 
 
 def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]:
-    """Size and digest of every file, each read by one rank, which also makes sure that it is on the disk."""
+    """Return the size and digest of every file, each read by one rank, which also syncs it to the disk."""
     sizes, mine = {}, {}
     with together(action, group):
         if dist.get_rank() == 0:
@@ -171,24 +176,24 @@ def _describe_file(path: Path) -> dict:
 
 
 def share(sizes: dict[str, int]) -> list[str]:
-    """Of the files with these bytes, those that this rank reads: about as much as any other."""
+    """Return this rank's share of the files, given their sizes in bytes; all shares are about equal."""
     largest_first = sorted(sizes, key=lambda name: (-sizes[name], name))
     return largest_first[dist.get_rank() :: dist.get_world_size()]
 
 
 def each(read: Callable[[str], dict | str | None], names: list[str]) -> list:
-    """`read` of every name, on as many cores as write a rank's files."""
+    """Return `read(name)` for every name, with as many threads as write a rank's files."""
     with ThreadPoolExecutor(writing_threads()) as pool:
         return list(pool.map(read, names))
 
 
 def writing_threads() -> int:
-    """A rank writes so many files at once."""
+    """Return the number of files that a rank writes concurrently."""
     return min(4, device.cores_per_rank())
 
 
 def _name(scratch: Path, path: Path, manifest: str) -> None:
-    """Add the manifest and give the scratch folder its name, in an order that a power failure leaves consistent."""
+    """Write the manifest and rename the scratch folder, in an order that survives a power failure."""
     (scratch / MANIFEST).write_text(manifest)
     for written in (scratch / MANIFEST, *(part for part in scratch.rglob("*") if part.is_dir()), scratch):
         _sync(written)
@@ -210,14 +215,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-# ---- what is added to a checkpoint afterwards -------------------------------------------------------------------------
+# ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
 def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
-    """Add this rank's `own` (as in `save`) to the checkpoint in `path`; what had that name before is replaced.
+    """Add this rank's `own` (as in `save`) to the checkpoint in `path` as `name`, replacing an earlier one.
 
     Raises:
-        CheckpointError: a rank could not write; the checkpoint is what it was.
+        CheckpointError: a rank could not write; the checkpoint is unchanged.
     """
     action, is_first = f"{name} were not added to {path}", dist.get_rank() == 0
     with together(action, group):
@@ -228,9 +233,8 @@ def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
     files = {name: description for part in gathered(written, group) for name, description in part.items()}
     with together(action, group):
         if is_first:
-            (path / f"{name}.json").unlink(
-                missing_ok=True
-            )  # no time at which old digests stand beside new files
+            # old digests never coexist with new files
+            (path / f"{name}.json").unlink(missing_ok=True)
     with together(action, group):
         os.replace(file.with_suffix(PARTIAL), file)
     with together(action, group):
@@ -239,10 +243,10 @@ def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
 
 
 def tell(path: Path, name: str, told: dict) -> None:
-    """Write `told` (JSON values) into the checkpoint in `path`, whole or not at all; not collective.
+    """Write the metadata `told` (JSON values) atomically to the checkpoint in `path`; not collective.
 
     Raises:
-        OSError: it cannot be written, or the checkpoint is no longer what was written.
+        OSError: it cannot be written, or the checkpoint is not what was saved.
     """
     scratch = path / f"{name}{PARTIAL}"
     try:
@@ -256,11 +260,13 @@ def tell(path: Path, name: str, told: dict) -> None:
 
 
 def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> None:
-    """Once the checkpoint of `step` is complete: keep the newest and, besides, those of the best validation accuracy.
+    """Remove old checkpoints once that of `step` is complete.
+
+    The newest ones are kept and, in addition, those of the best validation accuracy.
 
     Args:
-        keep_last: how many of the newest up to `step` stay; 0: all.
-        keep_best: how many stay for the accuracy that was measured at their own step.
+        keep_last: number of the newest up to `step` to keep; 0: all.
+        keep_best: number to keep by the accuracy measured at their own step.
     """
     if dist.get_rank() or not keep_last:
         return
@@ -271,13 +277,13 @@ def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> No
     )
     for path in set(paths) - set(paths[:keep_last]) - set(best[:keep_best]):
         shutil.rmtree(gone := path.with_name(path.name + REPLACED), ignore_errors=True)
-        with contextlib.suppress(OSError):  # one too many does no harm
-            os.replace(path, gone)  # it is not complete while it is being removed
+        with contextlib.suppress(OSError):  # an extra checkpoint does no harm
+            os.replace(path, gone)  # incomplete while it is being removed
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def _accuracy(path: Path) -> float | None:
-    """What validation found at the step of a checkpoint; None: nothing that can be compared."""
+    """Return the validation accuracy at a checkpoint's own step; None if there is no comparable value."""
     try:
         manifest = read_sealed(path / MANIFEST)
         accuracy = (

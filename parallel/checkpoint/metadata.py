@@ -1,4 +1,4 @@
-"""The `.metadata` of torch.distributed.checkpoint: a pickle, of which only its own records are admitted."""
+"""`.metadata` of torch.distributed.checkpoint: a pickle, read with an allow-list of its record types."""
 
 import pickle
 from collections import OrderedDict
@@ -20,7 +20,7 @@ FILE = ".metadata"
 
 
 class _Ignored:
-    """Takes the place of plans that writers keep in the file."""
+    """Placeholder for plans that writers keep in the file."""
 
     def __init__(self, *_, **__): ...
 
@@ -64,14 +64,14 @@ ADMITTED = {
     ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
-    ("builtins", "getattr"): _member,  # how Python 3.11 writes members of enumerations
+    ("builtins", "getattr"): _member,  # Python 3.11's pickling of enumeration members
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
 }
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Resolves the names of `ADMITTED` and no others."""
+    """Unpickler that resolves the names of `ADMITTED` and no others."""
 
     def find_class(self, module: str, name: str):
         if (module, name) not in ADMITTED:
@@ -80,10 +80,10 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The checkpoint's table of tensors and objects; nothing but its records is ever constructed.
+    """Read the checkpoint's table of tensors and objects, constructing nothing but its record types.
 
     Raises:
-        ValueError: no such file, not such a pickle, one that names anything else, or records that hold something else.
+        ValueError: no such file, another kind of pickle, one that names anything else, or invalid records.
     """
     path = folder / FILE
     if not path.is_file():
@@ -96,16 +96,17 @@ def read_metadata(folder: Path) -> Metadata:
         _check(found)
     except Exception as error:  # a broken pickle raises nearly anything
         raise ValueError(
-            f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it again from its source"
+            f"{path} is not the table of a distributed checkpoint ({error or type(error).__name__}); copy it "
+            "again from its source"
         ) from None
     return found
 
 
 def read_tensor_table(folder: Path) -> Metadata:
-    """A table of tensors alone: torch's reader, which unpickles it without a check, would unpickle objects so, too.
+    """Read a table that has tensors only; torch's reader would unpickle objects without a check.
 
     Raises:
-        ValueError: as `read_metadata`, or it has objects.
+        ValueError: as `read_metadata`, or the table has objects.
     """
     found = read_metadata(folder)
     objects = [
@@ -121,7 +122,7 @@ def read_tensor_table(folder: Path) -> Metadata:
 
 
 def _check(found: Metadata) -> None:
-    """Any exception where a record holds what a writer does not put there."""
+    """Raise some exception if a record contains a value that no writer puts there."""
     if not (
         isinstance(found, Metadata)
         and isinstance(found.state_dict_metadata, dict)
@@ -159,8 +160,9 @@ def write_metadata(
     """Write the table.
 
     Args:
-        tensors: dtype and shape by key, in the order to be listed.
-        entries: one a chunk or object: "key", "offset" and "shape" (None for an object), "file", "start", "length".
+        tensors: dtype and shape by key, in the order of the table.
+        entries: one per chunk or object: "key", "offset" and "shape" (None for an object), "file", "start",
+            "length".
     """
     state: dict = {
         key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])

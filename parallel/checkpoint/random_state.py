@@ -1,4 +1,4 @@
-"""The random states of a process, kept and put back, or begun anew from a seed and a step."""
+"""Random states of a process: saved, restored, or seeded from a seed and a step."""
 
 import random
 
@@ -11,7 +11,7 @@ from parallel.groups import ProcessGroups
 
 
 def rng_state() -> dict:
-    """All random states of this process, in what `torch.load(weights_only=True)` reads."""
+    """Return all random states of this process, of types that `torch.load(weights_only=True)` reads."""
     kind, keys, *rest = numpy.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -25,14 +25,14 @@ def rng_state() -> dict:
 
 
 def set_rng_state(state: dict) -> None:
-    """Continue from `rng_state()`.
+    """Restore the state that `rng_state()` returned.
 
     Raises:
-        RuntimeError: it is something else.
+        RuntimeError: it is not such a state.
     """
     try:
         _set_rng_state(state)
-    except Exception as error:  # torch, numpy and Python tell of it with any
+    except Exception as error:  # torch, numpy and Python raise different exceptions
         raise RuntimeError(
             f"not the random states of a process: {type(error).__name__} {str(error)[:200]}"
         ) from None
@@ -49,10 +49,13 @@ def _set_rng_state(state: dict) -> None:
 
 
 def seed_anew(groups: ProcessGroups, *, seed: int, step: int) -> None:
-    """Random states that depend on the seed, the step and this rank's place; tensor-parallel ranks agree outside their regions."""
+    """Seed the random states from the seed, the step and this rank's position in the layout.
+
+    Tensor-parallel ranks have the same torch state outside tensor-parallel regions.
+    """
     mixed = random.Random(f"{seed}/{step}").getrandbits(31)
     if groups.is_member:
-        megatron.seed(groups, mixed)  # seeds random numbers of torch, too
+        megatron.seed(groups, mixed)  # also seeds torch
     mine = random.Random(f"{mixed}/{dist.get_rank()}").getrandbits(31)
     random.seed(mine)
     numpy.random.seed(mine)

@@ -1,7 +1,6 @@
-"""The newest checkpoint that is what was written, and what was added to it: looked at before it is loaded.
+"""Resuming: find the newest undamaged checkpoint and its additions, and verify them before they are loaded.
 
-Nothing is believed: not the manifest, nor a pickle, nor that a file is a file. All functions are collective over the
-world.
+The manifest, pickles and file types are all untrusted. All functions are collective over the world.
 """
 
 import contextlib
@@ -29,11 +28,11 @@ from parallel.checkpoint.folders import (
 )
 from parallel.checkpoint.sealed import SEAL, file_damage, files_problem, load_tensors, read_sealed, shortened
 
-Check = Callable[[dict], str | None]  # what is wrong, if anything is
+Check = Callable[[dict], str | None]  # returns an error message, or None
 
 
 def _anything(content: dict) -> None:
-    """A check that nothing fails."""
+    """Check that always passes."""
 
 
 def _is_count(value: object) -> bool:
@@ -43,16 +42,16 @@ def _is_count(value: object) -> bool:
 def newest_sound(
     folder: Path, *, say: Callable[[str], None], check: Check = _anything
 ) -> tuple[Path, dict] | None:
-    """The newest checkpoint that is as it was written, and its manifest; None: there is no checkpoint.
+    """Return the newest undamaged checkpoint and its manifest; None if there is no checkpoint.
 
-    A damaged one is told of, put aside as step_N.damaged if another can be used, and never loaded. What a run that
-    was killed left half-written is removed.
+    A damaged one is reported and never loaded; if another can be used, it is renamed to step_N.damaged.
+    Partly written checkpoints of a killed run are removed.
 
     Args:
-        check: what is wrong with a manifest beside what is looked at here.
+        check: an additional check of a manifest.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged; or the folder cannot be read.
+        CheckpointError: all checkpoints are damaged, or the folder cannot be read.
     """
     damaged, first, paths = [], "", []
     with together(f"the checkpoints in {folder} cannot be read; make the folder readable and writable"):
@@ -62,7 +61,7 @@ def newest_sound(
     for path in from_first(paths):
         manifest, problem = damage(path, check)
         if problem is None:
-            with contextlib.suppress(OSError):  # it only saves the next start the reading
+            with contextlib.suppress(OSError):  # renaming only saves the next start from reading it
                 _put_aside(damaged, DAMAGED)
             dist.barrier()
             return path, manifest
@@ -71,16 +70,17 @@ def newest_sound(
         say(f"warning: checkpoint {path} is damaged and not used: {problem}")
     if damaged:
         raise CheckpointError(
-            f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never to begin anew"
+            f"no checkpoint in {folder} can be used; {first}; copy the files again, or set run.resume=never "
+            "to begin anew"
         )
     return None
 
 
 def put_aside_all(folder: Path) -> list[Path]:
-    """Give the checkpoints of an earlier run names under which the one that begins does not take them for its own.
+    """Rename the checkpoints of an earlier run, so that the new run does not take them for its own.
 
     Returns:
-        Their new paths: step_N.earlier, or with a number where that is taken; on every rank.
+        Their new paths, on every rank: step_N.earlier, or with a number if that is taken.
 
     Raises:
         CheckpointError: they cannot be renamed.
@@ -96,7 +96,7 @@ def put_aside_all(folder: Path) -> list[Path]:
 
 
 def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
-    """Rename them, from the first rank; what was put aside before stays."""
+    """Rename them on the first rank; checkpoints renamed before stay."""
     if dist.get_rank() or not paths:
         return []
     numbers = ("", *range(2, 10_000))
@@ -108,18 +108,18 @@ def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
 
 
 def damage(path: Path, check: Check = _anything) -> tuple[dict, str | None]:
-    """The manifest, and what is wrong with it or the files: a sentence that is the same on every rank, or None."""
+    """Return the manifest, and an error message about it or the files, the same on every rank, or None."""
     manifest, problem = from_first(_read_manifest(path, check) if dist.get_rank() == 0 else None)
     if problem is not None:
         return {}, problem
     problem = _damage_among(path, manifest["files"])
-    if problem is None:  # now that they are the files which were written: by whom?
+    if problem is None:  # the files are those of the manifest; now check which run wrote them
         problem = next(filter(None, gathered(_pickle_problem(path, manifest))), None)
     return manifest, problem
 
 
 def _damage_among(path: Path, files: dict[str, dict]) -> str | None:
-    """What is wrong with one of these files, if anything is; the same on every rank."""
+    """Return an error message if one of these files is damaged; the same on every rank."""
     found = each(
         lambda name: file_damage(path / name, files[name]),
         share({name: written["bytes"] for name, written in files.items()}),
@@ -145,7 +145,7 @@ def _read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
 
 
 def _pickle_problem(path: Path, manifest: dict) -> str | None:
-    """What is wrong with the pickles that this rank is going to read, if anything is."""
+    """Return an error message if a pickle that this rank will read is invalid."""
     try:
         if manifest["world_size"] == dist.get_world_size():
             own_state(path)
@@ -164,28 +164,30 @@ def _pickle_problem(path: Path, manifest: dict) -> str | None:
 
 
 def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> None:
-    """Compare the architectures of the roles that learn.
+    """Compare the architectures of the trained roles with the checkpoint's.
 
     Raises:
-        CheckpointError: the checkpoint is of other models, with what differs.
+        CheckpointError: the checkpoint is of other models; the message names the differences.
     """
     saved, models = manifest["models"], json.loads(json.dumps(models))
     if saved.keys() != models.keys():
         raise CheckpointError(
-            f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the same algorithm, or set run.resume=never"
+            f"checkpoint {path} holds {', '.join(saved)}, this run trains {', '.join(models)}; choose the "
+            "same algorithm, or set run.resume=never"
         )
     for role, model in models.items():
         for name in sorted(model.keys() | saved[role].keys()):
             if model.get(name) != saved[role].get(name):
                 held, given = shortened(saved[role].get(name)), shortened(model.get(name))
                 raise CheckpointError(
-                    f"checkpoint {path} holds an {role} with {shortened(name)}={held}, this run's has {name}={given};"
+                    f"checkpoint {path} holds an {role} with {shortened(name)}={held}, this run's has "
+                    f"{name}={given};"
                     f" set {role}.path to the model that it was trained from, or run.resume=never"
                 )
 
 
 def own_state(path: Path) -> dict:
-    """What this rank gave to `save` as its own; only if the number of ranks is the same.
+    """Return the `own` that this rank passed to `save`; requires the same number of ranks.
 
     Raises:
         ValueError: it is not what a run saves, or would run code.
@@ -193,11 +195,11 @@ def own_state(path: Path) -> dict:
     return load_tensors(path / f"rank_{dist.get_rank()}.pt")
 
 
-# ---- what was added to a checkpoint ----------------------------------------------------------------------
+# ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
 def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything) -> dict | None:
-    """What `tell` wrote, on every rank; None: nothing, or nothing that can be used, which is said."""
+    """Return the metadata that `tell` wrote, on every rank; None, with a warning if it is unusable."""
 
     def read() -> tuple[dict | None, str | None]:
         try:
@@ -222,12 +224,12 @@ def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _a
 def added(
     path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything
 ) -> tuple[list[dict], int] | None:
-    """What `add` wrote, where it is whole, and on how many ranks.
+    """Return what `add` wrote, if it is undamaged, and the number of ranks that wrote it.
 
-    This rank's own part if there are as many ranks as then, else those of all, on each.
+    With the same number of ranks now, each gets its own part; otherwise each gets all parts.
 
     Args:
-        check: what is wrong with one rank's part, if anything is; such parts are not used either.
+        check: returns an error message for an unusable part of a rank; then nothing is used.
     """
     listed = told(path, name, say=say, check=lambda listed: _listing_problem(listed, name))
     if listed is None:
@@ -255,8 +257,8 @@ def _listing_problem(listed: dict, name: str) -> str | None:
 
 
 def _missing(files: dict, name: str, world_size: int) -> str | None:
-    """The first rank's file that is not listed."""
-    if world_size > len(files):  # most likely nonsense: nobody counts to it
+    """Return the first rank's file that is not listed."""
+    if world_size > len(files):  # an invalid number, too large to iterate over
         return f"the files of {world_size} ranks"
     return next((file for rank in range(world_size) if (file := f"{name}_{rank}.pt") not in files), None)
 

@@ -1,7 +1,7 @@
-"""Files that are proven before they are believed: JSON with its own digest, files with one elsewhere, pickles of tensors.
+"""Files verified before use: JSON with its own digest, files with a digest elsewhere, pickles of tensors.
 
-Not collective. Whatever lies in the place of a file (a pipe, a device, a folder) is told in a sentence, and nothing
-here waits for it.
+Not collective. Anything else in place of a file (a pipe, a device, a folder) is reported in a sentence, and
+never blocks the reader.
 """
 
 import contextlib
@@ -16,22 +16,21 @@ from typing import BinaryIO
 
 import torch
 
-FORMAT = 2  # of what is sealed; the first had no digest
-SEAL = "sha256"  # the key of the digest over all the others
-MOST_JSON_BYTES = 2**26  # a checkpoint of 10,000 ranks tells about a tenth of it
+FORMAT = 2  # of the sealed JSON; format 1 had no digest
+SEAL = "sha256"  # key of the digest over all other entries
+MOST_JSON_BYTES = 2**26  # a checkpoint of 10,000 ranks needs about a tenth of it
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, or a link to one, to read.
+    """Open a regular file, or a link to one, for reading.
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is something else.
+        ValueError: it is not a regular file.
     """
-    handle = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
-    )  # without O_NONBLOCK a pipe keeps who opens it
+    # without O_NONBLOCK, opening a pipe blocks
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError(f"{path} is no regular file")
@@ -42,16 +41,16 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def shortened(text: object, length: int = 200) -> str:
-    """One line of at most `length` characters."""
+    """Return `text` as one line of at most `length` characters."""
     line = " ".join(str(text)[: 10 * length].split())
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object.
+    """Read a JSON object.
 
     Raises:
-        ValueError: a clause that names the file and says why there is none.
+        ValueError: a clause that names the file and the problem.
     """
     try:
         with opened(path) as file:
@@ -68,20 +67,20 @@ def read_json(path: Path) -> dict:
     return content
 
 
-# ---- JSON that carries its digest ------------------------------------------------------------------------
+# ---- JSON with its digest ----------------------------------------------------------------------------------
 
 
 def sealed(content: dict) -> str:
-    """JSON of `content` with the number of the format and a digest of all that, which `read_sealed` compares."""
+    """Return JSON of `content` with the format's number and a digest that `read_sealed` verifies."""
     content = json.loads(json.dumps({"format": FORMAT, **content}))
     return json.dumps({**content, SEAL: _seal_of(content)}, indent=1)
 
 
 def read_sealed(path: Path) -> dict:
-    """What `sealed` was given, with the format and the digest.
+    """Read what `sealed` returned: its content, format and digest.
 
     Raises:
-        ValueError: a clause that names the file and says why it is not what was written.
+        ValueError: a clause that names the file and how it differs from what was written.
     """
     content = read_json(path)
     if content.get("format") != FORMAT:
@@ -109,11 +108,11 @@ def _told_once(pairs: list[tuple[str, object]]) -> dict:
     return told
 
 
-# ---- other files -----------------------------------------------------------------------------------------
+# ---- other files -------------------------------------------------------------------------------------------
 
 
 def described(path: Path) -> dict:
-    """Size and digest of a file."""
+    """Return the size and digest of a file."""
     with opened(path) as file:
         return {
             "bytes": os.fstat(file.fileno()).st_size,
@@ -122,7 +121,7 @@ def described(path: Path) -> dict:
 
 
 def file_damage(path: Path, written: dict) -> str | None:
-    """In which way a file is not the one that `described` told of; None: it is."""
+    """Return how a file differs from its description by `described`; None if it does not."""
     try:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -139,7 +138,7 @@ def file_damage(path: Path, written: dict) -> str | None:
 
 
 def files_problem(files: object) -> str | None:
-    """What is wrong with descriptions of files by their relative names; None: nothing."""
+    """Return an error message for invalid descriptions of files by relative name; None if they are valid."""
     if not isinstance(files, dict) or not files:
         return "it lists no files"
     for name, written in files.items():
@@ -158,7 +157,7 @@ def files_problem(files: object) -> str | None:
 
 
 def load_tensors(path: Path) -> dict:
-    """A dictionary of numbers, texts and tensors on the CPU, as `torch.save` wrote it.
+    """Load a dictionary of numbers, strings and tensors, written by `torch.save`, to the CPU.
 
     Raises:
         ValueError: it is something else, or would run code.
@@ -168,9 +167,8 @@ def load_tensors(path: Path) -> dict:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle raises nearly anything
         said = str(error) or type(error).__name__
-        cause = re.search(
-            r"(?:WeightsUnpickler error:|Trying to load)\s*([^\n]+)", said
-        )  # torch goes on to say how it can be loaded nonetheless
+        # torch's message goes on to explain how to load it anyway
+        cause = re.search(r"(?:WeightsUnpickler error:|Trying to load)\s*([^\n]+)", said)
         why = shortened(cause[1] if cause else said.removeprefix("Weights only load failed."))
         raise ValueError(f"{path} is refused: it is not what a run saves ({why})") from None
     if not isinstance(found, dict):

@@ -1,9 +1,12 @@
-"""A model that learns on disk: a folder in Megatron-Core's torch_dist format, which every layout and optimizer reads.
+"""A trained model on disk: a folder in Megatron-Core's torch_dist format, for any layout and optimizer.
 
-A parameter is three float32 tensors in its whole shape: the value that the optimizer keeps (the weight is this or its rounding) and
-Adam's moments. In a data-parallel group each parameter has one holder, which alone writes it, or reads it and hands it round.
-Only the description of the model is Megatron-Core's: those of its optimizers differ between plain and distributed ones, and with
-torch's AdamW the latter share one step between parameters. Its asynchronous writer, which starts processes, is not used either.
+A parameter is saved as three float32 tensors of its full shape: the optimizer's master value (the weight is
+this or its rounding) and Adam's two moments. In a data-parallel group each parameter has one owner rank,
+which alone writes it, or reads and broadcasts it.
+
+Only the model's sharded state dict comes from Megatron-Core. Those of its optimizers differ between plain and
+distributed ones, and with torch's AdamW the latter share one step between parameters. Its asynchronous
+writer, which starts processes, is not used either.
 """
 
 import json
@@ -51,26 +54,27 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from parallel.megatron import lent_to_globals
 
 VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
-_PIECE = 2**24  # elements widened at a time
+_PIECE = 2**24  # elements converted to float64 at a time
 
 
 @dataclass(kw_only=True)
 class Learned:
-    """One parameter of this rank: what it is in the model, and which part of it the optimizer steps on here."""
+    """One parameter of this rank: its sharded description, and the part that the optimizer steps on here."""
 
     name: str
     weight: Tensor
     sharded: ShardedTensor | ShardedTensorFactory
-    holder: int  # rank within the data-parallel group
+    holder: int  # owner's rank within the data-parallel group
     inner: torch.optim.Optimizer | None = None  # None: the part is empty
     value: Tensor | None = (
-        None  # what `inner` steps on: elements `start` to `stop` of the flattened parameter
+        # what `inner` steps on: elements `start` to `stop` of the flattened parameter
+        None
     )
     start: int = 0
     stop: int = 0
 
     def part(self, kind: str) -> Tensor | None:
-        """What the optimizer holds here of the value or a moment."""
+        """Return the optimizer's part of the value or of a moment on this rank."""
         return (
             self.value
             if kind == VALUE or self.value is None
@@ -79,7 +83,7 @@ class Learned:
 
 
 def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
-    """All parameters of a member's chunks, in an order that is the same on the ranks of a data-parallel group."""
+    """Return all parameters of a member's chunks, in the same order on the ranks of a data-parallel group."""
     found, loads = {}, [0] * groups.dp_cp.size()
     for number, chunk in enumerate(chunks):
         with lent_to_globals(groups):
@@ -106,7 +110,7 @@ def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
 
 
 def _parts(optimizer) -> list:
-    """Megatron-Core's optimizers with parameters under one that may be a chain."""
+    """Return Megatron-Core's optimizers that have parameters, from one that may be a chain."""
     return [
         part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None
     ]
@@ -135,7 +139,10 @@ def _add_ranges(optimizer, found: dict[Tensor, Learned]) -> None:
 
 
 def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
-    """Steps taken so far, the same on every member; Megatron's FusedAdam counts them by group, torch's AdamW by parameter."""
+    """Return the number of steps so far, the same on every member.
+
+    Megatron's FusedAdam counts them per group, torch's AdamW per parameter.
+    """
     steps = [0]
     for inner in {id(one.inner): one.inner for one in parameters if one.inner is not None}.values():
         steps += [
@@ -147,7 +154,11 @@ def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
 
 
 class HostCopies:
-    """Copies of what a rank holds, on the host: in new memory each time or, once it is reserved, in the same (pinned where there is a GPU, while this lives)."""
+    """Host copies of the parameters that a rank owns.
+
+    They are in new memory each time or, after `reserve`, in the same memory, pinned on GPU machines for the
+    lifetime of this object.
+    """
 
     def __init__(self) -> None:
         self._places: dict[str, Tensor] = {}
@@ -157,7 +168,7 @@ class HostCopies:
         return sum(place.nbytes for place in self._places.values())
 
     def reserve(self, chunks: list, optimizer, groups: ProcessGroups) -> None:
-        """Take the memory for all that `gather` will give, once and for all.
+        """Allocate the memory for everything that `gather` will return, once.
 
         Raises:
             ValueError: it cannot be pinned.
@@ -171,7 +182,7 @@ class HostCopies:
         self._places = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A float32 copy on the host; one in reserved memory a GPU fills in the order of its current stream."""
+        """Return a float32 copy on the host; a GPU fills reserved memory on its current stream."""
         place = self._places[name] if self._places else torch.empty(tensor.shape, dtype=torch.float32)
         return place.copy_(tensor, non_blocking=True)
 
@@ -179,9 +190,10 @@ class HostCopies:
 def gather(
     chunks: list, optimizer, groups: ProcessGroups, copies: HostCopies
 ) -> tuple[dict[str, Tensor], int]:
-    """Float32 tensors on the host of all parameters that this rank holds for its data-parallel group, and the optimizer's step.
+    """Return float32 host tensors of all parameters that this rank owns, and the optimizer's step.
 
-    Before the first step there are no moments. On a GPU the current stream may still be filling the tensors.
+    Before the first step there are no moments. On a GPU the current stream may
+    still be filling the tensors.
     """
     parameters = learned(chunks, optimizer, groups)
     step = optimizer_step(parameters, groups)
@@ -196,9 +208,8 @@ def gather(
                 continue
             whole = _whole(one, kind, groups) if is_split else one.part(kind)
             if is_mine:
-                whole = (
-                    torch.zeros_like(one.weight, dtype=torch.float32) if whole is None else whole.detach()
-                )  # None: no gradient ever came
+                # None: the parameter never had a gradient
+                whole = torch.zeros_like(one.weight, dtype=torch.float32) if whole is None else whole.detach()
                 tensors[f"{one.name}/{kind}"] = copies.copy(
                     f"{one.name}/{kind}", whole.view(one.weight.shape)
                 )
@@ -206,22 +217,23 @@ def gather(
 
 
 def _whole(one: Learned, kind: str, groups: ProcessGroups) -> Tensor:
-    """[N] float32 on the holder: what the ranks of a data-parallel group hold parts of; elsewhere anything."""
+    """Gather one parameter of a data-parallel group: [N] float32 on its owner rank; undefined elsewhere."""
     whole, part = (
         torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device),
         one.part(kind),
     )
     if part is not None:
         whole[one.start : one.stop] = part.detach().flatten()
-    # Summed as integers: of each element all ranks but one have 0, so the bits stay.
+    # Summed as integers: each element is 0 on all ranks but one, so the bits are preserved.
     dist.reduce(whole.view(torch.int32), dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
     return whole
 
 
 def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
-    """Euclidean norms of the values and of Adam's moments of the whole model, each element counted once, whatever the layout.
+    """Return Euclidean norms of the values and of Adam's moments of the whole model.
 
-    A collective over the layout's ranks, alike on each.
+    Each element counts once, whatever the layout. A collective over the layout's ranks; the same result on
+    each.
     """
     is_split = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
     squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
@@ -231,14 +243,18 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
         )
         for place, kind in enumerate((VALUE, *MOMENTS)):
             if is_counted and (part := one.part(kind)) is not None:
-                for piece in part.detach().flatten().split(_PIECE):  # in float64 a whole one may be gigabytes
+                # converting all at once to float64 may take gigabytes
+                for piece in part.detach().flatten().split(_PIECE):
                     squares[place] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
     dist.all_reduce(squares, group=groups.world)
     return {f"norm/{kind}": value for kind, value in zip((VALUE, *MOMENTS), squares.sqrt().tolist())}
 
 
 def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
-    """Megatron-Core's description of `tensors`, which this rank holds: tensor-parallel and tied copies are told by their replica."""
+    """Return Megatron-Core's description of `tensors`, which this rank owns.
+
+    Replica ids distinguish tensor-parallel and tied copies.
+    """
     described = {}
     for one in parameters:
         for kind in (VALUE, *MOMENTS):
@@ -253,7 +269,7 @@ def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
 
 
 class Snapshot:
-    """What `gather` gave, ready to be written, by another thread too; of a rank without the model it is empty."""
+    """Result of `gather`, ready to be written, also by another thread; empty on a rank without the model."""
 
     def __init__(self, tensors: dict[str, Tensor], chunks: list, optimizer, groups: ProcessGroups):
         state = _describe(learned(chunks, optimizer, groups), tensors) if groups.is_member else {}
@@ -266,7 +282,7 @@ class Snapshot:
         self._is_copied = torch.cuda.current_stream().record_event() if device.is_gpu() else None
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Every rank of `group` (default: the world) calls this together.
+        """Write the snapshot; every rank of `group` (default: the world) calls this together.
 
         Raises:
             torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
@@ -282,9 +298,9 @@ class Snapshot:
 
 
 class _Writer(FileSystemWriter):
-    """Writes a rank's tensors, all of them on the host, from where they lie; torch's own copies each and holds all copies at once.
+    """Writes a rank's host tensors without copies; torch's writer copies each and holds all copies at once.
 
-    A file a thread. That they are on the disk `checkpoints.save` makes sure.
+    Each thread writes one file. `folders.save` syncs them to the disk.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -314,30 +330,30 @@ class _Writer(FileSystemWriter):
         return results
 
     def finish(self, metadata, results) -> None:
-        """On the first rank, after all have written; an error here reaches every rank, as theirs do."""
+        """Finish on the first rank after all have written; its error reaches every rank, as theirs do."""
         super().finish(metadata, results)
-        torch.save(
-            {}, Path(self.path) / "common.pt"
-        )  # these two are what Megatron-Core's own `load` looks for first
+        # Megatron-Core's own `load` looks for these two files first
+        torch.save({}, Path(self.path) / "common.pt")
         (Path(self.path) / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own: torch.save writes all of a tensor's storage."""
+    """Return the same memory as a separate storage, because torch.save writes the whole storage."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: int) -> None:
-    """Put a folder's values and moments in place. Every rank of the world calls this together.
+    """Load a folder's values and moments in place. Every rank of the world calls this together.
 
     Args:
-        step: the optimizer's, as `gather` gave it.
+        step: the optimizer's, as `gather` returned it.
 
     Raises:
-        ValueError: the folder's table is broken or names what no checkpoint needs, or the folder lacks a tensor of this model.
+        ValueError: the folder's table is broken or has entries that no checkpoint needs, or a tensor of this
+            model is missing.
     """
     read_tensor_table(folder)  # torch's reader unpickles it without a check
     parameters = learned(chunks, optimizer, groups) if groups.is_member else []
@@ -353,14 +369,16 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
         loaded, cause = TorchDistLoadShardedStrategy().load(wanted, folder), None
     except (
         CheckpointException
-    ) as error:  # no Exception; with Megatron-Core 0.19 on those ranks alone that it concerns
+        # not a subclass of Exception; Megatron-Core 0.19 raises it only on the affected ranks
+    ) as error:
         cause = str(next(iter(error.failures.values()))[0])
-    except Exception as error:  # what its readers find broken they tell with nearly any
+    except Exception as error:  # its readers raise nearly anything for broken files
         cause = f"{type(error).__name__}: {error}"
     dist.all_gather_object(causes, cause)
     if cause := next(filter(None, causes), None):
         raise ValueError(
-            f"{folder} does not fit this model ({shortened(cause)}); resume with the version of megatron-core that wrote it, or set run.resume=never"
+            f"{folder} does not fit this model ({shortened(cause)}); resume with the version of "
+            "megatron-core that wrote it, or set run.resume=never"
         )
     factories = {
         name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)
@@ -373,7 +391,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
 
 
 def _handed_round(one: Learned, tensor: Tensor | None, groups: ProcessGroups) -> Tensor:
-    """[N] float32 on the weight's device: the holder's tensor, flattened."""
+    """Broadcast the owner rank's flattened tensor; returns [N] float32 on the weight's device."""
     if tensor is None:
         whole = torch.empty(one.weight.numel(), dtype=torch.float32, device=one.weight.device)
     else:
@@ -402,9 +420,8 @@ def _set_step(one: Learned, step: int) -> None:
     if one.inner is None or not step:
         return
     if isinstance(one.inner, torch.optim.Adam | torch.optim.AdamW):
-        one.inner.state[one.value]["step"] = torch.tensor(
-            float(step)
-        )  # each its own, on the CPU wherever the parameter is
+        # one per parameter, on the CPU wherever the parameter is
+        one.inner.state[one.value]["step"] = torch.tensor(float(step))
     else:
         for group in one.inner.param_groups:
             group["step"] = step

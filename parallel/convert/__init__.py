@@ -1,1 +1,4 @@
-"""Conversion between Hugging Face folders and Megatron-Core's distributed checkpoints, without a GPU, a model or process groups."""
+"""Conversion between Hugging Face folders and Megatron-Core's distributed checkpoints.
+
+Needs no GPU, model or process groups.
+"""

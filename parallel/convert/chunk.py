@@ -1,4 +1,4 @@
-"""One chunk of a .distcp file: a tensor as `torch.save` writes it, whose bytes are found without loading it."""
+"""One chunk of a .distcp file: a tensor written by `torch.save`, whose data is located without loading it."""
 
 import io
 import pickle
@@ -24,7 +24,7 @@ _LOCAL_HEADER_BYTES = 30  # of a zip member, before its name and extra field
 
 @dataclass(frozen=True, slots=True)
 class ChunkData:
-    """Where a chunk's elements lie in its file, row-major and without gaps."""
+    """Location of a chunk's elements in its file, row-major and contiguous."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class ChunkData:
 
 
 class _Section(io.RawIOBase):
-    """A byte range of a file, as a file that can be read and sought."""
+    """Byte range of a file, as a readable and seekable file."""
 
     def __init__(self, files: OpenFiles, name: str, start: int, length: int):
         self._files, self._name, self._start, self._length, self._at = files, name, start, length, 0
@@ -58,7 +58,7 @@ class _Section(io.RawIOBase):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads the description of one dense tensor; whatever else a pickle may hold is refused."""
+    """Unpickler for the description of one dense tensor; refuses anything else that a pickle may contain."""
 
     def find_class(self, module: str, name: str):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -75,10 +75,10 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
-    """Find the elements of the chunk in these bytes of the file; only a few kilobytes are read.
+    """Locate the elements of the chunk in these bytes of the file, reading only a few kilobytes.
 
     Raises:
-        ValueError: the bytes are no dense floating tensor that `torch.save` wrote.
+        ValueError: the bytes are not a dense floating-point tensor that `torch.save` wrote.
     """
     try:
         with zipfile.ZipFile(_Section(files, name, start, length)) as archive:
@@ -92,7 +92,8 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
         expected = torch.empty(shape, device="meta")
     except Exception as error:  # a broken archive or pickle raises nearly anything
         raise ValueError(
-            f"{files.folder / name} has no tensor at bytes {start}-{start + length} ({error or type(error).__name__}); copy it again from its source"
+            f"{files.folder / name} has no tensor at bytes {start}-{start + length} "
+            f"({error or type(error).__name__}); copy it again from its source"
         ) from None
     if (
         stride != expected.stride()
@@ -101,13 +102,17 @@ def locate(files: OpenFiles, name: str, start: int, length: int) -> ChunkData:
         or (offset + expected.numel()) * dtype.itemsize > info.file_size
     ):
         raise ValueError(
-            f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the checkpoint again with Megatron-Core"
+            f"{files.folder / name} holds a tensor at byte {start} that is not stored row by row; save the "
+            "checkpoint again with Megatron-Core"
         )
     return ChunkData(dtype, shape, at + offset * dtype.itemsize)
 
 
 def _content(files: OpenFiles, name: str, start: int, member: zipfile.ZipInfo) -> int:
-    """Where a stored member's bytes begin in the file. `zipfile` would compare a CRC, which `torch.save` may be told to leave out."""
+    """Return the offset in the file of a stored member's data.
+
+    `zipfile` would check a CRC, which `torch.save` can be configured to omit.
+    """
     at = start + member.header_offset
     header = files.bytes_at(name, at, _LOCAL_HEADER_BYTES)
     return (

@@ -1,4 +1,4 @@
-"""Two folders of either kind, tensor by tensor, and what a folder holds."""
+"""Tensor-by-tensor comparison of two folders of either kind, and a summary of one folder."""
 
 import hashlib
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from parallel.convert.staging import Source
 from parallel.convert.to_hugging_face import CheckpointArguments, slabs
 from parallel.convert.workers import Budget, run_jobs
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by size in bytes: NaNs have bits too
+# integer types by size in bytes: compared as bits, NaNs included
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class CompareJob:
 
 
 def open_source(arguments: CheckpointArguments) -> Source:
-    """A folder of either kind, opened; ValueError if it is neither or broken."""
+    """Open a folder of either kind; ValueError if it is neither or broken."""
     path = arguments.path
     if not path.is_dir():
         raise ValueError(
@@ -39,7 +40,10 @@ def open_source(arguments: CheckpointArguments) -> Source:
 
 
 def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) -> list[str]:
-    """What differs between two folders, one line a tensor, in the model's order; empty if every tensor has the same bits."""
+    """Return the differences between two folders, one line per tensor, in the model's order.
+
+    The list is empty if every tensor has the same bits.
+    """
     first, second = open_source(a), open_source(b)
     lines = {name: f"{name} is only in {first.path}" for name in first.shapes if name not in second.shapes}
     lines |= {name: f"{name} is only in {second.path}" for name in second.shapes if name not in first.shapes}
@@ -65,7 +69,7 @@ def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) 
 
 
 def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
-    """The tensor's name and how the two sides differ, or ""."""
+    """Return the tensor's name and how the two sides differ, or ""."""
     sides = [_opened(side) for side in job.sides]
     first_row = None
     for (start, one), (_, other) in zip(*(slabs(side, job.name, job.budget) for side in sides), strict=True):
@@ -87,14 +91,20 @@ def _digest(side: Source, job: CompareJob) -> str:
 
 
 def describe(arguments: CheckpointArguments) -> str:
-    """What a folder holds, for a reader: one line a key or tensor, layers of a Hugging Face folder together."""
+    """Return a summary: one line per key or tensor; of a Hugging Face folder only the first layer."""
     source = open_source(arguments)
     total = sum(prod(shape) * source.dtypes[name].itemsize for name, shape in source.shapes.items())
     elements = sum(map(prod, source.shapes.values()))
     lines = [
         f"{source.path}: {source.kind}",
-        f"model      {source.arch.model_type}, {source.head} head, {source.arch.num_layers} layers, {elements:,} parameters{', tied' if source.arch.tied else ''}",
-        f"weights    {total:,} bytes in {len(source.shapes)} Hugging Face tensors of {', '.join(sorted({str(d).removeprefix('torch.') for d in source.dtypes.values()}))}",
+        (
+            f"model      {source.arch.model_type}, {source.head} head, {source.arch.num_layers} layers, "
+            f"{elements:,} parameters{', tied' if source.arch.tied else ''}"
+        ),
+        (
+            f"weights    {total:,} bytes in {len(source.shapes)} Hugging Face tensors of "
+            f"{', '.join(sorted({str(d).removeprefix('torch.') for d in source.dtypes.values()}))}"
+        ),
         f"files      {len(source.source_files)}",
     ]
     if isinstance(source, MegatronCheckpoint):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a source of rows, and safetensors files written row by row."""
+"""A Hugging Face folder as a source of rows, and a row-by-row writer of safetensors files."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,8 @@ class HuggingFace:
     """An open folder, checked against its config.json; its tensors are read by rows.
 
     Raises:
-        ValueError: the folder, a file or a tensor is missing, broken, unknown, quantised or of another shape, or a tied model has another head.
+        ValueError: the folder, a file or a tensor is missing, broken, unknown, quantised or of another shape,
+            or a tied model has a separate head.
     """
 
     kind = "Hugging Face folder"
@@ -51,12 +52,12 @@ class HuggingFace:
         return [self.path / name for name in sorted({file for file, _ in self._starts.values()})]
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
-        """Fill `out` [stop - start, columns], contiguous and of the tensor's own dtype, with these rows."""
+        """Read these rows into `out` [stop - start, columns], contiguous and of the tensor's own dtype."""
         file, first = self._starts[name]
         self._files.read_into(file, first + start * (out.nbytes // max(1, stop - start)), out)
 
     def _locate(self) -> dict[str, tuple[str, int]]:
-        """The file and the first byte of each tensor; `CheckpointFolder` has checked what is read here."""
+        """Return the file and first byte of each tensor; `CheckpointFolder` has validated the headers."""
         single = (self.path / SINGLE).is_file()
         weight_map = (
             dict.fromkeys(self.shapes, SINGLE)
@@ -76,7 +77,12 @@ class HuggingFace:
 def write_safetensors(
     file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], rows_of: Iterator[Tensor]
 ) -> None:
-    """Write one file: its header, then contiguous parts of the tensors in the header's order as `rows_of` yields them."""
+    """Write one file: its header, then the data that `rows_of` yields.
+
+    Args:
+        tensors: name, dtype and shape, in the order of the header.
+        rows_of: contiguous parts of the tensors, in the same order.
+    """
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, dtype, shape in tensors:
         size = torch.Size(shape).numel() * dtype.itemsize

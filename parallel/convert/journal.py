@@ -1,4 +1,4 @@
-"""Files of an unfinished conversion that are done: a rerun recognises them by size and digest and goes on with the rest."""
+"""Journal of an unfinished conversion: a rerun recognises finished files by size and digest."""
 
 import fcntl
 import hashlib
@@ -13,13 +13,13 @@ READ_BYTES = 2**22
 
 
 class Journal:
-    """The record beside the files, one line a file; held by one process at a time.
+    """Record in the folder of the files, one line per file; locked by one process at a time.
 
     Args:
-        conversion: what is being converted and how; a journal of anything else is refused.
+        conversion: source and options of the conversion; a journal of any other is refused.
 
     Raises:
-        ValueError: the folder holds the beginning of another conversion, or another process is at work in it.
+        ValueError: the folder contains part of another conversion, or another process is using it.
     """
 
     def __init__(self, folder: Path, conversion: Mapping[str, Any]):
@@ -32,31 +32,31 @@ class Journal:
             raise ValueError(f"another process is converting into {folder}; wait for it") from None
         self._file.seek(0)
         try:
-            whole = [
-                line for line in self._file if line.endswith("\n")
-            ]  # the last one may have been cut by a kill
+            # a kill may have truncated the last line
+            whole = [line for line in self._file if line.endswith("\n")]
             lines = [json.loads(line) for line in whole]
             if not all(isinstance(line, dict) for line in lines):
                 raise ValueError("a line is no object")
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder {folder}"
+                f"{self.path} is not what a conversion writes ({str(error)[:200]}); remove the folder "
+                f"{folder}"
             ) from None
         self._file.truncate(sum(len(line.encode()) for line in whole))
         if not lines:
             self._append({"conversion": conversion})
         elif lines[0] != {"conversion": json.loads(json.dumps(conversion))}:
             raise ValueError(
-                f"{folder} holds the beginning of another conversion (other source files or options); remove the folder or finish that one"
+                f"{folder} holds the beginning of another conversion (other source files or options); remove "
+                "the folder or finish that one"
             )
         self.finished = {entry["name"]: entry for entry in lines[1:] if self._is_whole(entry)}
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Record a finished file: its "name", "bytes", "sha256" and what else a rerun needs to know."""
+        """Record a finished file: its "name", "bytes", "sha256" and whatever else a rerun needs."""
         self._append(entry)
-        self.finished[entry["name"]] = json.loads(
-            json.dumps(entry)
-        )  # as a rerun would read it: what is made of it has the same bytes
+        # as a rerun would read it, so that files derived from it have the same bytes
+        self.finished[entry["name"]] = json.loads(json.dumps(entry))
 
     def remove(self) -> None:
         self._file.close()
@@ -79,7 +79,7 @@ class Journal:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
+    """Return the SHA-256 of a file, read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while data := file.read(READ_BYTES):
@@ -88,7 +88,7 @@ def digest_of(path: Path) -> str:
 
 
 class DigestedFile:
-    """A file that is written from the first byte to the last and appears under its name when complete."""
+    """File written sequentially, which gets its final name when complete."""
 
     def __init__(self, path: Path):
         self.path, self._partial = path, path.with_name(path.name + ".part")
@@ -103,7 +103,7 @@ class DigestedFile:
     def flush(self) -> None: ...
 
     def complete(self) -> dict[str, Any]:
-        """Close the file under its name; what the journal has to know of it."""
+        """Close the file and rename it; return its entry for the journal."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,7 +1,8 @@
-"""The tensors of a Megatron-Core checkpoint, as rectangles of Hugging Face tensors.
+"""Tensors of a Megatron-Core checkpoint, as rectangles of Hugging Face tensors.
 
-Megatron stacks equal layers along a first axis and cuts nothing else: with one tensor-parallel rank and one stage a parameter is
-what the checkpoint calls the global tensor, gate above up in `linear_fc1`. Keys are transformer-engine's in either spec.
+Megatron stacks equal layers along a first axis and splits nothing else. With one tensor-parallel rank and one
+stage, a parameter is the checkpoint's global tensor, with gate above up in `linear_fc1`. Both specs use
+transformer-engine's keys.
 """
 
 import re
@@ -16,11 +17,12 @@ from parallel.weights.shard import Block
 
 Spec = Literal["te", "local"]
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# the padding of their rows varies
 VOCAB_KEYS = (
     "embedding.word_embeddings.weight",
     "output_layer.weight",
-)  # their rows may be padded, more or less
-# Modules with an `_extra_state` (FP8 scales; None without FP8) that Megatron asks for when it loads.
+)
+# Modules with an `_extra_state` (FP8 scales; None without FP8) that Megatron requests on load.
 LAYER_STATES = {
     "local": ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
     "te": (
@@ -35,7 +37,7 @@ LAYER_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """One key of the checkpoint: `blocks[layer]` are rectangles of whole rows; rows that none covers are padding."""
+    """One key of the checkpoint: `blocks[layer]` are rectangles of whole rows; uncovered rows are padding."""
 
     key: str
     stacked: bool  # whether the shape begins with the number of layers
@@ -60,13 +62,13 @@ class GlobalTensor:
 
     @property
     def needed_rows(self) -> int:
-        """Rows that hold weights; those after them pad the vocabulary."""
+        """Number of rows that hold weights; later rows pad the vocabulary."""
         return max(block.row + block.rows[1] - block.rows[0] for block in self.blocks[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An interval of rows of a Hugging Face tensor and where it begins in a layer of a global tensor."""
+    """Interval of rows of a Hugging Face tensor and its first row in a layer of a global tensor."""
 
     key: str
     layer: int
@@ -75,7 +77,7 @@ class Place:
 
 
 def global_tensors(arch: Architecture, head: Head) -> dict[str, GlobalTensor]:
-    """Every tensor of the model's checkpoint by key, in the model's order; a tied output layer is not among them."""
+    """Return a checkpoint's tensors by key, in the model's order, without a tied output layer."""
     parts: dict[str, list] = {}
     for parameter in megatron_parameters(arch, Layout(), 0, spec="te", head=head):
         match = LAYER.fullmatch(parameter.name)
@@ -89,7 +91,7 @@ def global_tensors(arch: Architecture, head: Head) -> dict[str, GlobalTensor]:
 
 
 def places(tensors: Mapping[str, GlobalTensor]) -> dict[str, list[Place]]:
-    """Where the rows of each Hugging Face tensor lie, from the first row on."""
+    """Return the places of the rows of each Hugging Face tensor, from the first row on."""
     found: dict[str, list[Place]] = {}
     for tensor in tensors.values():
         for layer, blocks in enumerate(tensor.blocks):
@@ -99,7 +101,7 @@ def places(tensors: Mapping[str, GlobalTensor]) -> dict[str, list[Place]]:
 
 
 def extra_states(arch: Architecture, spec: Spec) -> list[str]:
-    """Keys of the objects beside the tensors, with Megatron's mark of which shard of how many."""
+    """Return the keys of the checkpoint's objects, with Megatron's suffix for shard and shard count."""
     modules = LAYER_STATES[spec]
     if spec == "te" and arch.qk_norm:
         modules += ("self_attention.q_layernorm", "self_attention.k_layernorm")

@@ -1,4 +1,7 @@
-"""A Megatron-Core distributed checkpoint (torch_dist) as a source of rows of Hugging Face tensors, however it was sharded."""
+"""A Megatron-Core distributed checkpoint (torch_dist) as a source of rows of Hugging Face tensors.
+
+Reads checkpoints saved under any layout.
+"""
 
 import re
 from collections import defaultdict
@@ -19,21 +22,21 @@ from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head, hf_shapes
 
 TRACKER, CONFIG, HF_FOLDER = "latest_checkpointed_iteration.txt", "metadata.json", "hf"
-# What training keeps beside the weights, as the keys of Megatron-LM begin.
+# Prefixes of Megatron-LM's keys of training state.
 TRAINING_STATE = re.compile(
     r"(optimizer|chained_\d+\.|rng_state|rerun_state_machine_state|opt_param_scheduler)"
 )
-COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core 0.19 keeps what was common.pt before
-# FP8 scales of transformer-engine, or nothing: objects of modules, as Megatron's `ShardedObject` marks which shard of how many.
+COMMON_STATE = "common_state/shard_0_1"  # Megatron-Core 0.19's replacement for common.pt
+# FP8 scales of transformer-engine, or None: module objects, with the shard suffix of Megatron's
+# `ShardedObject`.
 EXTRA_STATE = re.compile(r"(?:.+\.)?_extra_state/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
-_GATE_OR_UP = re.compile(
-    r"(.*linear_fc1\.(?:weight|bias))_([wv])"
-)  # halves under keys of their own, with `singleton_local_shards`
+# halves with separate keys, due to `singleton_local_shards`
+_GATE_OR_UP = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a global tensor and the bytes of the archive that holds it."""
+    """Box of a global tensor and the byte range of the archive that holds it."""
 
     layers: tuple[int, int]
     rows: tuple[int, int]
@@ -44,28 +47,31 @@ class StoredChunk:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder with metadata.json: `path` itself, or the one that Megatron-LM's tracker file in `path` names.
+    """Return the folder with metadata.json: `path`, or the one named by Megatron-LM's tracker file in it.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: neither exists.
     """
     if (path / CONFIG).is_file():
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
         raise ValueError(
-            f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of Megatron-Core"
+            f"{path} holds neither {CONFIG} nor {TRACKER}; give the folder of a distributed checkpoint of "
+            "Megatron-Core"
         )
     text = tracker.read_bytes()[:100].decode(errors="replace").strip()
     is_number = re.fullmatch("[0-9]{1,15}", text)
     folder = path / (f"iter_{int(text):07d}" if is_number else "release")
     if pickled := sorted(folder.glob("mp_rank_*/*.pt")):
         raise ValueError(
-            f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; save the checkpoint with --ckpt-format torch_dist"
+            f"{pickled[0]} is a pickle of Megatron-LM's older format, which is not read: it may run code; "
+            "save the checkpoint with --ckpt-format torch_dist"
         )
     if text != "release" and not is_number or not (folder / CONFIG).is_file():
         raise ValueError(
-            f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, copy it again"
+            f"{tracker} says {text!r} and {folder / CONFIG} does not exist; the checkpoint is incomplete, "
+            "copy it again"
         )
     return folder
 
@@ -74,12 +80,13 @@ class MegatronCheckpoint:
     """An open checkpoint, checked against a Hugging Face config.json before any weight is read.
 
     Args:
-        template: folder with the config.json; by default `hf` beside the tracker file or in the checkpoint's folder.
-        skip_extra: leave out keys that the model does not have, instead of refusing them.
+        template: folder with the config.json; by default `hf`, next to the tracker file or in the
+            checkpoint's folder.
+        skip_extra: ignore keys that the model does not have, instead of refusing them.
 
     Raises:
-        ValueError: a file is missing, truncated or not what it should be; a key is missing, unknown, or of a shape or with
-            chunks that do not make up the model's tensor.
+        ValueError: a file is missing, truncated or invalid; a key is missing, unknown, of the wrong shape, or
+            its chunks do not cover the model's tensor.
     """
 
     kind = "Megatron-Core distributed checkpoint"
@@ -93,7 +100,8 @@ class MegatronCheckpoint:
         if config.get("sharded_backend") != "torch_dist":
             found = shortened(config.get("sharded_backend"), 40)
             raise ValueError(
-                f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the checkpoint with --ckpt-format torch_dist"
+                f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the "
+                "checkpoint with --ckpt-format torch_dist"
             )
         self.config_folder = self._config_folder(Path(path), template)
         self.arch = read_architecture(self.config_folder)
@@ -110,7 +118,8 @@ class MegatronCheckpoint:
                 f" and {len(self.extra_keys) - 8} more" if len(self.extra_keys) > 8 else ""
             )
             raise ValueError(
-                f"{self.path} has keys that {self.config_folder / 'config.json'}'s model does not have: {shown}; leave them out with --skip-extra, if that is meant"
+                f"{self.path} has keys that {self.config_folder / 'config.json'}'s model does not have: "
+                f"{shown}; leave them out with --skip-extra, if that is meant"
             )
         self._check(table)
         self._places = places(self.tensors)
@@ -128,7 +137,11 @@ class MegatronCheckpoint:
         ]
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
-        """Fill `out` [stop - start, columns], contiguous and of the tensor's own dtype, with these rows of a Hugging Face tensor."""
+        """Read these rows of a Hugging Face tensor into `out`.
+
+        Args:
+            out: [stop - start, columns], contiguous and of the tensor's own dtype.
+        """
         for place in self._places[name]:
             top, bottom = max(start, place.rows[0]), min(stop, place.rows[1])
             if top < bottom:
@@ -136,7 +149,7 @@ class MegatronCheckpoint:
                 self._fill(place.key, place.layer, first, out[top - start : bottom - start])
 
     def _fill(self, key: str, layer: int, first: int, out: Tensor) -> None:
-        """Rows of one layer of a global tensor, from `first` on."""
+        """Fill rows of one layer of a global tensor, from `first` on."""
         filled = 0
         for stored in self.chunks[key]:
             top, bottom = max(first, stored.rows[0]), min(first + len(out), stored.rows[1])
@@ -158,7 +171,8 @@ class MegatronCheckpoint:
             filled += (bottom - top) * width
         if filled != out.numel():
             raise ValueError(
-                f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer {layer} open; save the checkpoint again"
+                f"chunks of {key} in {self.path} overlap or leave rows {first}-{first + len(out)} of layer "
+                f"{layer} open; save the checkpoint again"
             )
 
     def _locate(self, stored: StoredChunk, dtype: torch.dtype) -> chunk.ChunkData:
@@ -168,7 +182,8 @@ class MegatronCheckpoint:
             box = prod(end - begin for begin, end in (stored.layers, stored.rows, stored.cols))
             if data.dtype != dtype or prod(data.shape) != box:
                 raise ValueError(
-                    f"{self.path / stored.file} has a {data.dtype} tensor of shape {list(data.shape)} at byte {stored.start}, not what {metadata.FILE} says"
+                    f"{self.path / stored.file} has a {data.dtype} tensor of shape {list(data.shape)} at "
+                    f"byte {stored.start}, not what {metadata.FILE} says"
                 )
             self._located[where] = data
         return self._located[where]
@@ -180,7 +195,8 @@ class MegatronCheckpoint:
             if (folder / "config.json").is_file():
                 return folder
         raise ValueError(
-            f"{path} has no folder {HF_FOLDER} with the model's config.json; name a Hugging Face folder of the same model with --template"
+            f"{path} has no folder {HF_FOLDER} with the model's config.json; name a Hugging Face folder of "
+            "the same model with --template"
         )
 
     def _head(self, table) -> Head:
@@ -190,7 +206,10 @@ class MegatronCheckpoint:
         return "sequence" if isinstance(output, TensorStorageMetadata) and output.size[:1] == (1,) else "lm"
 
     def _stored(self, table) -> tuple[dict[str, list[StoredChunk]], dict[str, torch.dtype]]:
-        """Chunks and dtype by key; keys of single layers and of halves of `linear_fc1` become boxes of the one key."""
+        """Return chunks and dtype by key.
+
+        Keys of single layers and of halves of `linear_fc1` become boxes of the combined key.
+        """
         chunks: dict[str, dict[tuple, StoredChunk]] = defaultdict(dict)
         dtypes: dict[str, torch.dtype] = {}
         for stored_key, entry in table.state_dict_metadata.items():
@@ -218,20 +237,22 @@ class MegatronCheckpoint:
                 or entry.properties.dtype not in chunk._STORAGES.values()
             ):
                 raise ValueError(
-                    f"{stored_key} in {self.path} is {entry.properties.dtype}; all layers of a floating tensor have one dtype, save the checkpoint again"
+                    f"{stored_key} in {self.path} is {entry.properties.dtype}; all layers of a floating "
+                    "tensor have one dtype, save the checkpoint again"
                 )
             for part in entry.chunks:
                 info = table.storage_data.get(metadata.MetadataIndex(stored_key, part.offsets))
                 if info is None or info.transform_descriptors:
                     raise ValueError(
-                        f"{self.path / metadata.FILE} does not say where {stored_key} at {list(part.offsets)} lies, or it is compressed; save the checkpoint again"
+                        f"{self.path / metadata.FILE} does not say where {stored_key} at "
+                        f"{list(part.offsets)} lies, or it is compressed; save the checkpoint again"
                     )
                 box = _box(tensor, tuple(part.offsets), tuple(part.sizes), layer, row)
                 chunks[key].setdefault(box, StoredChunk(*box, info.relative_path, info.offset, info.length))
         return {key: list(boxes.values()) for key, boxes in chunks.items()}, dtypes
 
     def _canonical(self, stored_key: str) -> tuple[str, int | None, int]:
-        """The model's key, the layer if the key is of a single one, and the first row of its part."""
+        """Return the model's key, the layer if the key is of a single one, and the first row of its part."""
         match = LAYER.fullmatch(stored_key)
         key, layer = (f"decoder.layers.{match[2]}", int(match[1])) if match else (stored_key, None)
         half = _GATE_OR_UP.fullmatch(key)
@@ -246,11 +267,12 @@ class MegatronCheckpoint:
         padded = tensor.key in VOCAB_KEYS and shape[:1] >= (tensor.needed_rows,) and shape[1:] == wanted[1:]
         if not padded and shape != (*wanted[:axis], rows, *wanted[axis + 1 :]):
             raise ValueError(
-                f"{key} in {self.path} is {list(shape)} and {self.config_folder / 'config.json'} describes {list(wanted)}; give the config.json of this model"
+                f"{key} in {self.path} is {list(shape)} and {self.config_folder / 'config.json'} describes "
+                f"{list(wanted)}; give the config.json of this model"
             )
 
     def _check(self, table) -> None:
-        """Every element of the model is in a chunk, and every chunk in a file that is long enough."""
+        """Check that the chunks cover the model and that every chunk's file is long enough."""
         for key, tensor in self.tensors.items():
             boxes = self.chunks.get(key, [])
             needed = tensor.layers * tensor.needed_rows * tensor.cols
@@ -262,7 +284,8 @@ class MegatronCheckpoint:
             )
             if held != needed:
                 raise ValueError(
-                    f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is incomplete or of another model"
+                    f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is "
+                    "incomplete or of another model"
                 )
         ends: dict[str, int] = defaultdict(int)
         for info in table.storage_data.values():
@@ -271,18 +294,20 @@ class MegatronCheckpoint:
             path = self.path / name
             if not path.resolve().is_relative_to(self.path.resolve()) or not path.is_file():
                 raise ValueError(
-                    f"{path} does not exist and {metadata.FILE} names it; copy it again from the checkpoint's source"
+                    f"{path} does not exist and {metadata.FILE} names it; copy it again from the "
+                    "checkpoint's source"
                 )
             if path.stat().st_size < end:
                 raise ValueError(
-                    f"{path} is truncated: it has {path.stat().st_size} bytes and {metadata.FILE} describes {end}; copy it again from the checkpoint's source"
+                    f"{path} is truncated: it has {path.stat().st_size} bytes and {metadata.FILE} describes "
+                    f"{end}; copy it again from the checkpoint's source"
                 )
 
 
 def _box(
     tensor: GlobalTensor, offsets: tuple[int, ...], sizes: tuple[int, ...], layer: int | None, row: int
 ) -> tuple[tuple[int, int], ...]:
-    """A chunk as intervals of layers, rows and columns."""
+    """Return a chunk as intervals of layers, rows and columns."""
     if layer is None and tensor.stacked:
         layers, offsets, sizes = (offsets[0], offsets[0] + sizes[0]), offsets[1:], sizes[1:]
     else:

@@ -1,6 +1,6 @@
-"""Reading byte ranges of files straight into tensors: no mapping of files, so that what is resident is what was asked for.
+"""Reads byte ranges of files directly into tensors; without mmap only the requested data is resident.
 
-What was read is dropped from the page cache: it is needed once, and its pages take the next bytes instead of new memory.
+Pages are dropped from the page cache after the read: each is needed once, and its memory is reused.
 """
 
 import os
@@ -10,14 +10,14 @@ from torch import Tensor, uint8
 
 
 class OpenFiles:
-    """The files of a folder, each opened when it is first read."""
+    """Files of a folder, each opened at its first read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._descriptors: dict[str, int] = {}
 
     def bytes_at(self, name: str, offset: int, length: int) -> bytes:
-        """Up to `length` bytes, fewer at the end of the file."""
+        """Return up to `length` bytes, fewer at the end of the file."""
         return os.pread(self._descriptor(name), length, offset)
 
     def read_into(self, name: str, offset: int, out: Tensor) -> None:
@@ -32,7 +32,8 @@ class OpenFiles:
             count = os.preadv(self._descriptor(name), [view[done:]], offset + done)
             if not count:
                 raise ValueError(
-                    f"{self.folder / name} ends at byte {offset + done}, inside a tensor; copy it again from its source"
+                    f"{self.folder / name} ends at byte {offset + done}, inside a tensor; copy it again from "
+                    "its source"
                 )
             done += count
         os.posix_fadvise(self._descriptor(name), offset, done, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""A folder that is written under another name and appears when it is complete."""
+"""Output folder that is written under another name and renamed when complete."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from parallel.weights.rules import Head
 
 
 class Source(Protocol):
-    """What weights are read from: a folder of either kind."""
+    """Source of weights: a folder of either kind."""
 
     kind: str
     path: Path
@@ -32,10 +32,12 @@ class Source(Protocol):
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yields `target`.partial, which stays after an error or a kill, for the next run to go on with, and becomes `target` at the end.
+    """Yield `target`.partial, which is renamed to `target` at the end.
+
+    After an error or a kill it stays, and the next run continues with it.
 
     Raises:
-        ValueError: `target` holds something already.
+        ValueError: `target` is not empty.
     """
     target = Path(target).absolute()
     if target.is_file() or target.is_dir() and any(target.iterdir()):
@@ -46,7 +48,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def conversion_of(source: Source, **options: Any) -> dict[str, Any]:
-    """What tells one conversion from another: the source's files as they are now, and the options."""
+    """Return the identity of a conversion: the current state of the source's files, and the options."""
     files = [*source.source_files, source.config_folder / "config.json"]
     stats = [(str(path.resolve()), path.stat()) for path in files]
     return {"files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats], **options}

@@ -1,4 +1,4 @@
-"""From a distributed checkpoint of Megatron-Core, however it was sharded, to a Hugging Face folder."""
+"""Conversion of a Megatron-Core distributed checkpoint, saved under any layout, to a Hugging Face folder."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from parallel.weights.files import SINGLE, carry_files, deal_into_files, write_i
 
 @dataclass(frozen=True, slots=True)
 class CheckpointArguments:
-    """How a process opens the checkpoint."""
+    """Arguments with which a process opens the checkpoint."""
 
     path: Path
     template: Path | None = None
@@ -42,14 +42,14 @@ class SafetensorsJob:
 def convert(
     source: CheckpointArguments, target: Path, *, dtype: torch.dtype | None, budget: Budget, file_bytes: int
 ) -> MegatronCheckpoint:
-    """Write `target`, which appears when it is complete; a run that was cut short is continued. Returns the opened source.
+    """Write `target`, which appears when complete; an interrupted run is continued. Returns the source.
 
     Args:
-        dtype: of all tensors written; None keeps each as it is stored.
-        file_bytes: largest size of a file; a larger tensor gets one of its own.
+        dtype: of all tensors written; None keeps the stored dtypes.
+        file_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: the source is not a whole checkpoint of a supported model, or `target` is in use.
+        ValueError: the source is not a complete checkpoint of a supported model, or `target` is in use.
     """
     checkpoint = MegatronCheckpoint(source.path, source.template, skip_extra=source.skip_extra)
     sizes = {
@@ -78,9 +78,8 @@ def convert(
             for name, file in zip(names, files)
             if name not in journal.finished
         ]
-        jobs.sort(
-            key=lambda job: -sum(sizes[name] for name in job.names)
-        )  # the largest first, so that processes end together
+        # largest first, so that processes finish together
+        jobs.sort(key=lambda job: -sum(sizes[name] for name in job.names))
         total = sum(sizes[name] for job in jobs for name in job.names)
         for entry in run_jobs(
             write_file, jobs, workers=budget.workers, total_bytes=total, title="mcore-to-hf"
@@ -98,7 +97,7 @@ def convert(
 
 
 def write_file(job: SafetensorsJob, report: Callable[[int], None]) -> dict[str, Any]:
-    """Write one file part by part; what the journal has to know of it."""
+    """Write one file part by part, and return its entry for the journal."""
     checkpoint = _opened(job.source)
     file = DigestedFile(job.path)
     header = [(name, job.dtype or checkpoint.dtypes[name], checkpoint.shapes[name]) for name in job.names]
@@ -107,7 +106,7 @@ def write_file(job: SafetensorsJob, report: Callable[[int], None]) -> dict[str, 
 
 
 def slabs(source, name: str, budget: Budget) -> Iterator[tuple[int, Tensor]]:
-    """A tensor in parts [rows, columns], each with its first row; the memory of a part is used again for the next."""
+    """Yield a tensor in parts [rows, columns], each with its first row; the next part reuses the memory."""
     rows, cols = (*source.shapes[name], 1)[:2]
     dtype = source.dtypes[name]
     step = budget.rows(cols * max(dtype.itemsize, torch.float32.itemsize), name)
@@ -134,7 +133,7 @@ def _opened(source: CheckpointArguments) -> MegatronCheckpoint:
 
 
 def _config(checkpoint: MegatronCheckpoint, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The template's config.json, with another head's or dtype's entries where the checkpoint has another."""
+    """Return the template's config.json, with the checkpoint's head and dtype."""
     config = read_config(checkpoint.config_folder)
     if not str((config.get("architectures") or [""])[0]).endswith(HEADS[checkpoint.head]):
         config = checkpoint.arch.to_hf(head=checkpoint.head, carry=config)

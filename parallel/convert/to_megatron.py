@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a distributed checkpoint that Megatron-Core loads under any layout.
+"""Conversion of a Hugging Face folder to a distributed checkpoint that Megatron-Core loads under any layout.
 
 DST/latest_checkpointed_iteration.txt   "release", as Megatron-LM's tracker file
 DST/release/                            .metadata, metadata.json, common.pt, __0_0.distcp, ...
@@ -52,14 +52,15 @@ class DistcpJob:
 
 
 def convert(source: Path, target: Path, *, spec: Spec, budget: Budget, file_bytes: int) -> None:
-    """Write `target`, which appears when it is complete; a run that was cut short is continued.
+    """Write `target`, which appears when complete; an interrupted run is continued.
 
     Args:
-        spec: whose `_extra_state` objects are written; the weights are the same.
-        file_bytes: size at which a file is full.
+        spec: which `_extra_state` objects to write; the weights are the same.
+        file_bytes: target size of a file.
 
     Raises:
-        ValueError: the source is not a folder of a supported model, parts of a tensor differ in dtype, or `target` is in use.
+        ValueError: the source is not a folder of a supported model, parts of a tensor differ in dtype, or
+            `target` is in use.
     """
     folder = HuggingFace(source)
     tensors = global_tensors(folder.arch, folder.head)
@@ -104,15 +105,14 @@ def convert(source: Path, target: Path, *, spec: Spec, budget: Budget, file_byte
 
 
 def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any]:
-    """Write one file chunk by chunk; what the journal and the table have to know of it."""
+    """Write one file chunk by chunk, and return its entry for the journal and the table."""
     folder, tensors, dtypes = _opened(job.source)
     file, entries = DigestedFile(job.path), []
 
     def save(content, key: str, offset=None, shape=None) -> None:
         start = file.position
-        with config.patch(
-            "save.compute_crc32", False
-        ):  # torch.load compares none, and making them takes longer than writing
+        # torch.load checks no CRC, and computing them takes longer than writing
+        with config.patch("save.compute_crc32", False):
             torch.save(content, file)
         entries.append(
             {
@@ -139,14 +139,14 @@ def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any
             shape,
         )
         report(matrix.nbytes)
-        del matrix  # before the next is allocated
+        del matrix  # before the next allocation
     return file.complete() | {"entries": entries}
 
 
 def read_rows(
     folder: HuggingFace, tensor: GlobalTensor, layer: int, rows: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows of one layer of a global tensor, [rows, columns]; padding is zero."""
+    """Return rows of one layer of a global tensor, [rows, columns]; padding is zero."""
     matrix = torch.empty(rows[1] - rows[0], tensor.cols, dtype=dtype)
     matrix[max(0, tensor.needed_rows - rows[0]) :] = 0
     for block in tensor.blocks[layer]:
@@ -158,9 +158,9 @@ def read_rows(
 
 
 def common_state(arch: Architecture, head: Head, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """What Megatron-LM keeps beside the tensors: without `args` it does not load a checkpoint.
+    """Return the state that Megatron-LM saves with the tensors; it loads no checkpoint without `args`.
 
-    `content_metadata` says how keys are made (layers stacked, `linear_fc1` in one), which newer versions ask the checkpoint.
+    `content_metadata` describes the keys (layers stacked, `linear_fc1` in one), which newer versions read.
     """
     args = dict(
         num_layers=arch.num_layers,
@@ -201,13 +201,14 @@ def _opened(source: Path):
 
 
 def _dtype(tensor: GlobalTensor, folder: HuggingFace) -> torch.dtype:
-    """A global tensor has one dtype: that of all Hugging Face tensors in it."""
+    """Return the dtype of a global tensor, which all its Hugging Face tensors must have."""
     names = [block.tensor for blocks in tensor.blocks for block in blocks]
     first = folder.dtypes[names[0]]
     if other := next((name for name in names if folder.dtypes[name] != first), None):
         remedy = "save the model in one dtype first"
         raise ValueError(
-            f"{other} in {folder.path} is {folder.dtypes[other]} and {names[0]} is {first}; Megatron keeps both in {tensor.key}, {remedy}"
+            f"{other} in {folder.path} is {folder.dtypes[other]} and {names[0]} is {first}; Megatron keeps "
+            f"both in {tensor.key}, {remedy}"
         )
     return first
 
@@ -215,7 +216,10 @@ def _dtype(tensor: GlobalTensor, folder: HuggingFace) -> torch.dtype:
 def _files(
     tensors: dict[str, GlobalTensor], dtypes: dict[str, torch.dtype], budget: Budget, file_bytes: int
 ) -> Iterator[list[ChunkPlan]]:
-    """The chunks of each file, layer by layer; the files are about equally large, so that processes end together."""
+    """Yield the chunks of each file, layer by layer.
+
+    The files are about equally large, so that processes finish together.
+    """
     chunks = list(_chunks(tensors, dtypes, budget))
     ends = list(accumulate(_chunk_bytes(chunk, tensors, dtypes) for chunk in chunks))
     count = -(-ends[-1] // file_bytes)

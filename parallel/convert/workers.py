@@ -1,4 +1,4 @@
-"""A list of jobs over processes that end with their parent, and one bar of bytes over all of them."""
+"""Process pool for a list of jobs, with one progress bar in bytes; its processes end with their parent."""
 
 import multiprocessing
 import os
@@ -11,18 +11,19 @@ from typing import Any
 from tqdm import tqdm
 
 POLL_S = 0.2
-WORKER_BUFFERS = 6  # slabs that a process takes at most: one, a part of it, a copy while it is written, and what the allocator keeps
+# slabs per process at most: one, a part of it, a copy while it is written, and the allocator's cache
+WORKER_BUFFERS = 6
 LARGEST_SLAB_BYTES = 16 * 2**20
 
-# Imported once, by the process that the others are forked from: they share its memory and begin at once.
+# Imported once, by the forkserver: forked processes share its memory and start at once.
 SHARED_MODULES = ["parallel.convert.compare", "parallel.convert.to_megatron"]
 
-_counter: Any = None  # bytes done by all processes of the pool, in each of them
+_counter: Any = None  # bytes done by all processes of the pool; set in each of them
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How the memory is shared out: bytes of a slab, and processes."""
+    """Memory budget: bytes of a slab, and number of processes."""
 
     slab_bytes: int
     workers: int
@@ -35,10 +36,11 @@ class Budget:
         )
 
     def rows(self, row_bytes: int, what: str) -> int:
-        """Rows in a slab; ValueError if not one fits."""
+        """Return the number of rows in a slab; ValueError if not even one fits."""
         if row_bytes > self.slab_bytes:
             raise ValueError(
-                f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part of a tensor; raise it"
+                f"a row of {what} has {row_bytes} bytes and --memory-gib leaves {self.slab_bytes} for a part "
+                "of a tensor; raise it"
             )
         return self.slab_bytes // row_bytes
 
@@ -51,7 +53,10 @@ def run_jobs(
     total_bytes: int,
     title: str,
 ) -> Iterator[Any]:
-    """Results of `function(job, report)` as they are ready; `report(bytes)` moves the bar. An error of a job ends the others."""
+    """Yield the results of `function(job, report)` as they complete.
+
+    `report(bytes)` advances the progress bar. An exception in a job ends the others.
+    """
     with tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc=title) as bar:
         if workers == 1 or len(jobs) <= 1:
             for job in jobs:
@@ -81,7 +86,7 @@ def _begin(counter) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its pool."""
+    """End this process with its parent, as a killed parent cannot end its pool."""
     parent = multiprocessing.parent_process()
     parent.join()
     os._exit(1)

@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, notice each other's faults, speak once and leave nothing behind."""
+"""Processes of a run: launch, fault detection, error reporting and cleanup."""

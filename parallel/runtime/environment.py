@@ -1,12 +1,12 @@
-"""Environment variables that a run reads, with what they may hold."""
+"""Environment variables that a run reads, and their valid values."""
 
 import os
 import re
 
 from parallel.runtime.refusal import shown
 
-MOST_RANKS = 1 << 17  # of a world: more than any cluster starts, few enough to be listed
-# Variable: lowest and highest whole number.
+MOST_RANKS = 1 << 17  # upper bound on the world size: more than any cluster starts, few enough to list
+# Variable: smallest and largest integer.
 NUMBERS = {
     "WORLD_SIZE": (1, MOST_RANKS),
     "LOCAL_WORLD_SIZE": (1, MOST_RANKS),
@@ -17,7 +17,7 @@ NUMBERS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (0, 1_000_000),  # s
 }
 GPU = r"(-?[0-9]{1,4}|GPU-[-0-9a-fA-F]+|MIG-[-/0-9a-zA-Z]+)"
-# Variable: pattern, and what it describes.
+# Variable: regular expression, and a description for the error message.
 TEXTS = {
     "OMP_NUM_THREADS": (r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", "a number of threads such as 4"),
     "GRACE_S": (
@@ -30,7 +30,7 @@ TEXTS = {
 
 
 def check_environment() -> None:
-    """ValueError that names the variables which cannot be meant; those that are empty count as not set."""
+    """Raise ValueError naming every variable with an invalid value; empty variables count as unset."""
     problems = []
     for name, (low, high) in NUMBERS.items():
         if (text := os.environ.get(name)) and not (
@@ -52,17 +52,22 @@ def _contradictions() -> list[str]:
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if os.environ.get(rank) and os.environ.get(size) and int(os.environ[rank]) >= int(os.environ[size]):
             found.append(
-                f"{rank}={os.environ[rank]} must be below {size}={os.environ[size]}; start the ranks by torchrun, which sets both"
+                f"{rank}={os.environ[rank]} must be below {size}={os.environ[size]}; start the ranks by "
+                "torchrun, which sets both"
             )
     return found
 
 
 def check_world() -> None:
-    """ValueError where this process cannot join the world that its environment describes: it would wait for hours."""
+    """Raise ValueError if this process cannot join the world that its environment describes.
+
+    Without this check it would wait for hours.
+    """
     check_environment()
     size = os.environ.get("WORLD_SIZE") or "1"
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size != "1" and missing:
         raise ValueError(
-            f"WORLD_SIZE={size} without {', '.join(missing)}: this process cannot find the others; start the ranks by torchrun, or unset WORLD_SIZE to run alone"
+            f"WORLD_SIZE={size} without {', '.join(missing)}: this process cannot find the others; start the "
+            "ranks by torchrun, or unset WORLD_SIZE to run alone"
         )

@@ -1,8 +1,12 @@
-"""torchrun for recipes: `python -m parallel.runtime.launch` takes torchrun's arguments and starts the same agent and the same ranks.
+"""torchrun for recipes: `python -m parallel.runtime.launch` takes torchrun's arguments.
 
-What differs: on one host nothing listens but on the loopback, on several on the interface of MASTER_ADDR; the exit status is that
-of the rank that failed first; on SIGTERM the ranks save and end by themselves, and so does this process, with their status; Ctrl-C
-ends them in one line; what they have left in shared folders is removed.
+It starts the same agent and the same ranks as torchrun, with these differences:
+
+- On one host, sockets listen on the loopback only; on several, on the interface of MASTER_ADDR.
+- The exit status is that of the first rank that failed.
+- On SIGTERM, ranks save and exit on their own; the launcher then exits with their status.
+- Ctrl-C ends the ranks with a one-line message.
+- Files that ranks leave in shared folders are removed.
 """
 
 import logging
@@ -15,35 +19,40 @@ from datetime import timedelta
 
 from parallel.runtime import leftovers, process
 
-OTHERS_S = 10.0  # between the ends of two nodes' ranks that are asked to end
-BACKEND = "listening_where_told"  # torchrun's name for our rendezvous
+OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal
+BACKEND = "listening_where_told"  # name of our rendezvous in torchrun's registry
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Statuses that name a cause (invalid settings, a stuck rank); the other ranks then fail with different ones.
 TELLING = (
     2,
     75,
-)  # what is wrong with the settings, and a rank that is stuck: other ranks fail by it, with other statuses
-PARENT = "LAUNCH_PARENT"  # environment: process id of a shell without which this process has to end, too
+)
+PARENT = "LAUNCH_PARENT"  # environment variable: process id of a shell; this process ends when the shell ends
 
 
 def main(arguments: list[str]) -> int:
-    """Run the ranks of this node until they have ended; returns the exit status."""
+    """Run this node's ranks until they exit, and return the exit status."""
     if parent := os.environ.pop(PARENT, ""):
         process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != int(parent))
     _Asked.listen()
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # torch's shared store listens on every interface, and `Rendezvous` has one
+        # torch's shared store listens on every interface; `Rendezvous` has its own
+        "1"
     )
     try:
         return _run(arguments)
     finally:
         leftovers.end()
-        leftovers.sweep()  # what killed ranks have left
+        leftovers.sweep()  # files of killed ranks
 
 
 class _Asked:
-    """What this process was asked by signals: SIGTERM goes on to the ranks, each of which ends by itself; SIGINT ends them."""
+    """Signal received by the launcher.
+
+    SIGTERM is forwarded to the ranks, which exit on their own; SIGINT kills them.
+    """
 
     by: signal.Signals | None = None
 
@@ -62,7 +71,8 @@ class _Asked:
             for rank in ranks:
                 _signal_group(rank, signal.SIGKILL)
         for rank in ranks if number == signal.SIGTERM else []:
-            os.kill(rank, signal.SIGTERM)  # without its group: processes of the rank end when it wants
+            # not to its process group: the rank decides when its child processes end
+            os.kill(rank, signal.SIGTERM)
         if cls.by is None:
             threading.Thread(target=_end_without_others, daemon=True).start()
         cls.by = signal.Signals(number)
@@ -71,7 +81,10 @@ class _Asked:
 
 
 def _end_without_others() -> None:
-    """When this node's ranks have ended as they were asked to, do not wait for nodes that may be gone: torchrun does, for five minutes."""
+    """Exit once this node's ranks have exited after a signal, without waiting for other nodes.
+
+    Those nodes may be gone; torchrun would wait five minutes for them.
+    """
     gone_at = None
     while True:
         gone_at = None if children() else gone_at or time.monotonic()
@@ -81,11 +94,11 @@ def _end_without_others() -> None:
 
 
 class Ended(BaseException):
-    """This process was asked to end, and no rank is there, or shall be there."""
+    """The launcher received a signal while no rank was running or should be started."""
 
 
 def children() -> list[int]:
-    """Process ids of the ranks."""
+    """Return the process ids of the ranks."""
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children") as file:
@@ -95,14 +108,14 @@ def children() -> list[int]:
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
     try:
-        os.killpg(leader, number)  # torchrun gives each rank a session
-    except ProcessLookupError:  # not yet, or it has just ended
+        os.killpg(leader, number)  # torchrun starts each rank in its own session
+    except ProcessLookupError:  # the session does not exist yet, or the rank has just exited
         os.kill(leader, number)
 
 
 def _run(arguments: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # the agent's own reports of what the ranks have said
+        logging.disable(logging.ERROR)  # the agent's reports, which repeat those of the ranks
     try:
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -114,9 +127,10 @@ def _run(arguments: list[str]) -> int:
         register()
         config, command, its_arguments = config_from_args(parse_args(arguments))
         config.rdzv_backend = BACKEND
+        # respect nohup
         config.signals_to_handle = (
             "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"
-        )  # nohup's wish counts
+        )
         try:
             elastic_launch(config, command)(*its_arguments)
         except ChildFailedError as error:
@@ -132,7 +146,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def _status(error) -> int:
-    """What the first rank to fail ended with, or one of those that ended by a reason of their own; said in a line."""
+    """Return the exit status of the first rank that failed, and print one line about it.
+
+    A rank whose status names a cause (`TELLING`) takes precedence.
+    """
     rank, failure = min(
         error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp)
     )
@@ -142,11 +159,11 @@ def _status(error) -> int:
     return status
 
 
-# ---- where the ranks meet ---------------------------------------------------------------------------------------------
+# ---- rendezvous --------------------------------------------------------------------------------------------
 
 
 def register() -> None:
-    """Tell torchrun of a rendezvous that listens nowhere else than it has to."""
+    """Register a torchrun rendezvous that listens only where necessary."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
@@ -163,7 +180,7 @@ def register() -> None:
 
 
 def _meeting_point(params):
-    """Of the agents: in memory for one; on node 0 (is_host=1) for several.
+    """Return the agents' store: in memory for one node; served by node 0 (is_host=1) for several.
 
     Raises:
         OSError: the port is taken.
@@ -186,13 +203,16 @@ def _rendezvous(inner, *, one_host: bool):
     from parallel.runtime.store import serve
 
     class Rendezvous(RendezvousHandler):
-        """torch's own, with a store for the ranks of each attempt in the first agent: it answers whichever rank is stopped."""
+        """torch's rendezvous, with a store for the ranks of each attempt in the first agent.
+
+        The store answers even when a rank is stopped.
+        """
 
         store = None
         use_agent_store = True
 
         def next_rendezvous(self) -> RendezvousInfo:
-            if _Asked.by:  # torchrun would start ranks again that ended because they were asked to
+            if _Asked.by:  # torchrun would restart ranks that exited on request
                 raise Ended
             info = inner.next_rendezvous()
             at = info.bootstrap_store_info

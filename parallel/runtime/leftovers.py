@@ -1,7 +1,7 @@
-"""Names in shared folders (temporary files, shared memory, semaphores) that say which process they belong to.
+"""Names in shared folders (temporary files, shared memory, semaphores) that identify their owner process.
 
-A process that is killed cannot remove what it has made. The next command of this program removes it, where the name proves that
-the owner was a process of this machine, since its start, that has ended.
+A killed process cannot remove its files. The next command of this program removes them if the name proves
+that the owner ran on this machine since its last boot and has exited.
 """
 
 import contextlib
@@ -18,33 +18,34 @@ from pathlib import Path
 PREFIX = "vmeg"
 OWNED = re.compile(rf"(?:sem\.)?{PREFIX}-(\d+)-(\d+)-([0-9a-f]{{8}})(?:-.*)?")
 SHARED_MEMORY = Path("/dev/shm")
-LONGEST = (
-    107 - 37
-)  # of a folder for vLLM's sockets: their names have 36 letters, and Linux takes 107 for the path of one
-SHORT = Path("/tmp")  # for them where the folder of temporary files is longer
+# Longest folder for vLLM's sockets: their names have 36 characters, and Linux limits a socket path to 107.
+LONGEST = 107 - 37
+SHORT = Path("/tmp")  # for sockets, if the folder of temporary files is longer
 
 _own_folders: list[Path] = []
 
 
 def begin(*, keep_folder: bool = False) -> None:
-    """Remove what ended processes have left; give what this process names from here on its mark, and temporary files a folder of their own.
+    """Remove files of exited processes, and mark the names that this process creates from now on.
+
+    Temporary files go to a folder of this process.
 
     Args:
-        keep_folder: the launcher has made one for its ranks.
+        keep_folder: keep the current folder of temporary files, which the launcher made for its ranks.
     """
     shared = Path(tempfile.gettempdir())
     sweep(shared, SHORT)
     mark = mark_of(os.getpid())
     multiprocessing.current_process()._config["semprefix"] = (
-        f"/{mark}"  # of semaphores that spawned processes open by their names
+        # prefix of semaphores that spawned processes open by name
+        f"/{mark}"
     )
     shared_memory._SHM_NAME_PREFIX, shared_memory._SHM_SAFE_NAME_LENGTH = f"/{mark}-", len(mark) + 10
     _mark_torchruns_folder(shared)
     if keep_folder:
         return
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk or a folder that cannot be written is for those to say who need it
+    # a full disk or a read-only folder is reported by the code that needs it
+    with contextlib.suppress(OSError):
         folder = _make(shared / mark)
         _keep_compiled(shared)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -55,7 +56,7 @@ def begin(*, keep_folder: bool = False) -> None:
 def end() -> None:
     """Remove this process's folders of temporary files."""
     for folder in _own_folders:
-        if folder.name == mark_of(os.getpid()):  # not of a forked child's parent
+        if folder.name == mark_of(os.getpid()):  # not in a forked child, whose parent still uses its folder
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -66,7 +67,7 @@ def _make(folder: Path) -> Path:
 
 
 def sweep(*folders: Path) -> None:
-    """Remove what ended processes of this program have left in these folders and in shared memory."""
+    """Remove files that exited processes of this program left in these folders and in shared memory."""
     for folder in {*folders, SHARED_MEMORY}:
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
@@ -79,12 +80,12 @@ def sweep(*folders: Path) -> None:
 
 
 def mark_of(pid: int) -> str:
-    """The beginning of the names that the process gives: its id, when it was started, and in which numbering of processes."""
+    """Return the prefix of a process's names: its id, start time and PID namespace."""
     return f"{PREFIX}-{pid}-{_started(pid)}-{_numbering()}"
 
 
 def has_ended(name: str) -> bool:
-    """Whether the name is one of ours, and proves that its owner has ended."""
+    """Return whether the name is one of ours and proves that its owner has exited."""
     owner = OWNED.fullmatch(name)
     if not owner or owner[3] != _numbering():
         return False
@@ -95,10 +96,10 @@ def has_ended(name: str) -> bool:
 
 
 def _started(pid: int) -> int:
-    """Clock ticks from the machine's start to that of the process.
+    """Return the process's start time in clock ticks since boot.
 
     Raises:
-        OSError: there is no such process, or it has ended and nobody has taken notice yet.
+        OSError: there is no such process, or it is a zombie.
     """
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if after_name[0] in "ZX":
@@ -108,13 +109,13 @@ def _started(pid: int) -> int:
 
 @functools.cache
 def _numbering() -> str:
-    """Of the machine since its start and, in a container, of the container: only there a process id says who it is."""
+    """Return an id of this boot and PID namespace, within which a process id is meaningful."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return f"{zlib.crc32((boot + os.readlink('/proc/self/ns/pid')).encode()):08x}"
 
 
 def _mark_torchruns_folder(shared: Path) -> None:
-    """torchrun keeps a folder for its ranks' errors, which it never removes; its first rank leaves torchrun's mark there."""
+    """Put torchrun's mark on its folder for rank errors, from its first rank; torchrun never removes it."""
     inside = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     place = next((i for i, part in enumerate(inside) if part.startswith("torchelastic_")), None)
     if place is not None and Path(*inside[:place]) == shared:
@@ -123,7 +124,7 @@ def _mark_torchruns_folder(shared: Path) -> None:
 
 
 def _keep_compiled(shared: Path) -> None:
-    """Kernels that PyTorch compiled for a GPU stay where the next run looks for them."""
+    """Keep kernels that PyTorch compiled for a GPU in a folder where the next run finds them."""
     if os.path.exists("/dev/nvidiactl"):
         user = re.sub(r"[\\/:*?\"<>|]", "_", os.environ.get("USER") or str(os.getuid()))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shared / f"torchinductor_{user}"))

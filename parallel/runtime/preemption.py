@@ -1,11 +1,16 @@
-"""Ends a run well when its machine is taken away: SIGTERM asks for it, and all ranks agree at the end of an iteration.
+"""Graceful preemption: SIGTERM requests the end of a run; all ranks agree on it at the end of an iteration.
 
-What has to be set around it, the longest last: `grace_s`; torchrun's --shutdown-timeout (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT), the
-whole seconds between the SIGTERM that it passes on and its SIGKILL, 30 where nothing is set (recipes send their ranks SIGTERM
-themselves: there only GRACE_S counts); and what the scheduler waits after its own SIGTERM (Kubernetes: terminationGracePeriodSeconds,
-30; Slurm: KillWait, 30, or sbatch --signal=TERM@SECONDS). torchrun sends SIGTERM to the process group of each rank, so that processes
-started by a rank end at once unless they have groups of their own, and having received SIGTERM it exits non-zero whatever its ranks
-return.
+Three timeouts matter, each longer than the one before:
+
+- `grace_s`;
+- torchrun's --shutdown-timeout (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT): whole seconds between the SIGTERM it
+  forwards and its SIGKILL, 30 by default (recipes send their ranks SIGTERM themselves: there only GRACE_S
+  counts);
+- the scheduler's grace period after its SIGTERM (Kubernetes: terminationGracePeriodSeconds, 30; Slurm:
+  KillWait, 30, or sbatch --signal=TERM@SECONDS).
+
+torchrun sends SIGTERM to each rank's process group, so child processes of a rank end at once unless they have
+groups of their own. After SIGTERM, torchrun exits non-zero whatever its ranks return.
 """
 
 import contextlib
@@ -24,20 +29,26 @@ import torch.distributed as dist
 
 from parallel.runtime import leftovers
 
-EXIT_STATUS = 128 + signal.SIGTERM  # what a shell shows for a process that SIGTERM ended
-COPY_S = 2.0  # a scheduler may signal torchrun and its ranks, and torchrun passes its own on: one request, two signals
+EXIT_STATUS = 128 + signal.SIGTERM  # a shell's status for a process ended by SIGTERM
+# the scheduler may signal torchrun and its ranks, and torchrun forwards its own: one request, two signals
+COPY_S = 2.0
 
 
 class Preemption:
-    """Takes SIGTERM as a request to end at the next `requested` that all ranks agree on; entered on every rank, in the main thread.
+    """Turn SIGTERM into a request to stop at the next `requested` call that all ranks agree on.
 
-    The process ends with `EXIT_STATUS` by itself, without teardown, `grace_s` after the first SIGTERM (not after `hold`), or at a second
-    one that comes more than `COPY_S` after the first. Both work while the main thread is inside a collective; a call that keeps Python's lock
-    delays them. The end of the `with` block brings the former handler back. Where it ends by an error after a SIGTERM, the error is
-    said in a line and the signal is handed to the former handler: torchrun also sends it when another rank has failed.
+    Entered on every rank, in the main thread.
+
+    The process exits with `EXIT_STATUS`, without teardown, `grace_s` after the first SIGTERM (not after
+    `hold`), or at a second one that comes more than `COPY_S` after the first. Both work while the main thread
+    is inside a collective; a call that holds the GIL delays them.
+
+    The end of the `with` block restores the former handler. If the block ends with an exception after a
+    SIGTERM, one line reports the exception and the former handler receives the signal, because torchrun also
+    sends SIGTERM when another rank has failed.
 
     Args:
-        grace_s: seconds from the first SIGTERM to the end by force; below torchrun's --shutdown-timeout.
+        grace_s: seconds from the first SIGTERM to the forced exit; below torchrun's --shutdown-timeout.
 
     Raises:
         ValueError: `grace_s` is not positive, or `with` is not entered in the main thread.
@@ -52,23 +63,29 @@ class Preemption:
         self._asked, self._held = threading.Event(), threading.Event()
 
     def hold(self) -> None:
-        """The run is on its way out and saves: from here on no deadline ends it, only a second SIGTERM (or whoever sends a SIGKILL)."""
+        """Cancel the deadline because the run is saving.
+
+        From here on only a second SIGTERM or a SIGKILL ends it.
+        """
         self._held.set()
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether a rank of `group` (default: the world) has received SIGTERM; the same on each. A collective of CPU tensors."""
+        """Return whether a rank of `group` (default: the world) received SIGTERM; the same on each.
+
+        A collective of CPU tensors.
+        """
         flag = torch.tensor(int(self._asked.is_set()))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag)
 
     def __enter__(self) -> "Preemption":
-        # A Python handler waits for a C call of the main thread (a collective) to return; the byte that the C handler writes does not.
+        # A Python handler waits until a C call of the main thread (a collective) returns; the wakeup byte
+        # that the C handler writes does not.
         self._ends = os.pipe()
         os.set_blocking(self._ends[1], False)
         self._former_fd = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
-        self._former = (
-            signal.signal(signal.SIGTERM, _nothing) or signal.SIG_DFL
-        )  # None: a handler that is not Python's
+        # None: a handler that was not installed from Python
+        self._former = signal.signal(signal.SIGTERM, _nothing) or signal.SIG_DFL
         self._is_entered = True
         os.register_at_fork(after_in_child=self._leave_child)
         self._thread = threading.Thread(target=self._listen, name="preemption", daemon=True)
@@ -79,7 +96,7 @@ class Preemption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        os.write(self._ends[1], b"\0")  # no signal: the thread ends
+        os.write(self._ends[1], b"\0")  # not a signal: ends the thread
         self._thread.join()
         for end in self._ends:
             os.close(end)
@@ -92,16 +109,16 @@ class Preemption:
 
     def _restore(self) -> None:
         self._is_entered = False
-        signal.signal(signal.SIGTERM, self._former)  # first: no SIGTERM may be lost in between
+        signal.signal(signal.SIGTERM, self._former)  # first, so that no SIGTERM is lost in between
         signal.set_wakeup_fd(self._former_fd)
 
     def _leave_child(self) -> None:
-        """A forked child shares the pipe, and the SIGTERM that ends it is none for this process."""
+        """Detach a forked child, which shares the pipe: its SIGTERM does not concern this process."""
         if self._is_entered:
             self._restore()
 
     def _listen(self) -> None:
-        """The thread: the first byte raises the flag, a later one or the deadline ends the process."""
+        """Thread: the first byte sets the flag; a later one or the deadline ends the process."""
         deadline = copies_end = None
         while True:
             left_s = None if deadline is None else deadline - time.monotonic()
@@ -115,7 +132,7 @@ class Preemption:
             if 0 in signals:
                 return
             if self._former_fd != -1:
-                with contextlib.suppress(OSError):  # it is full, and its reader awake
+                with contextlib.suppress(OSError):  # the pipe is full, so its reader is awake
                     os.write(self._former_fd, signals)
             if signal.SIGTERM not in signals:
                 continue
@@ -129,10 +146,10 @@ class Preemption:
 
 
 def usual_grace_s() -> float:
-    """What GRACE_S says, which launchers set; else five seconds less than torchrun waits between SIGTERM and SIGKILL, as far as a rank can know.
+    """Return GRACE_S, which launchers set, or the shutdown timeout known to a rank less five seconds.
 
     Raises:
-        ValueError: GRACE_S is no positive number.
+        ValueError: GRACE_S is not a positive number.
     """
     if given := os.environ.get("GRACE_S"):
         if not re.fullmatch(r"\d+(\.\d+)?", given) or not float(given):
@@ -141,13 +158,13 @@ def usual_grace_s() -> float:
             )
         return float(given)
     waits_s = 30
-    if torch.__version__ >= (2, 12):  # earlier ones do not read it
+    if torch.__version__ >= (2, 12):  # earlier versions do not read it
         waits_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", waits_s))
     return max(waits_s - 5.0, 1.0)
 
 
 def _nothing(number: int, frame: object) -> None:
-    """The handler: that there is one makes Python write the byte."""
+    """Signal handler; Python writes the wakeup byte only if a handler is installed."""
 
 
 def _who() -> str:
@@ -155,7 +172,7 @@ def _who() -> str:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"{text}\n".encode())  # not through sys.stderr: the main thread may be inside it
+    os.write(2, f"{text}\n".encode())  # not sys.stderr: the main thread may be inside it
 
 
 def _end(reason: str) -> None:

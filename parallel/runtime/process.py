@@ -1,4 +1,4 @@
-"""What a command does first, before anything slow is imported: it ends with its launcher, and Ctrl-C ends it in a line.
+"""First steps of a command, before slow imports: it ends with its launcher, and Ctrl-C ends it with one line.
 
 Needs only the standard library.
 """
@@ -13,53 +13,64 @@ from pathlib import Path
 
 from parallel.runtime import leftovers
 
-INTERRUPTED = 128 + signal.SIGINT  # what a shell shows for a process that Ctrl-C ended
+INTERRUPTED = 128 + signal.SIGINT  # a shell's status for a process ended by Ctrl-C
 LAUNCHER = (
-    "VERL_MEGATRON_LAUNCHER"  # environment: process id of parallel.runtime.launch, which speaks for its ranks
+    # environment variable: process id of parallel.runtime.launch, which reports for its ranks
+    "VERL_MEGATRON_LAUNCHER"
 )
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def begin() -> None:
-    """End with the process that started this rank, take Ctrl-C, and give what is named in shared folders an owner. In the main thread, once."""
+    """End with the process that started this rank, handle Ctrl-C, and mark names in shared folders.
+
+    Called once, in the main thread.
+    """
     end_with_launcher()
     _take_interrupts()
     leftovers.begin(keep_folder=LAUNCHER in os.environ)
 
 
 def end_with_launcher() -> None:
-    """SIGKILL comes when torchrun, or parallel.runtime.launch, is gone: a killed launcher leaves no rank that trains on.
+    """Receive SIGKILL when torchrun or parallel.runtime.launch ends, so that no rank trains on without it.
 
-    The signal comes at the end of the launcher's thread that started this process, which is its main thread. A rank that another
-    launcher started (Ray, Slurm) is left alone: that may have its own way.
+    The signal comes when the launcher thread that started this process ends; that is its main thread. Ranks
+    of other launchers (Ray, Slurm) are left alone, since those may handle this themselves.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ:
         end_with(signal.SIGKILL, is_orphan=_has_lost_launcher)
 
 
 def end_with(number: signal.Signals, *, is_orphan) -> None:
-    """Have the kernel send this process the signal at its parent's end; `is_orphan` tells whether that was before."""
+    """Ask the kernel to send this process the signal when its parent ends.
+
+    Args:
+        is_orphan: whether the parent has already ended.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if is_orphan():
         os._exit(128 + number)
 
 
 def _has_lost_launcher() -> bool:
-    """Whether the parent is not who started this rank but init, or a manager of sessions."""
+    """Return whether the parent is init or a session manager, not the launcher of this rank."""
     parent = os.getppid()
     if LAUNCHER in os.environ:
         return os.environ[LAUNCHER] != str(parent)
     try:
         name = Path(f"/proc/{parent}/comm").read_text().strip()
         is_torchrun = "libtorch" in Path(f"/proc/{parent}/maps").read_text()
-    except OSError:  # another user's
+    except OSError:  # another user's process
         return False
     return (parent == 1 or name in ("init", "systemd")) and not is_torchrun
 
 
 def _take_interrupts() -> None:
-    """A thread ends the process: a handler in Python would wait for a collective of the main thread, and raise in the midst of something."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background
+    """Let a thread end the process on Ctrl-C.
+
+    A Python handler would wait for a collective of the main thread, and raise at an arbitrary point.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -83,15 +94,15 @@ def say_interrupted() -> None:
 
 
 def end(status: int) -> None:
-    """End at once, without teardown, and take along what is only this process's."""
+    """Exit at once, without teardown, and remove files that only this process uses."""
     leftovers.end()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more
+        except (OSError, ValueError):  # the reader is gone
             continue
     os._exit(status)
 
 
 def _nothing(number: int, frame: object) -> None:
-    """The handler: that there is one makes Python write the byte."""
+    """Signal handler; Python writes the wakeup byte only if a handler is installed."""

@@ -1,6 +1,6 @@
-"""What a user did wrong, in words: cut to size, with the nearest name, the same on every rank, said once, in torchrun's report too.
+"""User errors: shortened, with the nearest valid name, the same on every rank, and printed once.
 
-Only the standard library is imported until ranks have to agree.
+torchrun's report includes the message. Only the standard library is imported until ranks communicate.
 """
 
 import difflib
@@ -18,26 +18,26 @@ from parallel.runtime import process
 
 T = TypeVar("T")
 
-VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line, lines of a message
+VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line; lines of a message
 REFUSED = 2  # exit status
 OURS = ("parallel", "verl_megatron")
 
 
 class RefusalError(ValueError):
-    """A problem that every rank of the world knows of."""
+    """A user error that every rank of the world knows of."""
 
 
-# ---- words ------------------------------------------------------------------------------------------------------------
+# ---- text --------------------------------------------------------------------------------------------------
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """`, did you mean "x"?` for the closest of `names`, or nothing."""
+    """Return `, did you mean "x"?` for the closest of `names`, or an empty string."""
     close = difflib.get_close_matches(str(name)[:VALUE], list(names), n=1)
     return f', did you mean "{close[0]}"?' if close else ""
 
 
 def shown(value: object) -> str:
-    """How `value` is written in Python, its middle left out where it is long."""
+    """Return `value` as Python writes it, without its middle if it is long."""
     try:
         return _cut(repr(value), VALUE)
     except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
@@ -45,7 +45,7 @@ def shown(value: object) -> str:
 
 
 def readable(text: str) -> str:
-    """`text` without control characters and without the middle of long lines."""
+    """Return `text` without control characters and without the middle of long lines."""
     lines = text.split("\n")
     if len(lines) > LINES:
         lines = [*lines[: LINES // 2], f"... ({len(lines) - LINES:,} lines)", *lines[-LINES // 2 :]]
@@ -67,14 +67,15 @@ def _cut(text: str, limit: int) -> str:
     return f"{text[:head]}... ({len(text) - head - tail:,} characters) ...{text[-tail:]}"
 
 
-# ---- ranks ------------------------------------------------------------------------------------------------------------
+# ---- ranks -------------------------------------------------------------------------------------------------
 
 
 def agree(check: Callable[[], T]) -> T:
-    """What `check` returns, run on every rank of the world. What one rank refuses all refuse, in the same words. Collective.
+    """Run `check` on every rank of the world and return its result; all ranks fail if one does. Collective.
 
     Raises:
-        RefusalError: the ValueError of rank 0 if it has one, else that of the first rank that has, with rank and host.
+        RefusalError: the ValueError of rank 0 if it has one, else that of the first failing rank, with rank
+            and host. The same text on every rank.
     """
     import torch.distributed as dist
 
@@ -94,53 +95,57 @@ def agree(check: Callable[[], T]) -> T:
 
 
 def complain(text: str, *, agreed: bool = False) -> NoReturn:
-    """Say what the user did wrong, from one rank, and end the process; the others wait for torchrun to end them.
+    """Print a user error from one rank and exit; the other ranks wait until torchrun ends them.
 
     Args:
-        agreed: every rank has this text; else a rank that is not ended in time says it as well.
+        agreed: every rank has this text; otherwise a rank that is not ended in time prints it as well.
     """
     rank, text = os.environ.get("RANK") or "0", readable(text)
     tell_torchrun(text)
     if rank != "0":
         let_others_speak(REFUSED, seconds=5)
     if rank == "0" or not agreed:
-        # Not sys.stderr: while torch shows an exception it collects what is written there.
+        # Not sys.stderr: torch collects what is written there while it shows an exception.
         print(f"error: {text}" + f" (rank {rank})" * (rank != "0"), file=sys.__stderr__, flush=True)
     process.end(REFUSED)
 
 
 def tell_torchrun(text: str) -> None:
-    """Give the reason for a failure to torchrun, which ends its report with it."""
+    """Write the reason for a failure to torchrun's error file; its report ends with it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # As torch.distributed.elastic.multiprocessing.errors reads it: of a plain message it would not print the time.
+        # The format of torch.distributed.elastic.multiprocessing.errors; for a plain message it would not
+        # print the time.
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         try:
             with open(path, "w") as file:
                 json.dump({"message": message}, file)
         except OSError:
-            pass  # the report is torchrun's; the message is printed anyway
+            pass  # the report belongs to torchrun; the message is printed anyway
 
 
 def let_others_speak(code: int, *, seconds: float) -> None:
-    """Wait for the rank that has the message: when it is gone torchrun ends this one. If nobody speaks, the caller does."""
+    """Wait for the rank that prints the message: torchrun ends this rank once that one exits.
+
+    If this rank is still alive afterwards, the caller prints.
+    """
     signal.signal(signal.SIGTERM, lambda *_: process.end(code))
     time.sleep(seconds)
 
 
-# ---- the Python interface ---------------------------------------------------------------------------------------------
+# ---- the Python interface ----------------------------------------------------------------------------------
 
 
 def speak_once() -> None:
-    """From now on an uncaught ValueError of this program ends a rank of torchrun's as on the command line, not with a traceback a rank.
+    """Report uncaught ValueErrors of torchrun ranks as the command line does, without a traceback per rank.
 
-    Where torchrun started nothing, such as in a notebook, an exception stays an exception.
+    Without torchrun, for example in a notebook, an exception stays an exception.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
 
 class _Hook:
-    """An exception hook in front of another."""
+    """Exception hook that wraps another one."""
 
     def __init__(self, others: Callable[..., Any]):
         self.others = others

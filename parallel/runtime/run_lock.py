@@ -1,10 +1,11 @@
-"""One run at a time in an output folder: a file with the host and process that hold it, which a dead run does not keep.
+"""Lock of an output folder: a file with the host and process of the run that holds it. A dead run loses it.
 
-A holder on this machine is looked up in /proc, by its process id and the time at which it started: a process id
-may be given out again. Of one elsewhere (on another host that shares the folder, in another container) only the
-file's age can be seen, which a holder renews every `BEAT_S`. The file appears whole, by a link, which network file
-systems make atomic, too; `flock` on the folder only keeps two runs of one host from replacing a dead run's file at
-the same time.
+A holder on this machine is looked up in /proc by process id and start time, as process ids are reused. Of a
+holder elsewhere (another host that shares the folder, another container) only the file's age is visible; the
+holder renews it every `BEAT_S`.
+
+The file is created complete, by a hard link, which network file systems make atomic as well. `flock` on the
+folder only keeps two runs of one host from replacing a dead run's file at the same time.
 """
 
 import contextlib
@@ -23,13 +24,13 @@ from parallel.checkpoint.sealed import opened, shortened
 
 NAME = "run.lock"
 BEAT_S = 15.0
-SILENT_S = 180.0  # a holder elsewhere that is silent for so long is dead; imports and engines keep Python's lock, too
-DYING_S = 5.0  # a run that was just ended is given so long to be gone
-RESTART_S = 30.0  # the same where torchrun starts the ranks again
+SILENT_S = 180.0  # a remote holder silent for so long is dead; imports and engines can hold the GIL for long
+DYING_S = 5.0  # time for a run that was just ended to exit
+RESTART_S = 30.0  # the same if torchrun restarts the ranks
 
 
 class RunLock:
-    """Held by the first rank for as long as the `with` block lasts; every rank of the world enters it.
+    """Lock that the first rank holds during the `with` block; every rank of the world enters it.
 
     Raises:
         ValueError: on every rank, if another run holds the folder, or if it cannot be written.
@@ -53,7 +54,7 @@ class RunLock:
         self._release()
 
     def _acquire(self) -> str | None:
-        """A sentence if the folder cannot be had."""
+        """Return an error message if the folder cannot be locked."""
         me = identity()
         text = json.dumps(me)
         try:
@@ -68,7 +69,7 @@ class RunLock:
         return None
 
     def _wait(self, text: str, me: dict) -> str | None:
-        """Until the file is written; a sentence if its holder lives on."""
+        """Wait until the file is written; return an error message if its holder is alive."""
         began, first = time.monotonic(), None
         while True:
             with _alone(self.folder):
@@ -82,7 +83,8 @@ class RunLock:
                 lives = (first or renewed) != renewed or waited > 2 * SILENT_S
                 if first is None:
                     print(
-                        f"{self.path} is of {_named(holder)}: waiting until it is renewed or {SILENT_S:.0f} s old",
+                        f"{self.path} is of {_named(holder)}: waiting until it is renewed or {SILENT_S:.0f} "
+                        "s old",
                         flush=True,
                     )
                 first = first or renewed
@@ -132,11 +134,11 @@ class RunLock:
         self._mine = None
 
 
-# ---- who holds it ----------------------------------------------------------------------------------------
+# ---- holder ------------------------------------------------------------------------------------------------
 
 
 def identity() -> dict:
-    """This process, in terms that no other one shares."""
+    """Return a unique description of this process."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -149,7 +151,7 @@ def identity() -> dict:
 
 
 def _attempt() -> int:
-    """Which of torchrun's attempts this is, from 0 on."""
+    """Return the number of torchrun's attempt, from 0."""
     told = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(told) if told.isascii() and told.isdigit() else 0
 
@@ -159,7 +161,7 @@ def _named(holder: dict) -> str:
 
 
 def is_dead(holder: dict, me: dict, *, silent_s: float) -> bool:
-    """Whether the process that wrote the file is gone for sure, or has not renewed it for too long.
+    """Return whether the file's process has certainly exited, or has not renewed the file for too long.
 
     torchrun ends the ranks of an attempt, on all hosts, before it starts those of the next.
     """
@@ -178,7 +180,7 @@ def _is_here(holder: dict, me: dict) -> bool:
 
 
 def _machine() -> str:
-    """Where process ids mean the same: this boot of this kernel, and their namespace; empty where that cannot be told."""
+    """Return an id of this boot and PID namespace, within which process ids are unique; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -187,22 +189,21 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None: there is none, or it has ended and is a zombie."""
+    """Return a process's start time in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )  # after the name, which may have anything in it
+        # fields after the process name, which may contain anything
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-# ---- the file --------------------------------------------------------------------------------------------
+# ---- the file ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other process of this host is in this block for the same folder, unless the file system has no locks."""
+    """Exclude other processes of this host from the block of a folder, if the file system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -213,17 +214,17 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _written(path: Path, text: str) -> bool:
-    """Write the file, whole; False if there is one."""
+    """Write the complete file; return False if it exists."""
     scratch = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with scratch.open("w") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # after a power failure there would be an empty one
+        os.fsync(file.fileno())  # otherwise a power failure could leave an empty file
     try:
         os.link(scratch, path)
     except FileExistsError:
         return False
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         try:
             with path.open("x") as file:
                 file.write(text)
@@ -240,7 +241,7 @@ def _content(path: Path) -> str:
 
 
 def _holder(path: Path) -> dict | None:
-    """What the file says of its holder; None: nothing that `identity` gave."""
+    """Return the holder that the file describes; None if it is not output of `identity`."""
     try:
         found = json.loads(_content(path))
         if not all(type(found[name]) is int for name in ("pid", "attempt")) or not all(
@@ -258,7 +259,7 @@ def _holder(path: Path) -> dict | None:
 
 
 def _renewed(path: Path) -> float | None:
-    """When the file was last renewed, by the clock of the machine that keeps the folder; None: it is gone."""
+    """Return the file's modification time by its server's clock; None if it does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -266,7 +267,7 @@ def _renewed(path: Path) -> float | None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since the file was renewed, by the same clock."""
+    """Return the seconds since the file was renewed, by the same clock."""
     probe = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         probe.touch()

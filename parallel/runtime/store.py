@@ -1,4 +1,4 @@
-"""Where the ranks of a world leave each other notes (torch's TCPStore), listening only where the world is."""
+"""Key-value store of the ranks of a world (torch's TCPStore), listening only where the world can reach it."""
 
 import ctypes
 import ipaddress
@@ -15,30 +15,26 @@ LOCAL = "127.0.0.1"
 
 
 def serve(address: str, port: int = 0, *, one_host: bool) -> dist.TCPStore:
-    """A store that this process serves: on the loopback for a world of one host, else on the interface of `address`."""
+    """Serve a store in this process, on the loopback for one host, else on the interface of `address`."""
     listener = listen(address, port, one_host=one_host)
     return _store_on(listener, LOCAL if one_host else address)
 
 
 def serve_apart(address: str, port: int, *, one_host: bool) -> None:
-    """Serve a store from a process of its own, which ends with this one: it answers although this one is stopped."""
+    """Serve a store in a child process, which answers even while this one is stopped and ends with it."""
     listener, parent = listen(address, port, one_host=one_host), os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of Python 3.12: the child uses nothing that another thread may hold
+        # Python 3.12 warns of forks with threads; the child needs no lock that another thread may hold
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
         return listener.close()
     try:
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGHUP,
-        ):  # for the rank, which still wants the store
+        # meant for the rank, which still needs the store
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         process.end_with(signal.SIGKILL, is_orphan=lambda: os.getppid() != parent)
-        ctypes.CDLL(None).prctl(15, b"store", 0, 0, 0)  # PR_SET_NAME, for those who list processes
+        ctypes.CDLL(None).prctl(15, b"store", 0, 0, 0)  # PR_SET_NAME: the name in process listings
         _kept = _store_on(listener, LOCAL if one_host else address)
         while True:
             signal.pause()
@@ -47,9 +43,10 @@ def serve_apart(address: str, port: int, *, one_host: bool) -> None:
 
 
 def listen(address: str, port: int, *, one_host: bool) -> socket.socket:
-    """A listening socket that other hosts reach under `address`, or none of them.
+    """Return a listening socket that other hosts reach under `address`.
 
-    A name that means the loopback here (as in Debian's /etc/hosts) or no interface of this host means one to the others: then all listen.
+    If the name resolves here to the loopback (as in Debian's /etc/hosts) or to no interface of this host, the
+    socket listens on all interfaces: on other hosts the name resolves to one of them.
 
     Raises:
         OSError: the port is taken.

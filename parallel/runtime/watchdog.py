@@ -1,7 +1,8 @@
-"""Names the rank that stopped making progress, writes every rank's stacks to files and ends the run.
+"""Watchdog: names the rank that stopped making progress, writes every rank's stacks and ends the run.
 
-Ranks that wait for each other in a collective all look stuck. Each says through a store, once a second, which operation it is in
-and for how long; the rank that the others wait for is the one that is furthest behind, or that has fallen silent.
+Ranks waiting for each other in a collective all look stuck. Each rank therefore reports to a store, once a
+second, which operation it is in and for how long. The culprit is the rank furthest behind, or one that
+stopped reporting.
 """
 
 import contextlib
@@ -25,19 +26,24 @@ import torch.distributed as dist
 from parallel.runtime import leftovers
 
 EXIT_STATUS = 75  # sysexits.h's EX_TEMPFAIL: the same command may succeed when it is started again
-INTERVAL_S = 1.0  # between two messages of a rank
-START_S = 60.0  # a rank may enter this much later than the first, beside its timeout: some need seconds more to join the world
+INTERVAL_S = 1.0  # between two reports of a rank
+# A rank may enter this much later than the first, in addition to its timeout: joining the world takes some
+# ranks seconds longer.
+START_S = 60.0
 SILENCE_S = (
-    2.0  # a rank is silent after its timeout and this: its messages and our readings are a second apart
+    # added to the timeout before a rank counts as silent: its reports and our readings are a second apart
+    2.0
 )
-GUARD_S = 15.0  # after the timeout and this a rank whose thread cannot run is ended by faulthandler; later than others name it
-FAREWELL_S = 15.0  # the ranks wait this long for each other's stacks, those by faulthandler too: torchrun ends all when the first has ended
-ENDED = 2**62  # sequence of a rank that has left the watchdog
+# faulthandler ends a rank whose thread cannot run this long after the timeout, once others have named it
+GUARD_S = 15.0
+# Ranks wait this long for each other's stacks, faulthandler's included: torchrun ends all when the first has
+# exited.
+FAREWELL_S = 15.0
+ENDED = 2**62  # sequence number of a rank that has left the watchdog
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_WAITING = tuple(
-    os.path.join(_TORCH, part, "") for part in ("distributed", "cuda")
-)  # torch.cuda.synchronize waits for collectives
+# torch.cuda.synchronize waits for collectives
+_WAITING = tuple(os.path.join(_TORCH, part, "") for part in ("distributed", "cuda"))
 _LAUNCHER = os.path.join(_TORCH, "distributed", "elastic", "")
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 _number = itertools.count()  # of the watchdogs of this process: each has keys of its own in the store
@@ -45,7 +51,10 @@ _number = itertools.count()  # of the watchdogs of this process: each has keys o
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where the main thread is. Operations begin and end in the same order on every rank, so `sequence` can be compared."""
+    """Position of the main thread.
+
+    Operations begin and end in the same order on every rank, so `sequence` is comparable across ranks.
+    """
 
     operation: str = "no named operation"
     timeout_s: float
@@ -54,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says of itself."""
+    """A rank's report."""
 
     operation: str
     timeout_s: float
@@ -63,7 +72,7 @@ class Report:
     idle_s: float  # since its last progress, by its own clock
     waits: bool  # its main thread is inside torch.distributed or torch.cuda
     at: str  # the line of the main thread
-    pulse: int = 0  # counts its messages
+    pulse: int = 0  # number of the report
 
     @property
     def is_stuck(self) -> bool:
@@ -74,25 +83,26 @@ class Report:
         return self.operation if self.sequence == ENDED else f"{self.operation} (iteration {self.iteration})"
 
 
-# ---- who is to blame: plain data in, a sentence out ----------------------------------------------------------------------
+# ---- verdict: reports in, a sentence out -------------------------------------------------------------------
 
 
 def verdict(reports: Sequence[Report], silent: dict[int, float]) -> str | None:
-    """A sentence that names the ranks which the others wait for; None while there may still be progress.
+    """Return a sentence that names the ranks which the others wait for; None while progress is possible.
 
-    A rank behind the others is given its own timeout, however long they have waited for it. Among ranks at the same place those
-    that are not inside torch.distributed or torch.cuda are to blame, where there are others that are.
+    A rank behind the others gets its own timeout, however long they have waited for it. Among ranks at the
+    same position, the culprits are those outside torch.distributed and torch.cuda, if others are inside.
 
     Args:
-        reports: the last of each rank, in the order of the ranks.
-        silent: ranks that no longer report, and seconds since they last did.
+        reports: the last report of each rank, in rank order.
+        silent: ranks that no longer report, and seconds since their last report.
     """
     if silent:
         for_s = max(silent.values())
         return _sentence(
             reports,
             sorted(silent),
-            f"made no progress for {for_s:.0f} s and gave no sign of life (stopped, dead, or in a call that keeps Python's lock)",
+            f"made no progress for {for_s:.0f} s and gave no sign of life (stopped, dead, or in a call that "
+            "keeps Python's lock)",
         )
     behind = min(report.sequence for report in reports)
     last = [rank for rank, report in enumerate(reports) if report.sequence == behind]
@@ -103,15 +113,14 @@ def verdict(reports: Sequence[Report], silent: dict[int, float]) -> str | None:
     if culprits:
         return _sentence(reports, culprits, stuck)
     ahead = [rank for rank in range(len(reports)) if rank not in last]
-    if (
-        0 < len(ahead) < len(last)
-    ):  # the many wait for each other and for the few, which came through without them
+    # the majority waits for each other and for these few, which went on without them
+    if 0 < len(ahead) < len(last):
         return _sentence(reports, ahead, f"went on without the others, which {stuck}")
     return _sentence(reports, last, stuck)
 
 
 def _strays(reports: Sequence[Report], ranks: list[int]) -> list[int]:
-    """Those of `ranks` that are in another operation than most of them, where there is such a majority."""
+    """Return those of `ranks` that are in another operation than the majority; none without a majority."""
     names = Counter(reports[rank].operation for rank in ranks)
     (usual, most), *_ = names.most_common(1)
     return [rank for rank in ranks if reports[rank].operation != usual] if most * 2 > len(ranks) else []
@@ -138,7 +147,7 @@ def _sentence(reports: Sequence[Report], culprits: list[int], did: str) -> str:
 
 
 def _places(reports: Sequence[Report], ranks: list[int], *, lines: bool = False) -> dict[str, list[int]]:
-    """The ranks at each place."""
+    """Group the ranks by position."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(reports[rank].place + (f", at {reports[rank].at}" if lines else ""), []).append(
@@ -151,29 +160,34 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-# ---- the watchdog of one rank --------------------------------------------------------------------------------------------
+# ---- watchdog of one rank ----------------------------------------------------------------------------------
 
 
 class Watchdog:
-    """Watches the ranks of the world from `with` on, until its end; constructed and entered on every rank, in the same order.
+    """Watches the ranks of the world inside its `with` block.
 
-    When the rank that the others wait for makes no progress for its timeout, one rank says so on stderr, every rank that still can
-    appends the stacks of all its threads to `folder`/stacks/rank_R.txt, and every rank ends with `EXIT_STATUS`, without teardown.
+    Constructed and entered on every rank, in the same order.
 
-    The thread that does this needs Python's lock (GIL), which collectives give up. A rank whose main thread keeps the lock in a C
-    call falls silent: the others name it, and faulthandler, which needs no lock, writes its stacks and ends it with status 1.
+    When the rank that the others wait for makes no progress for its timeout, one rank reports it on stderr.
+    Every rank that still can appends the stacks of all its threads to `folder`/stacks/rank_R.txt. Every rank
+    then exits with `EXIT_STATUS`, without teardown.
 
-    torchrun --max-restarts=N then starts all ranks again. A rank that was stopped by a signal ends only by torchrun's SIGKILL, its
-    --shutdown-timeout (30 s) later.
+    The watching thread needs the GIL, which collectives release. A rank whose main thread holds it in a C
+    call stops reporting: the others name it, and faulthandler, which needs no GIL, writes its stacks and ends
+    it with status 1.
 
-    Set the timeout below the one of torch.distributed (10 minutes for NCCL), or that ends the run first, without a name. Leave the
-    process's other uses of faulthandler.dump_traceback_later alone: there is one such timer in a process, and this class takes it.
+    torchrun --max-restarts=N then restarts all ranks. A rank stopped by a signal ends only by torchrun's
+    SIGKILL, its --shutdown-timeout (30 s) later.
+
+    Set the timeout below that of torch.distributed (10 minutes for NCCL), which would otherwise end the run
+    first without naming a rank. A process has one faulthandler.dump_traceback_later timer and this class uses
+    it: do not call it elsewhere.
 
     Args:
-        timeout_s: seconds without progress; 0 turns everything off.
-        folder: on a file system that the user can read; `stacks` is made in it.
-        store: a store that all ranks share and that outlives each of them; by default that of the process group. It is cloned:
-            one client cannot be used by two threads, as a waiting call keeps it.
+        timeout_s: seconds without progress; 0 disables the watchdog.
+        folder: on a file system that the user can read; `stacks` is created in it.
+        store: a store that all ranks share and that outlives each of them; by default that of the process
+            group. It is cloned, because a waiting call blocks a client for other threads.
 
     Raises:
         ValueError: a negative or infinite timeout.
@@ -203,9 +217,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.timeout_s:
             self.stacks.mkdir(parents=True, exist_ok=True)
-            self._file = (self.stacks / f"rank_{self.rank}.txt").open(
-                "a"
-            )  # stacks of an attempt that torchrun repeated stay
+            # append: keeps the stacks of earlier attempts that torchrun restarted
+            self._file = (self.stacks / f"rank_{self.rank}.txt").open("a")
             now = time.monotonic()
             self._progress_at, self._heard_at = now, dict.fromkeys(self._heard_at, now)
             self._thread.start()
@@ -217,17 +230,20 @@ class Watchdog:
             self._thread.join(timeout=INTERVAL_S + FAREWELL_S)
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
-            with contextlib.suppress(OSError):  # the last to leave takes the empty folder along
+            with contextlib.suppress(OSError):  # the last rank to leave removes the empty folder
                 if not Path(self._file.name).stat().st_size:
                     os.unlink(self._file.name)
                     self.stacks.rmdir()
 
     @contextlib.contextmanager
     def operation(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
-        """Name what this rank does; its begin and its end are progress. Every rank runs through the same operations, in the same order.
+        """Name this rank's current operation; its begin and end count as progress.
+
+        Every rank runs through the same operations in the same order.
 
         Args:
-            timeout_s: for an operation that takes longer than others; by default that of the operation around it.
+            timeout_s: for an operation that takes longer than others; by default that of the enclosing
+                operation.
 
         Raises:
             ValueError: a timeout that is not positive and finite.
@@ -250,7 +266,7 @@ class Watchdog:
             )
 
     def beat(self) -> None:
-        """Tell of progress inside an operation, as often as you like and a different number of times on each rank."""
+        """Report progress inside an operation; the number of calls may differ between ranks."""
         self._progress_at = time.monotonic()
         self._arm(unless_newer_than_s=INTERVAL_S)
         self.on_beat()
@@ -260,7 +276,7 @@ class Watchdog:
         self._arm()  # with its own timeout
 
     def _arm(self, *, unless_newer_than_s: float = 0) -> None:
-        """Put off the end by faulthandler, which comes when neither the main thread nor the watching one gets to run."""
+        """Postpone faulthandler's exit, which comes when neither the main nor the watching thread runs."""
         now = time.monotonic()
         if (
             self._file is not None
@@ -273,9 +289,8 @@ class Watchdog:
     # ---- the watching thread
 
     def _watch(self) -> None:
-        period_s = min(
-            INTERVAL_S * max(self.rank, 1), max(INTERVAL_S, self.timeout_s / 4)
-        )  # the lowest ranks that live see it first; few readings in a large world
+        # the lowest live ranks detect it first, which limits store reads in a large world
+        period_s = min(INTERVAL_S * max(self.rank, 1), max(INTERVAL_S, self.timeout_s / 4))
         read_at = time.monotonic()
         try:
             for pulse in itertools.count(1):
@@ -289,7 +304,7 @@ class Watchdog:
                 if self._store.check(["verdict"]):
                     self._end(_Verdict(**json.loads(self._store.get("verdict"))))
                 self._leaving.wait(INTERVAL_S)
-        except RuntimeError as error:  # the store's, which has several kinds
+        except RuntimeError as error:  # the store's, which has several subclasses
             self._watch_alone(error)
 
     def _report(self, pulse: int) -> Report:
@@ -308,7 +323,7 @@ class Watchdog:
         )
 
     def _judge(self) -> None:
-        """Read all reports; where they show a rank that the others wait for, write the verdict that every rank will find."""
+        """Read all reports; if they show a rank that the others wait for, write the verdict for all ranks."""
         started = [
             rank
             for rank in range(self.world_size)
@@ -329,10 +344,11 @@ class Watchdog:
         )
         reports = [self._reports.get(rank, absent) for rank in range(self.world_size)]
         unheard = {rank: now - at for rank, at in self._heard_at.items()}
+        # a long operation does not excuse missing reports
         patience_s = {
             rank: SILENCE_S + (self.timeout_s if rank in self._reports else absent.timeout_s)
             for rank in unheard
-        }  # a long operation is no reason for silence
+        }
         silent = {
             rank: age_s
             for rank, age_s in unheard.items()
@@ -344,26 +360,30 @@ class Watchdog:
             self._store.compare_set("verdict", "", json.dumps(record))
 
     def _end(self, found: "_Verdict") -> None:
-        """Write the stacks, wait until the others have written theirs, and end."""
+        """Write the stacks, wait until the other ranks have written theirs, and exit."""
         if found.by == self.rank:
             _say(found.text)
         self._dump(found.text)
         keys = [f"written/{rank}" for rank in range(self.world_size) if rank not in found.ended]
         deadline = time.monotonic() + FAREWELL_S
-        with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone: all have written
+        # the rank that serves the store may be gone: then all have written
+        with contextlib.suppress(RuntimeError):
             self._store.set(f"written/{self.rank}", "1")
             while time.monotonic() < deadline and not self._store.check(keys):
                 time.sleep(0.1)
         _leave()
 
     def _watch_alone(self, error: Exception) -> None:
-        """The store is gone, with its process: nothing is known of the other ranks, and only this one is watched."""
+        """Watch only this rank after the store's process is gone, when nothing is known of the others."""
         while not self._leaving.wait(INTERVAL_S):
             self._arm()
             report = self._report(0)
             if report.is_stuck:
                 reason = str(error).partition("\n")[0]
-                text = f"rank {self.rank} made no progress for {report.idle_s:.0f} s: it is in {report.place}, at {report.at}; nothing is known of other ranks ({reason})"
+                text = (
+                    f"rank {self.rank} made no progress for {report.idle_s:.0f} s: it is in {report.place}, "
+                    f"at {report.at}; nothing is known of other ranks ({reason})"
+                )
                 _say(text)
                 self._dump(text)
                 _leave()
@@ -373,7 +393,7 @@ class Watchdog:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._file.flush()
             faulthandler.dump_traceback(self._file, all_threads=True)
-        except OSError as error:  # a full disk must not keep the run from its end
+        except OSError as error:  # a full disk must not prevent the exit
             _say(f"rank {self.rank}: no stacks in {self._file.name}: {error}")
 
 
@@ -381,7 +401,7 @@ class Watchdog:
 class _Verdict:
     text: str
     ended: list[int]  # ranks that will write no stacks
-    by: int  # the rank that found it, and says it
+    by: int  # the rank that wrote the verdict and prints it
 
 
 def _check_timeout(timeout_s: float) -> None:
@@ -390,7 +410,13 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def _where(frame: FrameType | None) -> tuple[bool, str]:
-    """Whether the thread with this innermost frame waits in torch.distributed or for its GPU, and its line outside torch and Python's library."""
+    """Return whether a thread waits in torch.distributed or for its GPU, and its current line.
+
+    The line is the innermost one outside torch and Python's standard library.
+
+    Args:
+        frame: the thread's innermost frame.
+    """
     waits, at = False, ""
     innermost = frame
     while frame is not None:
@@ -408,14 +434,13 @@ def _line(frame: FrameType) -> str:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"{text}\n".encode())  # not through sys.stderr: the main thread may be inside it
+    os.write(2, f"{text}\n".encode())  # not sys.stderr: the main thread may be inside it
 
 
 def _leave() -> None:
-    """End without teardown, which would wait for the ranks that are stuck."""
-    faulthandler.dump_traceback_later(
-        GUARD_S, exit=True
-    )  # flushing waits for a main thread that is stuck in a write
+    """Exit without teardown, which would wait for the stuck ranks."""
+    # flushing blocks if the main thread is stuck in a write
+    faulthandler.dump_traceback_later(GUARD_S, exit=True)
     sys.stdout.flush()
     sys.stderr.flush()
     leftovers.end()
