@@ -127,8 +127,9 @@ class _Rows(Sequence):
 
 
 class PromptDataset(_Rows):
-    """`Prompt`s of a file, in file order, at most `max_rows`. An empty `answer_key` means rows without ground
-    truth.
+    """`Prompt`s of a file, in file order.
+
+    Options are those of `_Rows`. An empty `answer_key` means rows without ground truth.
 
     Raises:
         ValueError: an unreadable row, a missing key, a prompt over the limit (unless overlong is "drop"), or
