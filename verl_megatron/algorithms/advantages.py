@@ -25,8 +25,7 @@ def own_rows(x: Tensor) -> Tensor:
 
 
 def token_rewards(rewards_B: Tensor, mask_BT: Tensor, kl_BT: Tensor | None, kl_coef: float) -> Tensor:
-    """Per-token rewards [B, T] float32: score on the last response token, minus kl_coef times each token's
-    KL.
+    """Per-token rewards [B, T] float32: the score on the last response token, minus kl_coef times the KL.
 
     rewards_B float32; mask_BT bool, the response; kl_BT float32 or None for no penalty. Samples without a
     response give 0.

@@ -54,9 +54,7 @@ class KLController(Protocol):
     coef: float
 
     def update(self, kl_per_row: float, rows: int) -> None:
-        """Update from `kl_per_row`, the mean KL of a sample (nats, summed over its tokens), and the number of
-        samples.
-        """
+        """Update from the mean KL of a sample (nats, summed over its tokens) and the number of samples."""
         ...
 
     def state_dict(self) -> dict[str, float]:

@@ -139,8 +139,6 @@ def pack(
 
 
 def _context_parallel_part(position_Q: Tensor, length_Q: Tensor, cp: int, rank: int) -> Tensor:
-    """Indices of the packed tokens on rank `rank`: chunks rank and 2·cp-1-rank of every sequence, in
-    order.
-    """
+    """Indices of the packed tokens on rank `rank`: chunks rank and 2·cp-1-rank of every sequence."""
     piece_Q = position_Q * (2 * cp) // length_Q
     return ((piece_Q == rank) | (piece_Q == 2 * cp - 1 - rank)).nonzero().squeeze(1)

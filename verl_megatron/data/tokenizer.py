@@ -39,8 +39,7 @@ class Tokenizer:
 
     @functools.cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """Tokens at which vLLM ends a response: the end-of-sequence token and those listed in the model
-        folder.
+        """Tokens at which vLLM ends a response: the end-of-sequence token and those of the model folder.
 
         Raises:
             ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is not valid JSON.
@@ -59,8 +58,9 @@ class Tokenizer:
         return max(map(len, self.hf.get_vocab()))
 
     def prompt_text(self, prompt: str | Messages) -> str:
-        """Return the model's input text: strings unchanged, chat messages rendered with the generation
-        prompt.
+        """Return the model's input text.
+
+        Strings are returned unchanged; chat messages are rendered with the generation prompt.
 
         Raises:
             ValueError: neither a string nor messages, an assistant turn at their end, or messages that the
@@ -76,8 +76,9 @@ class Tokenizer:
         return render(self.hf, messages, add_generation_prompt=True)
 
     def demonstration_text(self, prompt: str | Messages, answer: str | Message) -> tuple[str, str]:
-        """Return the model's input text and its target text; for messages, the text that the template adds
-        for the answer.
+        """Return the model's input text and its target text.
+
+        For messages, the target is the text that the chat template adds for the answer.
 
         Raises:
             ValueError: as in `prompt_text`, an empty answer, or one that the template does not append to the
@@ -112,8 +113,7 @@ class Tokenizer:
         return self.encode_text(self.prompt_text(prompt), is_chat=not isinstance(prompt, str))
 
     def encode_text(self, text: str, *, is_chat: bool) -> list[int]:
-        """Return the token ids of a prompt's text; special tokens are added unless a chat template wrote
-        them.
+        """Return the token ids of a prompt's text, with special tokens unless a chat template wrote them.
 
         Raises:
             ValueError: the text is empty or cannot be encoded.
