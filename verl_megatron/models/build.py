@@ -46,8 +46,8 @@ class Compute:
 
 
 def choose_spec(setting: str) -> Spec:
-    """Choose the layer spec for `engine.spec`: transformer-engine if installed on GPUs, else the local
-    one.
+    """Choose the layer spec for `engine.spec`; "auto" is transformer-engine if installed on GPUs, else
+    local.
     """
     if setting != "auto":
         return setting

@@ -19,9 +19,7 @@ class LanguageHead(ColumnParallelLinear):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_
     ):
-        """[T, 1, H] (a slice of it under sequence parallelism) -> hidden states [T, 1, H], equal on all
-        ranks.
-        """
+        """[T, 1, H] (a slice of it under sequence parallelism) -> [T, 1, H], the same on every rank."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
