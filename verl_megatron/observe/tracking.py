@@ -83,7 +83,7 @@ def replace_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a sink writes, and from which step."""
+    """Output location and step range of a sink."""
 
     output_dir: Path
     first_step: int  # rows of an earlier run at or after it are dropped

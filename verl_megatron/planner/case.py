@@ -34,7 +34,9 @@ class PlannedRole:
         layers = tuple(sum(len(split[stage, chunk]) for chunk in range(layout.vpp)) for stage in stages)
         elements = [count * sizes.layer for count in layers]
         elements[0] += sizes.embedding
-        copied = arch.tied and head == "lm" and layout.pp > 1  # of the tied embedding
+        copied = (
+            arch.tied and head == "lm" and layout.pp > 1
+        )  # the last stage has its own copy of a tied embedding
         elements[-1] += sizes.output + copied * sizes.embedding
         return cls(
             name=name,

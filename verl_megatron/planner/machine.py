@@ -82,7 +82,8 @@ class Machine:
 
 _H200 = Machine(
     name="h200",
-    source="memory, links, copies and kernels measured; launch, decoding and process costs fitted to three 8B runs",
+    source="memory, links, copies and kernels measured;"
+    " launch, decoding and process costs fitted to three 8B runs",
     gpu_bytes=139.8 * GIB,
     peak_flops=989e12,
     # transformer-engine layers reached 56 % MFU forward and backward, including attention and norms.

@@ -1,9 +1,9 @@
 """Layout search: all layouts of a run, ranked by predicted seconds, and the reasons why others do not fit.
 
-A candidate is a few settings on top of a base configuration. They are the layout of the models (the critic's
-equals the actor's), the size of a micro-batch or recomputation, vLLM's tensor-parallel size, how weights are
-kept, and what is offloaded for rollout. gpu_memory_utilization follows from them: the need of the samples
-that a replica decodes concurrently, or what is left.
+A candidate is a few settings on top of a base configuration. They choose the layout of the models (the
+critic's equals the actor's) and the micro-batch size or recomputation. They also choose vLLM's
+tensor-parallel size, how weights are kept, and what is offloaded for rollout. gpu_memory_utilization follows
+from them: the need of the samples that a replica decodes concurrently, or what is left.
 """
 
 from collections.abc import Callable, Iterator
