@@ -50,8 +50,9 @@ class RowTable:
         return int(self.group_R.max()) + 1 if len(self.group_R) else 0
 
     def assign(self, dp: int) -> Tensor:
-        """Assign each sample to a data-parallel index, [R] int64; every mini-batch is balanced by tokens over
-        `dp`.
+        """Assign each sample to one of `dp` data-parallel indices; returns [R] int64.
+
+        Every mini-batch is balanced by tokens over all of them.
         """
         index_R = torch.zeros_like(self.lengths_R)
         for rows in self.mini_batches:

@@ -137,8 +137,9 @@ class Tokenizer:
         return self._ended(self._encode(response, add_special_tokens=False))
 
     def encode_chat(self, before: str, behind: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a chat prompt and of its response; endings and errors as in
-        `encode_response`.
+        """Return the token ids of a chat prompt and of its response.
+
+        The stop token and errors are as in `encode_response`.
         """
         ids, whole = (
             self.encode_text(before, is_chat=True),

@@ -22,7 +22,7 @@ class Machine:
     host_bytes: float = 1024 * GIB  # memory of one host, for all its ranks
     peak_flops: float  # the vendor's dense bfloat16 rate: the divisor of MFU
     layer_flops: float  # matrix products inside layers under sustained load, which lowers clocks
-    attention_flops: float  # causal attention forward, counting half of the square
+    attention_flops: float  # causal attention forward, counting half of the score matrix
     copy_rate: float  # B/s read and written in the GPU's memory
     same_host_rate: float  # B/s to other GPUs of the host, each way
     other_host_rate: float = 50e9  # B/s of one GPU to other hosts, each way: one 400 Gbit/s adapter a GPU

@@ -112,7 +112,7 @@ def search(
     ]
     reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
     for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
-        best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
+        best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
         for saver in _savers(base):
             try:
                 training = make.training(layout | saver)
@@ -233,7 +233,9 @@ class _Maker:
         The first is what the rest of the run leaves free, capped at that need. `empty` is the plan without
         vLLM's share.
         """
-        awake = ("start", "rollout") if case.config.rollout.sleep else empty.phases  # phases with all of vLLM
+        awake = (
+            ("start", "rollout") if case.config.rollout.sleep else empty.phases
+        )  # phases with vLLM's weights and cache on the GPU
         room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
         cached = cached_tokens(case, rows_at_once(case, inf)) * kv_bytes_per_token(case)
