@@ -1,4 +1,4 @@
-"""The algorithms: one file with one function each, one entry in the table."""
+"""RL algorithms: one file with one advantage function each, and one entry in the table `ALGORITHMS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ from verl_megatron.observe.metrics import Sums
 
 
 class AdvantageFunction(Protocol):
-    """Scores, log-probs and values of the rows at home → the batch with token_rewards, advantages and, for a critic, returns."""
+    """Computes advantages from scores, log-probs and values of the samples owned by this rank.
+
+    Returns the batch with token_rewards, advantages and, for a critic, returns.
+    """
 
     def __call__(
         self,
@@ -24,12 +27,15 @@ class AdvantageFunction(Protocol):
         *,
         kl_coef: float,
         num_groups: int,  # prompts of the whole iteration
-        all_sum: Callable[[Tensor], Tensor],  # over the ranks that hold rows; float64 tensors
+        all_sum: Callable[[Tensor], Tensor],  # over the ranks that own samples; float64 tensors
     ) -> RolloutBatch: ...
 
 
 class PolicyLoss(Protocol):
-    """What is known about N response tokens → the loss of each [N] float32, and metrics; `tokens.sample_N` says which belong together."""
+    """Computes the loss of each of N response tokens, [N] float32, and metrics.
+
+    `tokens.sample_N` gives the sample of each token.
+    """
 
     def __call__(
         self,
@@ -43,14 +49,14 @@ class PolicyLoss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """How one algorithm turns scores into advantages and advantages into a loss."""
+    """An RL algorithm: its advantage function and its policy loss."""
 
     name: str
     advantages: AdvantageFunction
     loss: PolicyLoss = policy_loss
-    normalizer: Normalizer = token_mean  # of the policy's loss
-    needs: frozenset[str] = frozenset()  # models beside the actor: "critic"
-    min_samples: int = 1  # of a prompt
+    normalizer: Normalizer = token_mean  # of the policy loss
+    needs: frozenset[str] = frozenset()  # models besides the actor: "critic"
+    min_samples: int = 1  # per prompt
 
     @property
     def needs_critic(self) -> bool:
@@ -67,7 +73,7 @@ ALGORITHMS = {
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name; ValueError names those there are."""
+    """Return the algorithm called `name`; ValueError with the known names if there is none."""
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm.name={name!r} is not known; choose one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]

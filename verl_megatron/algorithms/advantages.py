@@ -1,9 +1,11 @@
-"""From scores and values to advantages; pure functions, global only through `all_sum`.
+"""Advantage estimators: pure functions whose only communication is `all_sum`.
 
-Letters: B rows on this rank, T token positions, G groups (prompts) of the whole iteration. A field at position t speaks of
-token t: values_BT[b, t] is the value of the tokens before t, token_rewards_BT[b, t] arrives after token t. The mask holds the model's own
-tokens: rows begin and end theirs at different t, and other tokens, such as a tool's answer, may lie between them. `all_sum` returns
-the sum of a float64 tensor over the ranks that hold rows; every one of them has to call, also one without rows.
+Letters: B samples on this rank, T token positions, G groups (prompts) of the whole iteration. A field at
+position t refers to token t: values_BT[b, t] is the value of the tokens before t, and token_rewards_BT[b, t]
+is received after token t. The mask selects the tokens that the model generated. They start and end at
+different t in each sample, and other tokens, such as a tool's output, may come between them. `all_sum`
+returns the sum of a float64 tensor over the ranks that own samples; each of them must call it, even with no
+samples.
 """
 
 from collections.abc import Callable
@@ -13,19 +15,20 @@ from torch import Tensor
 
 AllSum = Callable[[Tensor], Tensor]
 
-STD_EPSILON = 1e-6  # of a group's standard deviation: a group of equal scores gets advantage 0
-VARIANCE_EPSILON = 1e-8  # of the whitening
+STD_EPSILON = 1e-6  # added to a group's standard deviation: a group of equal scores gets advantage 0
+VARIANCE_EPSILON = 1e-8  # added to the variance in whitening
 
 
 def own_rows(x: Tensor) -> Tensor:
-    """The `all_sum` of a program with one rank."""
+    """Identity: the `all_sum` of a single-rank program."""
     return x
 
 
 def token_rewards(rewards_B: Tensor, mask_BT: Tensor, kl_BT: Tensor | None, kl_coef: float) -> Tensor:
-    """[B, T] float32: the score on the last response token, less kl_coef times the KL on every response token.
+    """Per-token rewards [B, T] float32: the score on the last response token, minus kl_coef times the KL.
 
-    rewards_B float32; mask_BT bool, the response; kl_BT float32 or None for no penalty. Rows without a response give 0.
+    rewards_B float32; mask_BT bool, the response; kl_BT float32 or None for no penalty. Samples without a
+    response give 0.
     """
     tokens_left_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
     is_last_BT = mask_BT & (tokens_left_BT == 1)
@@ -38,15 +41,17 @@ def token_rewards(rewards_B: Tensor, mask_BT: Tensor, kl_BT: Tensor | None, kl_c
 def gae(
     token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016): advantages and returns, both [B, T] float32, 0 outside the response.
+    """Generalized advantage estimation (Schulman et al. 2016).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last response token V = A = 0.
-    Here t counts the model's own tokens: what lies between them takes no part.
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the
+    last response token V = A = 0. Here t counts only the model's own tokens; tokens between them are skipped.
+
+    Returns:
+        Advantages and returns, both [B, T] float32, 0 outside the response.
     """
     advantages_BT = torch.zeros_like(values_BT)
-    advantage_B = next_value_B = values_BT.new_zeros(
-        len(values_BT)
-    )  # of the row's next own token; 0 after its last
+    # Of the sample's next own token; 0 after its last.
+    advantage_B = next_value_B = values_BT.new_zeros(len(values_BT))
     for t in reversed(range(values_BT.shape[1])):
         is_own_B, value_B = mask_BT[:, t], values_BT[:, t]
         delta_B = token_rewards_BT[:, t] + gamma * next_value_B - value_B
@@ -60,9 +65,11 @@ def gae(
 def group_advantages(
     rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_rows
 ) -> Tensor:
-    """[B] float32 scores relative to their group (GRPO, Shao et al. 2024): (r - mean) / (std + 1e-6), std over n - 1; a lone row gets 0.
+    """Group-relative advantages [B] float32 (GRPO, Shao et al. 2024): (r - mean) / (std + 1e-6).
 
-    rewards_B float32; group_B int64 in [0, num_groups), the row's group. Only per-group sums travel, so a group's rows may lie on any ranks.
+    std divides by n - 1; the only sample of a group gets 0. rewards_B float32; group_B int64 in [0,
+    num_groups), the sample's group. Only per-group sums are communicated, so a group's samples may be on any
+    ranks.
     """
     rewards_B = rewards_B.double()
 
@@ -79,7 +86,10 @@ def group_advantages(
 
 
 def whiten(x_BT: Tensor, mask_BT: Tensor, *, all_sum: AllSum = own_rows, shift_mean: bool = True) -> Tensor:
-    """[B, T] float32, x with standard deviation 1 (and mean 0 if shift_mean) over the masked tokens of all ranks; 0 outside the mask."""
+    """Scale x to standard deviation 1 (and mean 0 if shift_mean) over the masked tokens of all ranks.
+
+    Returns [B, T] float32, 0 outside the mask.
+    """
     x = x_BT[mask_BT].double()
     total, count = all_sum(torch.stack([x.sum(), x.new_tensor(float(x.numel()))]))
     mean = total / count.clamp(min=1)

@@ -1,4 +1,4 @@
-"""What a batch says of an iteration, whatever the algorithm."""
+"""Batch statistics of an iteration that do not depend on the algorithm."""
 
 from verl_megatron.algorithms.kl import reference_kl
 from verl_megatron.data.batch import RolloutBatch
@@ -6,7 +6,11 @@ from verl_megatron.observe.metrics import REWARD_MAX, REWARD_MEAN, Sums
 
 
 def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
-    """What the rows at home say of the iteration: reward, response tokens, KL of a row from the reference, gap to the sampler (nats)."""
+    """Sum statistics of the samples owned by this rank.
+
+    These are the reward, response tokens, the KL of a sample from the reference, and the log-prob gap to the
+    sampler (nats).
+    """
     sums, rows, mask_BT = Sums(), len(batch), batch.response_mask
     tokens_B = mask_BT.sum(-1)
     sums.add("rollout/response_tokens_mean", tokens_B.sum(), rows)

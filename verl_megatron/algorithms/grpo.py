@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024): no critic; a row's advantage is its score relative to the other samples of its prompt."""
+"""GRPO (Shao et al. 2024): no critic; advantages are scores relative to the other samples of the prompt."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +19,10 @@ def advantages(
     num_groups: int,
     all_sum: Callable[[Tensor], Tensor],
 ) -> RolloutBatch:
-    """Needs rewards; sets token_rewards and advantages, the same for every response token of a row.
+    """Set token_rewards and advantages from rewards; all response tokens of a sample get the same advantage.
 
-    The paper puts the KL into the loss (`kl_in: loss`). With `kl_in: reward` a row's score is less its KL, summed over the response.
+    The paper puts the KL into the loss (`kl_in: loss`). With `kl_in: reward` the KL, summed over the
+    response, is subtracted from a sample's score.
     """
     assert batch.rewards is not None, "GRPO needs rewards"
     mask_BT = batch.response_mask

@@ -1,7 +1,10 @@
-"""Losses of the tokens of one micro-batch. They are added up and divided once, at the optimizer step, by what the algorithm's normalizer
-says of the whole mini-batch, so that the result does not depend on how rows are packed and spread.
+"""Per-token losses of one micro-batch.
 
-Letters: N response tokens of a packed micro-batch. All tensors are float32; gradients flow only into the first argument (and the entropy).
+They are summed and divided once, at the optimizer step, by the algorithm's normalizer over the whole
+mini-batch. The result therefore does not depend on how samples are packed and distributed.
+
+Letters: N response tokens of a packed micro-batch. All tensors are float32; gradients flow only into the
+first argument (and the entropy).
 """
 
 from dataclasses import dataclass
@@ -17,17 +20,17 @@ from verl_megatron.observe.metrics import Sums
 
 @dataclass(slots=True)
 class PolicyTokens:
-    """What is known about the response tokens before the update."""
+    """Quantities of the response tokens that are fixed before the update."""
 
-    sample_N: Tensor  # int64, the sample of the micro-batch that each token is of
-    old_logprobs_N: Tensor  # the actor's before the iteration's updates
+    sample_N: Tensor  # int64, the sample that each token belongs to
+    old_logprobs_N: Tensor  # from the actor before the iteration's updates
     advantages_N: Tensor
     ref_logprobs_N: Tensor | None = None  # for KL in the loss
-    rollout_logprobs_N: Tensor | None = None  # the sampler's, for importance weights
+    rollout_logprobs_N: Tensor | None = None  # from the sampler, for importance weights
 
     @classmethod
     def of(cls, micro: MicroBatch) -> "PolicyTokens":
-        """The tokens that a micro-batch asks about."""
+        """The target tokens of a micro-batch."""
         fields = micro.fields
         return cls(
             micro.row,
@@ -45,11 +48,15 @@ def policy_loss(
     config: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[Tensor, Sums]:
-    """Clipped surrogate (Schulman et al. 2017), less the entropy bonus, plus the KL when `kl_in` is "loss"; [N] losses and their metrics.
+    """Clipped surrogate (Schulman et al. 2017), minus the entropy bonus, plus the KL when `kl_in` is "loss".
 
-    Per token: -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) - entropy_coef H + kl_coef KL, with ratio = p / p_old and
-    w = min(p_old / p_sampler, importance_cap) if the cap is above 0 (truncated importance sampling, Yao et al. 2025), else 1.
-    log ratio is limited to +-MAX_LOG_RATIO, so that no infinite ratio meets an advantage of 0.
+    Per token: -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) - entropy_coef H + kl_coef KL, with
+    ratio = p / p_old and w = min(p_old / p_sampler, importance_cap) if the cap is above 0 (truncated
+    importance sampling, Yao et al. 2025), else 1. log ratio is clamped to +-MAX_LOG_RATIO, so that an
+    infinite ratio never multiplies an advantage of 0.
+
+    Returns:
+        [N] losses and their metrics.
     """
     log_ratio_N = (logprobs_N - tokens.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_N = log_ratio_N.exp()
@@ -82,7 +89,10 @@ def policy_loss(
 
 
 def importance_weights(tokens: PolicyTokens, *, cap: float) -> Tensor:
-    """[N] min(p_old / p_sampler, cap), without gradient: corrects the gap between the sampler's and the trainer's probabilities."""
+    """Importance weights [N] min(p_old / p_sampler, cap), without gradient.
+
+    They correct the gap between the sampler's and the trainer's probabilities.
+    """
     assert tokens.rollout_logprobs_N is not None, "importance weights need the sampler's log-probs"
     return (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().clamp(max=cap).detach()
 
@@ -90,9 +100,12 @@ def importance_weights(tokens: PolicyTokens, *, cap: float) -> Tensor:
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Sums]:
-    """Half the squared error, with the step of the value limited to `value_clip` (0: no limit); [N] losses and their metrics.
+    """Half the squared error, with the change of the value clipped to `value_clip` (0: not clipped).
 
     Per token: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2.
+
+    Returns:
+        [N] losses and their metrics.
     """
     sums = Sums()
     count = values_N.numel()
@@ -110,7 +123,7 @@ def value_loss(
 
 
 def cross_entropy(logprobs_N: Tensor) -> tuple[Tensor, Sums]:
-    """Negative log-likelihood of the tokens to imitate (nats); [N] losses and their metrics."""
+    """Negative log-likelihood of the target tokens (nats); [N] losses and their metrics."""
     loss_N = -logprobs_N
     sums = Sums()
     sums.add("sft/loss", loss_N.sum(), logprobs_N.numel())

@@ -1,4 +1,4 @@
-"""PPO (Schulman et al. 2017): a critic's values, generalized advantage estimation, whitening over the iteration."""
+"""PPO (Schulman et al. 2017): critic values, generalized advantage estimation, advantage whitening."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +19,10 @@ def advantages(
     num_groups: int,
     all_sum: Callable[[Tensor], Tensor],
 ) -> RolloutBatch:
-    """Needs rewards, values and, with a reference, logprobs and ref_logprobs; sets token_rewards, advantages and returns.
+    """Set token_rewards, advantages and returns.
 
-    Returns are the critic's targets and stay as they are; whitening changes only the advantages.
+    Needs rewards, values and, with a reference, logprobs and ref_logprobs. Advantages are whitened over the
+    iteration; returns, the critic's targets, are not.
     """
     assert batch.rewards is not None and batch.values is not None, "PPO needs rewards and values"
     kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None

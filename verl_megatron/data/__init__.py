@@ -1,1 +1,1 @@
-"""From files to packed micro-batches: prompts, the batch that flows through an iteration, and where its rows go."""
+"""Data: prompt files, the rollout batch, its distribution over ranks, and packed micro-batches."""

@@ -1,4 +1,4 @@
-"""Chat messages and what a chat template makes of them: checked before, bounded meanwhile, checked behind."""
+"""Chat messages and chat templates: validation before rendering, limits during it, checks of its output."""
 
 import functools
 import itertools
@@ -10,17 +10,17 @@ from typing import Any
 
 from verl_megatron.data.json_lines import shown
 
-RENDER_S = 5.0  # CPU seconds that a template may take for one prompt; usual ones take less than a thousandth
-RENDER_BYTES = 1 << 30  # memory that it may take
-_RENDERS_A_MEASURE = 64  # the system takes as long to tell the memory in use as a template takes for a prompt
+RENDER_S = 5.0  # CPU-time limit of one prompt; typical templates take under a thousandth of it
+RENDER_BYTES = 1 << 30  # memory limit of one prompt
+_RENDERS_A_MEASURE = 64  # reading the memory in use takes as long as rendering one prompt
 _renders = itertools.count()
 
-Message = dict[str, Any]  # {"role": ..., "content": ...}, and what else the template reads
+Message = dict[str, Any]  # {"role": ..., "content": ...}, plus any other keys that the template reads
 Messages = list[Message]
 
 _NO_PROMPT = "a prompt must be a string or a non-empty list of messages with role and content"
-_USUAL_ROLES = ("system", "user", "assistant")  # templates write these without naming each of them
-# What else a message may say; a template that does not read it would leave it out without a word.
+_USUAL_ROLES = ("system", "user", "assistant")  # templates accept these without naming each of them
+# Other message keys that carry content; a template that does not read them would drop them silently.
 _SAID_BESIDE = (
     "tool_calls",
     "function_call",
@@ -36,14 +36,16 @@ _SAID_BESIDE = (
 
 
 class _OutOfTime(BaseException):
-    """A template took more than RENDER_S; no Exception, which templates' compilers catch."""
+    """A template exceeded RENDER_S. Not an Exception, because compiled templates catch those."""
 
 
 def split_answer(messages: Any) -> tuple[Any, Messages]:
-    """`messages` without the assistant's turns at their end, and those turns; what is no list stays as it is.
+    """Split `messages` into the prompt and the assistant turns at its end.
+
+    A value that is not a list is returned unchanged.
 
     Raises:
-        ValueError: nothing is left before them.
+        ValueError: nothing is left before the assistant turns.
     """
     if not isinstance(messages, list):
         return messages, []
@@ -58,10 +60,10 @@ def split_answer(messages: Any) -> tuple[Any, Messages]:
 
 
 def checked(messages: Any, template: str) -> Messages:
-    """`messages` as the template takes them: text parts joined to one text, empty keys left out.
+    """Normalize `messages` for the template: join text parts into one string, drop empty keys.
 
     Raises:
-        ValueError: no list of messages, or a role or content that the template would drop or stumble over.
+        ValueError: not a list of messages, or a role or content that the template would drop or fail on.
     """
     if not (
         isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
@@ -96,7 +98,7 @@ def _checked(message: Message, which: str, template: str) -> Message:
 
 
 def text_of(content: Any, which: str) -> str:
-    """The content of the message `which` as one text; ValueError if it has another kind of parts."""
+    """Return the content of message `which` as one string; ValueError for parts that are not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -114,10 +116,11 @@ def text_of(content: Any, which: str) -> str:
 
 
 def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
-    """What the chat template of tokenizer `hf` writes for (checked) messages.
+    """Apply the chat template of tokenizer `hf` to messages that `checked` has validated.
 
     Raises:
-        ValueError: it fails, refuses, takes too much time or memory, writes nothing, or leaves a message out.
+        ValueError: the template fails, rejects the messages, exceeds the time or memory limit, writes
+            nothing, or omits a message.
     """
     template = (
         f"the chat template of {hf.name_or_path}" if getattr(hf, "name_or_path", "") else "the chat template"
@@ -129,7 +132,7 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
         try:
             text = _limited(write)
         except MemoryError:
-            _address_space.cache_clear()  # the process may have grown since it was measured
+            _address_space.cache_clear()  # the process may have grown since the last measurement
             text = _limited(write)
     except _OutOfTime:
         raise ValueError(f"{template} took more than {RENDER_S:g} s for these messages; mend it") from None
@@ -137,7 +140,7 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
         raise ValueError(
             f"{template} takes more than {RENDER_BYTES >> 30} GiB for these messages; mend it"
         ) from None
-    except Exception as error:  # templates are programs of others
+    except Exception as error:  # templates are third-party code
         said = f"{type(error).__name__}: {str(error)[:300]}"
         raise ValueError(
             f"{template} does not take these messages ({said}); change them or mend the template"
@@ -154,15 +157,15 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
 
 
 def contains(text: str, content: str) -> bool:
-    """Whether `text` has `content`, white space apart."""
+    """Whether `text` contains `content`, ignoring white space."""
     return content.strip() in text or "".join(content.split()) in "".join(text.split())
 
 
 def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str]:
-    """The text of a prompt, and what the chat template writes behind it for the assistant's turn `answer`.
+    """Return the rendered prompt and the text that the template appends for assistant turn `answer`.
 
     Raises:
-        ValueError: as in `render`, or the turn does not go on where the prompt ends.
+        ValueError: as in `render`, or the rendered turn does not start with the rendered prompt.
     """
     before = render(hf, messages, add_generation_prompt=True)
     whole = render(hf, [*messages, answer], add_generation_prompt=False)
@@ -183,7 +186,7 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
 
 
 def _limited(write: Callable[[], str]) -> str:
-    """`write()` within RENDER_S of CPU time (in the main thread) and RENDER_BYTES of memory."""
+    """Call `write()` within RENDER_S of CPU time (in the main thread) and RENDER_BYTES of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _address_space(next(_renders) // _RENDERS_A_MEASURE) + RENDER_BYTES
     timed = threading.current_thread() is threading.main_thread()
@@ -191,7 +194,7 @@ def _limited(write: Callable[[], str]) -> str:
         _hear_timer()
     try:
         resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-        if timed:  # again and again, as it may come while code runs whose exceptions go nowhere
+        if timed:  # repeating: one signal may arrive in code that swallows exceptions
             signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S, 0.5)
         return write()
     finally:
@@ -206,11 +209,11 @@ def _stop(*_) -> None:
 
 @functools.cache
 def _hear_timer() -> None:
-    signal.signal(signal.SIGVTALRM, _stop)  # of a timer that only `_limited` sets
+    signal.signal(signal.SIGVTALRM, _stop)  # only `_limited` sets this timer
 
 
 @functools.lru_cache(maxsize=1)
 def _address_space(measure: int) -> int:
-    """Bytes of address space that this process has, anew for each `measure`."""
+    """Bytes of address space in use by this process, measured once for each value of `measure`."""
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[0]) * resource.getpagesize()

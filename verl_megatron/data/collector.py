@@ -1,6 +1,7 @@
-"""Rows travel between their homes and the ranks of a role, whatever the layouts.
+"""Dispatch of samples from their owner ranks to the ranks of a role, and collection of the results.
 
-Letters: B rows at home on this rank, W rows that work on this rank, T positions of prompt and response, R rows of the iteration.
+Letters: B samples owned by this rank, W samples that this rank works on, T positions of prompt and response,
+R samples of the iteration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +16,17 @@ from verl_megatron.data.batch import RolloutBatch
 
 
 class DataCollector:
-    """Slices, pads and aligns rows between where they were generated and the ranks of one layout.
+    """Dispatches, pads and aligns samples between their owner ranks and the ranks of one layout.
 
-    Every rank of `group` calls its methods together; a rank outside the layout gives the rows at home on it and works on none.
+    All ranks of `group` call its methods together. A rank outside the layout sends the samples it owns and
+    works on none.
 
     Args:
         layout: of the role; its ranks are ranks of `group`.
-        rank: this process in `group`.
-        group: all ranks that hold or borrow rows; None is the world.
-        device: where exchanges run: the GPU under NCCL. Results come back on the device of the rows given.
+        rank: this process's rank in `group`.
+        group: all ranks that own or work on samples; None is the world.
+        device: where exchanges run: the GPU under NCCL. Results are returned on the device of the input
+            samples.
     """
 
     def __init__(
@@ -45,12 +48,15 @@ class DataCollector:
     def to_role(
         self, batch: RolloutBatch, dp_of_row: Tensor, fields: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Fields of the rows of this rank's data-parallel index, "row_id" among them, sorted by it.
+        """Dispatch samples to their data-parallel ranks.
 
         Args:
-            batch: the rows at home here, perhaps none; the same fields are set on every rank.
-            dp_of_row: [R] int64, the data-parallel index that works on each row, the same on every rank.
-            fields: names of those to send; those that are not set are left out. None: all.
+            batch: the samples owned by this rank, possibly none; the same fields are set on every rank.
+            dp_of_row: [R] int64, data-parallel index that works on each sample, the same on every rank.
+            fields: names of the fields to send; those that are not set are skipped. None: all.
+
+        Returns:
+            The fields, with "row_id", of the samples of this rank's data-parallel index, sorted by "row_id".
         """
         destinations = [self._workers[dp] for dp in dp_of_row[batch.row_id.cpu()].tolist()]
         sent = {
@@ -70,15 +76,18 @@ class DataCollector:
         home_of_row: Tensor,
         batch: RolloutBatch,
     ) -> dict[str, Tensor]:
-        """Send per-token results home, together; returns each [B, T] float32 aligned with the rows of `batch`, 0 after a row's end.
+        """Send per-token results back to the owner ranks of the samples, all in one exchange.
 
         Args:
             names: of the results, the same on every rank.
-            values: by name [W, T'] one row of results for each of `row_id`, read on the first rank (tp 0, cp 0) of the last pipeline
-                stage of each data-parallel index only; elsewhere it may be None.
-            row_id: [W] int64, the rows that work on this rank.
-            home_of_row: [R] int64, the rank each row is at home on.
-            batch: the rows at home here.
+            values: by name, [W, T'] results in the order of `row_id`. Read only on the first rank (tp 0, cp
+                0) of the last pipeline stage of each data-parallel index; elsewhere it may be None.
+            row_id: [W] int64, the samples that this rank works on.
+            home_of_row: [R] int64, owner rank of each sample.
+            batch: the samples owned by this rank.
+
+        Returns:
+            By name, [B, T] float32 aligned with the samples of `batch`, 0 after the end of a sample.
         """
         if self._answers:
             assert values is not None and all(len(values[name]) == len(row_id) for name in names), (
@@ -101,10 +110,10 @@ class DataCollector:
 
 
 def trim(fields: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """Per-token fields [B, T] cut to `width` positions; others as they are."""
+    """Cut per-token fields [B, T] to `width` positions; return other fields unchanged."""
     return {name: value[:, :width] if value.dim() > 1 else value for name, value in fields.items()}
 
 
 def pad_to(values_BT: Tensor, length: int) -> Tensor:
-    """[B, length]: cut at the end, or filled up with zeros."""
+    """Truncate or zero-pad to [B, length]."""
     return torch.nn.functional.pad(values_BT, (0, length - values_BT.size(1)))

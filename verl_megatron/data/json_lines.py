@@ -1,4 +1,4 @@
-"""JSON-lines files: one object a line, read strictly within bounds; what is no row is named with its line."""
+"""JSON-lines files: one object per line, parsed strictly within limits; errors name the line."""
 
 import io
 import json
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_LINE_BYTES = 16 << 20  # a row is parsed, kept and handed to reward workers as a whole
-MAX_DEPTH = 64  # pickle and json recurse, from stacks of any height
+MAX_LINE_BYTES = 16 << 20  # a row is parsed, stored and sent to reward workers as a whole
+MAX_DEPTH = 64  # pickle and json recurse, and the stack may already be deep
 UTF8_MARK = b"\xef\xbb\xbf"
 
-# What files that are taken for JSON lines begin with, what they are, and what to do.
+# First bytes of files mistaken for JSON lines, their format, and the remedy.
 _TO_LINES = (
     "write its rows as JSON lines, such as with pandas: to_json('train.jsonl', orient='records', lines=True)"
 )
@@ -62,13 +62,13 @@ _short.maxlong = 40
 
 
 def shown(value: Any) -> str:
-    """`value` as an error shows it: its repr, cut to a line whatever its size."""
+    """Return the repr of `value` for an error message, cut to one line."""
     text = _short.repr(value)
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def file_problem(path: str | Path) -> str:
-    """What keeps `path` from being read, by its kind and first bytes ("does not exist; ..."); or nothing."""
+    """Return why `path` cannot be read, by its kind and first bytes ("does not exist; ..."), or ""."""
     try:
         with _opened(path) as file:
             return _other_format(path, file.peek(512))
@@ -77,10 +77,11 @@ def file_problem(path: str | Path) -> str:
 
 
 def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """Line numbers (from 1) and objects of a JSON-lines file; empty lines are passed over.
+    """Yield line numbers (from 1) and objects of a JSON-lines file; empty lines are skipped.
 
     Raises:
-        ValueError: no regular file that can be read, another format, or a line that is no JSON object, with both.
+        ValueError: not a readable regular file, another format, or a line that is not a JSON object; the
+            message names file and line.
     """
     if problem := file_problem(path):
         raise ValueError(f"data file {_name(path)} {problem}")
@@ -105,7 +106,7 @@ def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
 
 
 def read_rows(path: str | Path) -> list[dict]:
-    """All objects of a JSON-lines file; errors as in `numbered_rows`."""
+    """Return all objects of a JSON-lines file; errors as in `numbered_rows`."""
     return [row for _, row in numbered_rows(path)]
 
 
@@ -113,10 +114,10 @@ def read_rows(path: str | Path) -> list[dict]:
 
 
 def _opened(path: str | Path) -> io.BufferedReader:
-    """`path`, if it is a regular file; without O_NONBLOCK, opening a pipe would wait for who writes it."""
+    """Open `path` if it is a regular file. Without O_NONBLOCK, opening a pipe would wait for a writer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError:  # a name that no file can have, such as one with a zero byte
+    except ValueError:  # an impossible file name, such as one with a zero byte
         raise FileNotFoundError from None
     try:
         mode = os.fstat(descriptor).st_mode
@@ -143,7 +144,7 @@ def _name(path: str | Path) -> str:
 
 
 def _other_format(path: str | Path, head: bytes) -> str:
-    """The format that a file of another kind seems to have; empty: JSON lines, or unknown."""
+    """Describe the other format that a file seems to have; empty: JSON lines, or unknown."""
     start = head.removeprefix(UTF8_MARK)
     text = start.lstrip()
     for magic, kind, remedy in _FORMATS:
@@ -215,7 +216,7 @@ def _too_deep() -> str:
 
 
 def _depth(row: Any) -> int:
-    """Levels of lists and objects, `row` included, found without recursion."""
+    """Nesting depth of lists and objects, `row` included, computed without recursion."""
     level, depth = [row], 0
     while level:
         depth += 1

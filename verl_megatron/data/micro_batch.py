@@ -1,12 +1,15 @@
-"""Rows packed into one sequence without padding: what a model's forward pass takes.
+"""Packed micro-batches: samples concatenated into one sequence without padding, as a forward pass takes them.
 
-Letters: B rows, T token positions of a row, P packed tokens on this context-parallel rank, N tokens asked about on this rank.
+Letters: B samples, T token positions of a sample, P packed tokens on this context-parallel rank, N target
+tokens on this rank, whose log-probability or value is computed.
 
-A row of length L enters with its tokens 0 … L-2: the hidden state at t-1 speaks of token t (its log-probability, and the value
-of the state in which it is chosen). A reward model reads the last token's hidden state instead and takes all L tokens.
+A sample of length L enters with its tokens 0 … L-2: the hidden state at t-1 predicts token t (its
+log-probability, and the value of the state in which it is chosen). A reward model reads the last token's
+hidden state instead and takes all L tokens.
 
-With context parallelism a row is filled up to a multiple of 2·cp tokens and cut into 2·cp pieces, of which rank r holds pieces
-r and 2·cp-1-r. Sequence parallelism, fp8 and empty micro-batches need a few more tokens: a filler sequence that nobody asks about.
+With context parallelism a sample is padded to a multiple of 2·cp tokens and cut into 2·cp chunks, of which
+rank r holds chunks r and 2·cp-1-r. Sequence parallelism, fp8 and empty micro-batches need extra tokens: a
+padding sequence without target tokens.
 """
 
 from dataclasses import dataclass, field
@@ -21,22 +24,21 @@ from verl_megatron.data.batch import RolloutBatch
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Packed rows and the tokens asked about."""
+    """Packed samples and their target tokens."""
 
     tokens: Tensor  # [1, P] int64
-    positions: Tensor  # [1, P] int64, place of each token in its row
-    lengths: list[int]  # of the packed sequences, whole (before context parallelism cuts them)
+    positions: Tensor  # [1, P] int64, position of each token in its sample
+    lengths: list[int]  # of the packed sequences, before the context-parallel split
     cu_seqlens: Tensor  # [len(lengths) + 1] int32
-    index: Tensor  # [N] int64, places in the P packed tokens whose hidden state answers
-    labels: Tensor  # [N] int64, the tokens asked about
-    row: Tensor  # [N] int64, row of the batch
-    column: Tensor  # [N] int64, position t in the row
-    fields: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # [N] each: the batch's per-token fields at (row, column)
+    index: Tensor  # [N] int64, packed positions whose hidden states predict the target tokens
+    labels: Tensor  # [N] int64, the target tokens
+    row: Tensor  # [N] int64, sample of the batch
+    column: Tensor  # [N] int64, position t in the sample
+    # [N] each: the batch's per-token fields at (row, column)
+    fields: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors, always in the same order."""
+        """Return all tensors, always in the same order."""
         return [
             self.tokens,
             self.positions,
@@ -49,7 +51,7 @@ class MicroBatch:
         ]
 
     def holding(self, tensors: list[Tensor]) -> "MicroBatch":
-        """The same with other `tensors()`."""
+        """Return a copy with `tensors` in place of `tensors()`."""
         tokens, positions, cu_seqlens, index, labels, row, column, *fields = tensors
         return MicroBatch(
             tokens,
@@ -65,7 +67,7 @@ class MicroBatch:
 
 
 def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """All of them on this rank's device, copied together."""
+    """Copy all micro-batches to this rank's device in one transfer."""
     moved = iter(device.copy_together([tensor for micro in micro_batches for tensor in micro.tensors()]))
     return [micro.holding(list(islice(moved, len(micro.tensors())))) for micro in micro_batches]
 
@@ -80,31 +82,29 @@ def pack(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> MicroBatch:
-    """Pack the rows `rows` of a batch (on the CPU).
+    """Pack the samples `rows` of a batch (on the CPU).
 
     Args:
-        fields: per-token fields of the batch to bring along for the tokens asked about.
-        last_token: ask one question a row, at its last token (reward model), instead of one a response token.
-        multiple_of: packed tokens on this rank become a multiple of it (sequence parallelism, fp8).
+        fields: per-token fields of the batch to gather at the target tokens.
+        last_token: use one target per sample, its last token (reward model), instead of every response token.
+        multiple_of: pad the packed tokens of this rank to a multiple of it (sequence parallelism, fp8).
     """
     take = torch.tensor(rows, dtype=torch.int64)
-    if (
-        len(batch) == 0
-    ):  # a rank without rows still runs its part of the pipeline; the filler looks at one row
+    # A rank without samples still runs its part of the pipeline, and the padding sequence indexes one sample.
+    if len(batch) == 0:
         batch = RolloutBatch.from_rows([0], [[0]], [[]])
     lengths_R = batch.attention_mask[take].sum(1)
     used_R = lengths_R if last_token else lengths_R - 1
     unit = 2 * cp if cp > 1 else 1
-    whole_R = (used_R + unit - 1) // unit * unit  # with filling
+    whole_R = (used_R + unit - 1) // unit * unit  # with padding
     total = int(whole_R.sum())
     filler = -total % (unit * multiple_of) or (unit * multiple_of if total == 0 else 0)
     whole = whole_R.tolist() + ([filler] if filler else [])
 
     whole_R = torch.tensor(whole)
     start_R = whole_R.cumsum(0) - whole_R
-    sequence_Q = torch.repeat_interleave(
-        torch.arange(len(whole)), whole_R
-    )  # Q: packed tokens before they are cut
+    # Q: packed tokens before the context-parallel split
+    sequence_Q = torch.repeat_interleave(torch.arange(len(whole)), whole_R)
     position_Q = torch.arange(int(whole_R.sum())) - start_R[sequence_Q]
     row_Q = torch.cat([take, take.new_zeros(len(whole) - len(rows))])[sequence_Q]
     used_Q = torch.cat([used_R, used_R.new_zeros(len(whole) - len(rows))])[sequence_Q]
@@ -139,6 +139,6 @@ def pack(
 
 
 def _context_parallel_part(position_Q: Tensor, length_Q: Tensor, cp: int, rank: int) -> Tensor:
-    """Places of the packed tokens that rank `rank` holds: pieces rank and 2·cp-1-rank of every sequence, in order."""
+    """Indices of the packed tokens on rank `rank`: chunks rank and 2·cp-1-rank of every sequence."""
     piece_Q = position_Q * (2 * cp) // length_Q
     return ((piece_Q == rank) | (piece_Q == 2 * cp - 1 - rank)).nonzero().squeeze(1)

@@ -1,6 +1,6 @@
-"""Which rows go together: over ranks by tokens, and into micro-batches of a token budget. Pure Python.
+"""Token balancing: samples over ranks, and into micro-batches of a token budget. Pure Python.
 
-Both functions are deterministic: the same lengths give the same answer on every rank.
+Both functions are deterministic: the same lengths give the same result on every rank.
 """
 
 import heapq
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 
 def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
-    """Rows (indices into `lengths`) of each of `bins` bins, whose token sums are nearly equal.
+    """Split samples (indices into `lengths`) into `bins` bins with nearly equal token sums.
 
-    The longest row that is left goes to the bin with the fewest tokens (Graham, 1969: at most 4/3 of the best split's heaviest bin). No bin
-    is empty unless there are fewer rows than bins; empty ones come last. Each bin lists its rows in ascending order.
+    The longest remaining sample goes to the bin with the fewest tokens (Graham, 1969: at most 4/3 of the
+    heaviest bin of an optimal split). No bin is empty unless there are fewer samples than bins; empty bins
+    come last. Each bin lists its samples in ascending order.
 
     Raises:
         ValueError: `bins` is below 1.
@@ -19,9 +20,8 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     if bins < 1:
         raise ValueError(f"bins={bins} must be at least 1")
     rows_of: list[list[int]] = [[] for _ in range(bins)]
-    heap = [
-        (0, place) for place in range(bins)
-    ]  # tokens of a bin; each row counts one more, so that rows of 0 tokens are dealt out, too
+    # Tokens of each bin; every sample counts one more, so that samples of 0 tokens are spread too.
+    heap = [(0, place) for place in range(bins)]
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
         tokens, place = heap[0]
         rows_of[place].append(row)
@@ -32,17 +32,19 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
 def micro_batches(
     lengths: Sequence[int], *, tokens_per_micro_batch: int, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Rows of each micro-batch, of at most `tokens_per_micro_batch` tokens together; a longer row is alone in its own.
+    """Group samples into micro-batches of at most `tokens_per_micro_batch` tokens.
 
-    First-fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one. Empty ones are added at the end
-    until their number is a multiple of `multiple_of` (interleaved pipelines need a multiple of pp).
+    A longer sample gets a micro-batch of its own. First-fit decreasing: at most 11/9 of the fewest possible
+    micro-batches, plus one. Empty ones are appended until their number is a multiple of `multiple_of`
+    (interleaved pipelines need a multiple of pp).
 
     Raises:
         ValueError: the budget or the multiple is below 1.
     """
     if tokens_per_micro_batch < 1 or multiple_of < 1:
         raise ValueError(
-            f"tokens_per_micro_batch={tokens_per_micro_batch} and multiple_of={multiple_of} must be at least 1"
+            f"tokens_per_micro_batch={tokens_per_micro_batch} and multiple_of={multiple_of}"
+            " must be at least 1"
         )
     rows_of: list[list[int]] = []
     room_of: list[int] = []

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations from JSON-lines files, and the order in which prompts are drawn."""
+"""Prompt and demonstration datasets from JSON-lines files, and the order in which prompts are drawn."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from verl_megatron.data.tokenizer import Tokenizer
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
-    """A prompt with what its reward needs."""
+    """A prompt with the inputs of its reward."""
 
     prompt_token_ids: list[int]
     text: str  # what the model reads, chat template applied
@@ -25,21 +25,21 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Demonstration:
-    """A prompt and the response to imitate, which ends in the end-of-sequence token."""
+    """A prompt and its target response, which ends in the end-of-sequence token."""
 
     prompt_token_ids: list[int]
     response_token_ids: list[int]
 
 
 class _Rows(Sequence):
-    """Rows of a file that are short enough.
+    """Rows of a file that are within the token limit.
 
     Args:
-        vocab_size: of the model; no row may have a token beyond it. None: unknown.
-        max_rows: read no more than so many. None: all.
+        vocab_size: of the model; token ids must be below it. None: unknown.
+        max_rows: number of rows to read at most. None: all.
     """
 
-    _limit_name: str  # the setting with the most tokens a row may have
+    _limit_name: str  # the setting that limits the tokens of a row
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _Rows(Sequence):
             raise ValueError("data.prompt_key is empty; name the key of a row's prompt")
         self.path, self._tokenizer, self._config, self._vocab_size = path, tokenizer, config, vocab_size
         self.dropped = 0  # rows that are too long
-        self.cut = 0  # prompts that ended in an answer, which was left out
+        self.cut = 0  # prompts whose trailing assistant turns were removed
         self._limit: int = getattr(config, self._limit_name)
         self._items: list = []
         for line, row in islice(numbered_rows(path), max_rows):
@@ -64,7 +64,7 @@ class _Rows(Sequence):
                 self._add(row)
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from None
-        if not self._items and self.dropped != max_rows:  # else later rows may be short enough
+        if not self._items and self.dropped != max_rows:  # otherwise later rows may be short enough
             why = (
                 f"all {self.dropped} rows are longer than data.{self._limit_name}={self._limit}"
                 if self.dropped
@@ -80,7 +80,7 @@ class _Rows(Sequence):
 
     @property
     def notes(self) -> list[str]:
-        """What was left out of the file, for the user to read."""
+        """User messages about the parts of the file that were left out."""
         limit = f"data.{self._limit_name}={self._limit}"
         dropped = f"{self.path}: {self.dropped} rows longer than {limit} left out (data.overlong=drop)"
         cut = (
@@ -102,7 +102,7 @@ class _Rows(Sequence):
             )
 
     def _parse(self, row: dict) -> tuple[Any, int]:
-        """The item of a row and its tokens; no item where its characters alone are too many."""
+        """Return a row's item and token count; no item if its character count alone exceeds the limit."""
         raise NotImplementedError
 
     def _value(self, row: dict, setting: str) -> Any:
@@ -115,7 +115,7 @@ class _Rows(Sequence):
         return row[key]
 
     def _fewest_tokens(self, *texts: str) -> int:
-        """Tokens that the texts have at least: tokenizing 10 MB to find that it is too much takes seconds."""
+        """Lower bound of the texts' tokens: tokenizing 10 MB only to find it too long takes seconds."""
         return sum(map(len, texts)) // self._tokenizer.longest_token
 
     def _check_tokens(self, ids: list[int]) -> None:
@@ -127,10 +127,13 @@ class _Rows(Sequence):
 
 
 class PromptDataset(_Rows):
-    """`Prompt`s of a file, in its order, of its first `rows` if given. An empty `answer_key` means rows without ground truth.
+    """`Prompt`s of a file, in file order.
+
+    Options are those of `_Rows`. An empty `answer_key` means rows without ground truth.
 
     Raises:
-        ValueError: an unreadable row, a missing key, a prompt over the limit (unless overlong is "drop"), or none left.
+        ValueError: an unreadable row, a missing key, a prompt over the limit (unless overlong is "drop"), or
+            none left.
     """
 
     _limit_name = "max_prompt_tokens"
@@ -160,11 +163,11 @@ class PromptDataset(_Rows):
 
 
 class DemonstrationDataset(_Rows):
-    """`Demonstration`s of a file, in its order; an assistant turn at the end of messages is the response.
+    """`Demonstration`s of a file, in file order; an assistant turn at the end of messages is the response.
 
     Raises:
-        ValueError: an unreadable row, a missing key, two responses, a row over the limit (unless overlong is "drop"),
-            or none left.
+        ValueError: an unreadable row, a missing key, two responses, a row over the limit (unless overlong is
+            "drop"), or none left.
     """
 
     _limit_name = "max_tokens"
@@ -188,7 +191,7 @@ class DemonstrationDataset(_Rows):
         )
 
     def _response(self, row: dict, answers: Messages) -> str | Message:
-        """The text or the assistant's turn to imitate, of which a row has to have one."""
+        """Return the target response of a row, as text or assistant turn; every row must have one."""
         prompt_key, key = self._config.prompt_key, self._config.response_key
         if len(answers) > 1:
             raise ValueError(f"{shown(prompt_key)} ends in {len(answers)} assistant turns; join them to one")
@@ -196,8 +199,8 @@ class DemonstrationDataset(_Rows):
             given = row.get(key) if key != prompt_key else None
             if given is not None and given != text_of(answers[0].get("content"), "the assistant turn"):
                 raise ValueError(
-                    f"{shown(prompt_key)} ends in an assistant turn, and {shown(key)} (data.response_key) is another"
-                    " response; remove one of them"
+                    f"{shown(prompt_key)} ends in an assistant turn, and {shown(key)} (data.response_key)"
+                    " is another response; remove one of them"
                 )
             return answers[0]
         if key == prompt_key:
@@ -212,7 +215,10 @@ class DemonstrationDataset(_Rows):
 
 
 class PromptCursor:
-    """Draws row numbers epoch by epoch: each epoch is a permutation fixed by (seed, epoch), so a position is two integers."""
+    """Draws prompt indices epoch by epoch.
+
+    Each epoch is a permutation determined by (seed, epoch), so the position is two integers.
+    """
 
     def __init__(self, *, num_prompts: int, seed: int, shuffle: bool = True):
         assert num_prompts > 0
@@ -229,7 +235,7 @@ class PromptCursor:
             random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
 
     def draw(self, count: int) -> list[int]:
-        """The next `count` row numbers; a new epoch starts where one ends."""
+        """Return the next `count` prompt indices; a new epoch starts where one ends."""
         drawn: list[int] = []
         while len(drawn) < count:
             if self.position == self.num_prompts:
@@ -240,7 +246,7 @@ class PromptCursor:
         return drawn
 
     def state_dict(self) -> dict[str, int]:
-        """Plain integers from which `load_state_dict` goes on exactly."""
+        """Plain integers from which `load_state_dict` resumes exactly."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -250,37 +256,38 @@ class PromptCursor:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`.
+        """Resume from `state`.
 
         Raises:
-            ValueError: it was saved with another number of prompts, seed or shuffle.
+            ValueError: it was saved with a different number of prompts, seed or shuffle.
         """
         for name in ("num_prompts", "seed", "shuffle"):
             if state[name] != int(getattr(self, name)):
                 raise ValueError(
-                    f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))}; resume with the same data, run.seed and data.shuffle"
+                    f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))};"
+                    " resume with the same data, run.seed and data.shuffle"
                 )
         self._go_to(epoch=state["epoch"], position=state["position"])
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompts:
-    """Prompts of a dataset in the cursor's order, without an end."""
+    """Endless stream of a dataset's prompts in the cursor's order."""
 
     prompts: Sequence[Prompt]
     cursor: PromptCursor
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         return [self.prompts[i] for i in self.cursor.draw(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompts:
-    """These prompts, once."""
+    """A fixed list of prompts, used once."""
 
     prompts: Sequence[Prompt]
 
     def draw(self, count: int) -> list[Prompt]:
-        """The first `count` of them."""
+        """Return the first `count` prompts."""
         return list(self.prompts[:count])

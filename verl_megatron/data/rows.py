@@ -1,6 +1,6 @@
-"""Which rows of an iteration go where: known alike on every rank, whatever the layouts.
+"""The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
 
-Letters: R rows of the whole iteration.
+Letters: R samples of the whole iteration.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,20 @@ from verl_megatron.data.packing import balance, micro_batches
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Every row of the iteration by its number, the same on all ranks."""
+    """All samples of the iteration by `row_id`, the same on all ranks."""
 
     lengths_R: Tensor  # int64, tokens of prompt and response
     response_R: Tensor  # int64, response tokens
-    home_R: Tensor  # int64, world rank that generated the row
-    group_R: Tensor  # int64, number of the row's prompt; 0 where rows have none
-    mini_batches: list[range]  # row numbers of each optimizer step of a pass
+    home_R: Tensor  # int64, world rank that generated the sample (its owner)
+    group_R: Tensor  # int64, index of the sample's prompt; 0 where samples have none
+    mini_batches: list[range]  # sample indices of each optimizer step of an epoch
 
     @classmethod
     def gather(cls, batch: RolloutBatch, *, num_mini_batches: int) -> "RowTable":
-        """Collective over the world; `batch` holds the rows at home on this rank, which number them 0, 1, ... together.
+        """Gather the table. Collective over the world.
 
-        Mini-batches differ by one row at most.
+        `batch` holds the samples owned by this rank; over all ranks their `row_id`s are 0, 1, ... without
+        gaps. Mini-batches differ by one sample at most.
         """
         num_rows = int(all_sum(torch.tensor(len(batch))))
         table = torch.zeros(5, num_rows, dtype=torch.int64)
@@ -45,11 +46,14 @@ class RowTable:
 
     @property
     def num_groups(self) -> int:
-        """Prompts of the iteration."""
+        """Number of prompts of the iteration."""
         return int(self.group_R.max()) + 1 if len(self.group_R) else 0
 
     def assign(self, dp: int) -> Tensor:
-        """[R] int64: the data-parallel index that works on each row; every mini-batch is balanced by tokens over all of them."""
+        """Assign each sample to one of `dp` data-parallel indices; returns [R] int64.
+
+        Every mini-batch is balanced by tokens over all of them.
+        """
         index_R = torch.zeros_like(self.lengths_R)
         for rows in self.mini_batches:
             for place, members in enumerate(balance(self.lengths_R[rows.start : rows.stop].tolist(), dp)):
@@ -59,7 +63,10 @@ class RowTable:
     def micro_batches(
         self, row_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int
     ) -> list[list[list[int]]]:
-        """For each mini-batch the micro-batches, each a list of places in `row_id` (this rank's borrowed rows, sorted)."""
+        """Return the micro-batches of each mini-batch, each a list of indices into `row_id`.
+
+        `row_id` lists the samples dispatched to this rank, sorted.
+        """
         lengths, result = self.lengths_R[row_id].tolist(), []
         for rows in self.mini_batches:
             mine = ((row_id >= rows.start) & (row_id < rows.stop)).nonzero().squeeze(1).tolist()

@@ -1,4 +1,4 @@
-"""Text to token ids and back, thin over Hugging Face tokenizers; only local files are read and no remote code runs."""
+"""Tokenizer: a thin wrapper of Hugging Face tokenizers. It reads local files only and runs no remote code."""
 
 import functools
 import json
@@ -9,15 +9,12 @@ from verl_megatron.data.chat import Message, Messages, checked, continuation, re
 from verl_megatron.data.json_lines import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-SMALL_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)  # a broken one may be passed over
+# transformers may silently ignore a broken one of these.
+SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer (`hf`) with the four operations training needs."""
+    """A Hugging Face tokenizer (`hf`) with the operations that training needs."""
 
     def __init__(self, hf):
         self.hf = hf
@@ -28,26 +25,27 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int:
-        """Token that ends a response.
+        """Id of the token that ends a response.
 
         Raises:
             ValueError: the tokenizer has none.
         """
         if self.hf.eos_token_id is None:
             raise ValueError(
-                f"the tokenizer in {self.hf.name_or_path} has no end-of-sequence token; name one as eos_token in its tokenizer_config.json"
+                f"the tokenizer in {self.hf.name_or_path} has no end-of-sequence token;"
+                " name one as eos_token in its tokenizer_config.json"
             )
         return self.hf.eos_token_id
 
     @functools.cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """Tokens at which vLLM ends a response: the end-of-sequence token and those that the folder names.
+        """Tokens at which vLLM ends a response: the end-of-sequence token and those of the model folder.
 
         Raises:
-            ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is no JSON.
+            ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is not valid JSON.
         """
         found = {self.eos_token_id}
-        for name in ("generation_config.json", "config.json"):  # vLLM takes the first that there is
+        for name in ("generation_config.json", "config.json"):  # vLLM reads the first one that exists
             path = Path(self.hf.name_or_path, name)
             if self.hf.name_or_path and path.is_file():
                 found |= _eos_of(path)
@@ -56,14 +54,17 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters that one token stands for at most."""
+        """Characters of the longest token."""
         return max(map(len, self.hf.get_vocab()))
 
     def prompt_text(self, prompt: str | Messages) -> str:
-        """What the model reads: a string as it is, chat messages through the chat template with the generation prompt.
+        """Return the model's input text.
+
+        Strings are returned unchanged; chat messages are rendered with the generation prompt.
 
         Raises:
-            ValueError: neither a string nor messages, an answer at their end, or what the chat template does not take.
+            ValueError: neither a string nor messages, an assistant turn at their end, or messages that the
+                chat template rejects.
         """
         if isinstance(prompt, str):
             return prompt
@@ -75,10 +76,13 @@ class Tokenizer:
         return render(self.hf, messages, add_generation_prompt=True)
 
     def demonstration_text(self, prompt: str | Messages, answer: str | Message) -> tuple[str, str]:
-        """What the model reads and is to write: for messages, what the chat template adds for the answer.
+        """Return the model's input text and its target text.
+
+        For messages, the target is the text that the chat template adds for the answer.
 
         Raises:
-            ValueError: as in `prompt_text`, an empty answer, or one that the template does not write behind the prompt.
+            ValueError: as in `prompt_text`, an empty answer, or one that the template does not append to the
+                prompt.
         """
         if isinstance(answer, str):
             if not answer.strip():
@@ -97,26 +101,27 @@ class Tokenizer:
         template = self.hf.chat_template
         if isinstance(messages, list) and messages and not template:
             raise ValueError(
-                f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages; add chat_template.jinja or give prompts as strings"
+                f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages;"
+                " add chat_template.jinja or give prompts as strings"
             )
         return checked(
             messages, template if isinstance(template, str) else " ".join((template or {}).values())
         )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a prompt; errors as in `prompt_text` and `encode_text`."""
+        """Return the token ids of a prompt; errors as in `prompt_text` and `encode_text`."""
         return self.encode_text(self.prompt_text(prompt), is_chat=not isinstance(prompt, str))
 
     def encode_text(self, text: str, *, is_chat: bool) -> list[int]:
-        """Token ids of a prompt's text; before a string stand the tokenizer's special tokens, a template writes its own.
+        """Return the token ids of a prompt's text, with special tokens unless a chat template wrote them.
 
         Raises:
-            ValueError: there is nothing in it, or it cannot be encoded.
+            ValueError: the text is empty or cannot be encoded.
         """
         if not text.strip():
             raise ValueError("the prompt is empty; give it text, or leave the row out")
         ids = self._encode(text, add_special_tokens=not is_chat)
-        # Some tokenizers end every text; a prompt has to go on.
+        # Some tokenizers append the end-of-sequence token to every text; a prompt must not end in it.
         while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
             ids.pop()
         if self._special.issuperset(ids):
@@ -124,20 +129,23 @@ class Tokenizer:
         return ids
 
     def encode_response(self, response: str) -> list[int]:
-        """Token ids of a response to a string, ended by one token that stops generation.
+        """Return the token ids of the response to a string prompt, ended by one stop token.
 
         Raises:
-            ValueError: it is empty, or such a token stands inside it.
+            ValueError: the response is empty or contains a stop token before its end.
         """
         return self._ended(self._encode(response, add_special_tokens=False))
 
     def encode_chat(self, before: str, behind: str) -> tuple[list[int], list[int]]:
-        """Token ids of a chat's prompt and of the response, ended and refused as in `encode_response`."""
+        """Return the token ids of a chat prompt and of its response.
+
+        The stop token and errors are as in `encode_response`.
+        """
         ids, whole = (
             self.encode_text(before, is_chat=True),
             self._encode(before + behind, add_special_tokens=False),
         )
-        if whole[: len(ids)] != ids:  # a token spans the border, and the prompt's are given
+        if whole[: len(ids)] != ids:  # a token spans the boundary; the prompt's tokens are fixed
             return ids, self.encode_response(behind)
         return ids, self._ended(whole[len(ids) :])
 
@@ -161,24 +169,24 @@ class Tokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             return self.hf.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # of transformers, tokenizers or sentencepiece, whatever its kind
+        except Exception as error:  # transformers, tokenizers and sentencepiece raise various types
             said = type(error).__name__
             raise ValueError(
                 f"the tokenizer cannot encode {shown(text)} ({said}); remove what is no text"
             ) from None
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Return the text of token ids without special tokens."""
         return self.hf.decode(ids, skip_special_tokens=True)
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a folder holds a tokenizer's files."""
+    """Whether a folder contains tokenizer files."""
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _eos_of(path: Path) -> set[int]:
-    """The end-of-sequence tokens that a model's JSON file names: none, one or a list."""
+    """End-of-sequence token ids of a model's JSON file: none, one or several."""
     try:
         named = json.loads(path.read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -189,12 +197,13 @@ def _eos_of(path: Path) -> set[int]:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, the fast one where there is one.
+    """Load the tokenizer of a Hugging Face folder, the fast one if there is one.
 
     Raises:
-        ValueError: no such folder, no tokenizer in it, or one that is broken; the message names the file where it can be told.
+        ValueError: no such folder, no tokenizer in it, or a broken one; the message names the file if it is
+            known.
     """
-    from transformers import AutoTokenizer  # seconds to import: only who needs a tokenizer pays
+    from transformers import AutoTokenizer  # imported here because it takes seconds
 
     folder = Path(folder)
     if not folder.is_dir():
@@ -202,19 +211,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     # Without this check transformers may build an empty tokenizer from config.json alone.
     if not has_tokenizer(folder):
         raise ValueError(
-            f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files into it"
+            f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)});"
+            " copy the model's tokenizer files into it"
         )
     for name in SMALL_FILES:
         if (folder / name).exists():
             read_object(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some faults show at the first use
+        tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some defects show only on first use
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except (
-        BaseException
-    ) as error:  # libraries for each format, one of which raises panics that are no Exceptions
+    except BaseException as error:  # a Rust panic of the tokenizers library is not an Exception
         raise ValueError(
             f"{_broken_file(folder, error)}; copy the tokenizer's files again from their source"
         ) from None
@@ -222,7 +230,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _broken_file(folder: Path, error: BaseException) -> str:
-    """What is wrong with which file of a tokenizer that fails with `error`."""
+    """Describe which file of a tokenizer that fails with `error` is broken, and how."""
     from tokenizers import Tokenizer as Reader
 
     present = [folder / name for name in ("tokenizer.json", "vocab.json") if (folder / name).exists()]

@@ -1,6 +1,7 @@
-"""Core attention of the local layer spec: PyTorch's fused attention over packed sequences, with context parallelism.
+"""Core attention of the local layer spec: PyTorch's fused attention over packed sequences.
 
-Letters: T packed tokens on this rank, n heads, k key/value heads, d head size.
+It supports context parallelism. Letters: T packed tokens on this rank, n heads, k key/value heads, d head
+size.
 """
 
 import math
@@ -17,16 +18,16 @@ try:  # flash attention over packed sequences without transformer-engine; CUDA, 
     from torch.nn.attention.varlen import varlen_attn
 
     _VARLEN_OPTIONS = signature(varlen_attn).parameters
-    HAS_VARLEN = "window_size" in _VARLEN_OPTIONS  # how it is told to be causal, from torch 2.11 on
+    HAS_VARLEN = "window_size" in _VARLEN_OPTIONS  # selects causal attention, from torch 2.11 on
 except ImportError:
     HAS_VARLEN = False
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence; never a mask over all packed tokens.
+    """Causal attention within each packed sequence, without a mask over all packed tokens.
 
-    With context parallelism each sequence's tokens lie on the ranks as Megatron cuts them: 2·cp pieces, rank r holding pieces
-    r and 2·cp-1-r. Keys and values are gathered, and each piece attends to the keys up to its own end.
+    With context parallelism, sequences are split as in Megatron: 2·cp chunks, of which rank r holds chunks r
+    and 2·cp-1-r. Keys and values are gathered, and each chunk attends to the keys up to its own end.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class PackedAttention(MegatronModule):
         packed_seq_params=None,
         **_,
     ) -> Tensor:
-        """Packed [T, n, d] queries and [T, k, d] keys and values -> [T, n·d]; all sequences start and end in the pack."""
+        """Packed [T, n, d] queries and [T, k, d] keys and values -> [T, n·d]; all sequences are complete."""
         assert packed_seq_params is not None, "this attention takes packed sequences"
-        lengths = packed_seq_params.lengths  # set by packing.py: no read back from the GPU
+        lengths = packed_seq_params.lengths  # set by packing.py, so nothing is copied back from the GPU
         if self.cp.size() > 1:
             out = self._context_parallel(query, key, value, lengths)
         elif HAS_VARLEN and query.is_cuda and query.dtype != torch.float32:
@@ -78,7 +79,10 @@ class PackedAttention(MegatronModule):
         )
 
     def _attend(self, q, k, v, *, causal) -> Tensor:
-        """One sequence or piece: [Tq, n, d] against [Tk, k, d]; `causal` aligns the last query with the last key."""
+        """Attention of one sequence or chunk: [Tq, n, d] against [Tk, k, d].
+
+        `causal` aligns the last query with the last key.
+        """
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if causal and q.size(2) != k.size(2):
             mask = causal_lower_right(q.size(2), k.size(2))
@@ -109,6 +113,6 @@ class PackedAttention(MegatronModule):
 
     @staticmethod
     def _in_order(x, piece: int) -> Tensor:
-        """[cp, 2·piece, k, d] as the ranks hold a sequence -> [2·cp·piece, k, d] in the order of its tokens."""
+        """Reorder [cp, 2·piece, k, d], as gathered from the ranks, to [2·cp·piece, k, d] in token order."""
         front, back = x[:, :piece], x[:, piece:]
         return torch.cat([front.flatten(0, 1), back.flip(0).flatten(0, 1)])

@@ -1,4 +1,4 @@
-"""From an architecture to this rank's Megatron-Core model chunks."""
+"""Construction of this rank's Megatron-Core model chunks from an architecture."""
 
 import contextlib
 import importlib.util
@@ -25,36 +25,38 @@ from verl_megatron.models.attention import PackedAttention
 from verl_megatron.models.heads import LanguageHead, ValueHead
 from verl_megatron.models.rope import rope_frequencies
 
-Head = Literal[
-    "lm", "token", "sequence"
-]  # language model; a value a token (critic); a score a row (reward model)
+# Language model; one value per token (critic); one score per sample (reward model).
+Head = Literal["lm", "token", "sequence"]
 Spec = Literal["te", "local"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How a model computes, resolved from the settings and this machine."""
+    """Numerics and execution options of a model, resolved from the settings and this machine."""
 
     dtype: torch.dtype
     spec: Spec
-    fp8: bool = False  # products of the layers' matrices; transformer-engine only
+    fp8: bool = False  # for the layers' matrix products; transformer-engine only
     recompute: str = "none"  # none, selective, full
 
     @property
     def token_multiple(self) -> int:
-        """Packed tokens of a rank have to be a multiple of it: fp8 kernels take 16 at a time."""
+        """Multiple of which a rank's packed tokens must be; fp8 kernels need 16."""
         return 16 if self.fp8 else 1
 
 
 def choose_spec(setting: str) -> Spec:
-    """The layer spec for `engine.spec`: transformer-engine on GPUs where it is installed, else the local one."""
+    """Choose the layer spec for `engine.spec`; "auto": transformer-engine if installed on GPUs, or local."""
     if setting != "auto":
         return setting
     return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's own wrapper refuses sequence parallelism; all that needs is this mark on the weight."""
+    """torch's RMSNorm with Megatron's sequence-parallel mark on the weight.
+
+    Megatron's own wrapper rejects sequence parallelism, which needs nothing but this mark.
+    """
 
     def __init__(self, config, hidden_size, eps=1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -62,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> TransformerConfig:
-    """Megatron's description of the architecture under a layout."""
+    """Build Megatron's TransformerConfig for the architecture under a layout."""
     stages = [len(layers) for layers in layout.layers_of(arch.num_layers).values()]
     uneven = dict(
         num_layers_in_first_pipeline_stage=stages[0] * layout.vpp,
@@ -76,7 +78,8 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
         "selective": dict(recompute_granularity="selective"),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     }
-    # Scales are those of the present tensors, agreed on by the ranks that split it. The globals lend no wider group.
+    # Scales come from the current tensors, reduced over the tensor-parallel ranks that split them. No wider
+    # group is lent to Megatron's globals.
     fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True) if compute.fp8 else {}
     on_gpu = torch.cuda.is_available()
     _, attention_factor = rope_frequencies(arch)
@@ -94,7 +97,7 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
-        softmax_scale=attention_factor**2 / arch.head_dim**0.5,  # queries and keys both carry YaRN's factor
+        softmax_scale=attention_factor**2 / arch.head_dim**0.5,  # YaRN scales both queries and keys
         init_method_std=arch.initializer_range,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -108,10 +111,11 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, experts or not
-        calculate_per_token_loss=True,  # gradients are summed over data parallel ranks; losses carry their global divisor
+        moe_token_dispatcher_type="alltoall",  # required with variable lengths, even without experts
+        # Gradients are summed over data-parallel ranks; losses are already divided by the global divisor.
+        calculate_per_token_loss=True,
         batch_p2p_comm=layout.vpp == 1,
-        batch_p2p_sync=False,  # PyTorch keeps what is sent until it has left
+        batch_p2p_sync=False,  # PyTorch keeps the buffers of a send alive until it completes
         overlap_p2p_comm=layout.vpp > 1,
         bias_activation_fusion=on_gpu,
         apply_rope_fusion=on_gpu and compute.spec == "te",
@@ -122,7 +126,7 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
 
 
 def layer_spec(arch: Architecture, spec: Spec):
-    """One layer's modules, and the module of the final norm."""
+    """Return the spec of one layer and the class of the final norm."""
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -139,7 +143,10 @@ def layer_spec(arch: Architecture, spec: Spec):
 def build_chunks(
     arch: Architecture, groups: ProcessGroups, compute: Compute, *, head: Head
 ) -> list[GPTModel]:
-    """The model chunks of this rank, one a virtual stage, with weights as initialised (a head not in the folder keeps them)."""
+    """Build the model chunks of this rank, one per virtual stage, with initial weights.
+
+    A head that is missing from the model folder keeps its initial weights.
+    """
     layout, place = groups.layout, groups.coordinates
     config = transformer_config(arch, layout, compute)
     layer, final_norm = layer_spec(arch, compute.spec)
@@ -176,15 +183,16 @@ def build_chunks(
 
 def _replace_head(model: GPTModel, config: TransformerConfig, groups: ProcessGroups, head: Head) -> None:
     if head == "lm":
-        model.output_layer.__class__ = LanguageHead  # same weight and marks, another product
+        model.output_layer.__class__ = LanguageHead  # same weight and attributes, other forward pass
     else:
         model.output_layer = ValueHead(config, groups.tp, bias=head == "token")
 
 
 def drop_fp8_weights(chunk: torch.nn.Module) -> None:
-    """Free transformer-engine's fp8 copies of the weights: two bytes a parameter, one after passes without gradients.
+    """Free transformer-engine's fp8 copies of the weights: two bytes per parameter, one after no-grad passes.
 
-    They serve the micro-batches of one pass. Until the next the weights may change or move, and vLLM needs the memory.
+    The copies serve the micro-batches of one pass. Before the next pass the weights may change or move, and
+    vLLM needs the memory.
     """
     for module in chunk.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
@@ -192,7 +200,7 @@ def drop_fp8_weights(chunk: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def frozen(chunks: list[GPTModel]):
-    """Within the block the chunks compute without gradients and in evaluation mode."""
+    """Run the block with the chunks in evaluation mode and without gradients."""
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What sits on top of the trunk: next-token log-probabilities, or one value a token.
+"""Output heads: next-token log-probabilities, or one value per token.
 
 Letters: T packed tokens on this rank, H hidden size.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class LanguageHead(ColumnParallelLinear):
-    """The output layer's weight without its product: logits are made in chunks where they are used (`log_probs.py`)."""
+    """Output layer that skips its matrix product: logits are computed in chunks by `log_probs.py`."""
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_
     ):
-        """[T, 1, H] (a slice of it under sequence parallelism) -> the same hidden states [T, 1, H] on every rank."""
+        """[T, 1, H] (a slice of it under sequence parallelism) -> [T, 1, H], the same on every rank."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
@@ -28,7 +28,7 @@ class LanguageHead(ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token, in float32; the weight [1, H] (and bias [1]) is the same on every tensor-parallel rank."""
+    """One float32 value per token; weight [1, H] (and bias [1]) are replicated over tensor-parallel ranks."""
 
     def __init__(self, config, tp_group, *, bias: bool):
         super().__init__()
@@ -58,14 +58,17 @@ class ValueHead(torch.nn.Module):
 
 
 def trunk(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel of a chunk, which may be wrapped for data parallelism."""
+    """Return the GPTModel of a chunk, which may be wrapped for data parallelism."""
     while not hasattr(chunk, "share_embeddings_and_output_weights"):
         chunk = chunk.module
     return chunk
 
 
 def head_weight(chunk: torch.nn.Module) -> Tensor:
-    """The output layer's weight of a last stage's chunk: its own, or the embedding's where both are on this stage."""
+    """Return the output weight of the last stage's chunk.
+
+    It is the output layer's own, or the embedding's where the two are tied and on this stage.
+    """
     model = trunk(chunk)
     return (
         model.shared_embedding_or_output_weight()

@@ -1,7 +1,10 @@
-"""What is taken from a chunk of logits, and its gradient: one read of the logits each, by Triton on GPUs; by PyTorch elsewhere.
+"""Softmax statistics of a chunk of logits, and the gradient of its logits.
 
-Letters: N tokens of a chunk, V vocabulary rows on this rank, B a kernel's block of them. l = logits / temperature, in float32 from the
-first step on, whatever the type of the logits. `log_probs.py` tells what the numbers are for.
+Each reads the logits once: Triton kernels on GPUs, PyTorch elsewhere. `log_probs.py` explains how the numbers
+are used.
+
+Letters: N tokens of a chunk, V vocabulary rows on this rank, B a kernel's block of them. l = logits /
+temperature, in float32 from the first step on, whatever the dtype of the logits.
 """
 
 from dataclasses import dataclass
@@ -19,23 +22,24 @@ except ImportError:  # a machine without GPUs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How a program works through the logits of its token."""
+    """Launch parameters of a kernel, whose programs each work on one token's logits."""
 
-    block: int = 2048  # logits at a time, a power of two
+    block: int = 2048  # logits per step, a power of two
     num_warps: int = 4
-    stages: int = 1  # how many blocks of `stats` are on their way from memory
+    stages: int = 1  # blocks that `stats` prefetches
 
 
 STATS, GRAD = Tuning(stages=3), Tuning(block=4096, num_warps=8)
-VECTOR = 16  # bytes of the widest load
+VECTOR = 16  # bytes, widest load
 
 
 def stats(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
-    """The largest l, Σ exp(l − largest), Σ exp(l − largest)·l and the label's l: float32 [4, N].
+    """Return the maximum l, Σ exp(l − maximum), Σ exp(l − maximum)·l and the label's l: float32 [4, N].
 
     Args:
-        logits_NV: float32 or bfloat16, before the division by `temperature`; at least one column, columns dense, rows may be strided.
-        labels_N: int64 columns; of one outside [0, V), which another rank holds, the label's l is 0.
+        logits_NV: float32 or bfloat16, before the division by `temperature`; at least one column, columns
+            dense, rows may be strided.
+        labels_N: int64 columns; for a label outside [0, V), which is on another rank, the label's l is 0.
     """
     if triton is None or not logits_NV.is_cuda:
         return stats_by_torch(logits_NV, labels_N, temperature)
@@ -46,11 +50,13 @@ def stats(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
 def grad_logits_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor) -> Tensor:
     """Overwrite logits with their gradient and return them.
 
-    With p = exp(l − log Z), a logit's is (grad_logprob·([j = label] − p_j) − grad_entropy·p_j·(l_j − mean)) / temperature.
+    With p = exp(l − log Z), the gradient of logit j is
+    (grad_logprob·([j = label] − p_j) − grad_entropy·p_j·(l_j − mean)) / temperature.
 
     Args:
         logits_NV, labels_N: as in `stats`.
-        factors_4N: float32, columns dense: log Z, the mean Σ p·l, and the gradients of the label's log-probability and of the entropy.
+        factors_4N: float32, columns dense: log Z, the mean Σ p·l, and the gradients of the label's
+            log-probability and of the entropy.
     """
     if triton is None or not logits_NV.is_cuda:
         return grad_logits_by_torch_(logits_NV, labels_N, temperature, factors_4N)
@@ -58,11 +64,11 @@ def grad_logits_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factor
         return grad_logits_by_triton_(logits_NV, labels_N, temperature, factors_4N)
 
 
-# ---- PyTorch -------------------------------------------------------------------------------------------------------------
+# ---- PyTorch -------------------------------------------------------------------------------------------
 
 
 def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
-    """`stats`, in about ten passes."""
+    """`stats` in PyTorch, in about ten passes over the logits."""
     logits_NV = logits_NV.float() / temperature
     column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
     top_N1 = logits_NV.amax(1, keepdim=True)
@@ -76,7 +82,7 @@ def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> T
 def grad_logits_by_torch_(
     logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor
 ) -> Tensor:
-    """`grad_logits_`, in about ten passes."""
+    """`grad_logits_` in PyTorch, in about ten passes over the logits."""
     log_z_N1, mean_N1, grad_logprob_N1, grad_entropy_N1 = factors_4N.unsqueeze(-1)
     column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
     scaled_NV = logits_NV.float() / temperature
@@ -87,19 +93,19 @@ def grad_logits_by_torch_(
 
 
 def _columns(labels_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """[N, 1] each: the labels, moved to the next column if outside, and whether they are inside."""
+    """Labels clamped to the columns, and whether they were inside; [N, 1] each."""
     labels_N1 = labels_N.unsqueeze(1)
     column_N1 = labels_N1.clamp(0, columns - 1)
     return column_N1, column_N1 == labels_N1
 
 
-# ---- Triton --------------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------------
 
 
 def stats_by_triton(
     logits_NV: Tensor, labels_N: Tensor, temperature: float, tuning: Tuning = STATS
 ) -> Tensor:
-    """`stats` in one launch, a program a token."""
+    """`stats` in one launch, one program per token."""
     stats_4N = torch.empty(4, len(labels_N), device=logits_NV.device)
     stats_kernel[(len(labels_N),)](
         logits_NV,
@@ -120,7 +126,7 @@ def stats_by_triton(
 def grad_logits_by_triton_(
     logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor, tuning: Tuning = GRAD
 ) -> Tensor:
-    """`grad_logits_` in one launch, a program a token and block of columns."""
+    """`grad_logits_` in one launch, one program per token and block of columns."""
     grad_kernel[(len(labels_N), triton.cdiv(logits_NV.size(1), tuning.block))](
         logits_NV,
         labels_N,
@@ -136,12 +142,12 @@ def grad_logits_by_triton_(
 
 
 def _lanes(logits_NV: Tensor) -> int:
-    """How many logits may be loaded at once: all rows begin at a multiple of so many."""
+    """Logits per vector load: every row starts at a multiple of it."""
     return gcd(logits_NV.stride(0), VECTOR // logits_NV.element_size())
 
 
 def _geometry(logits_NV: Tensor) -> tuple[int, int]:
-    """The row stride in lanes, and the number of columns."""
+    """Row stride in lanes, and number of columns."""
     return logits_NV.stride(0) // _lanes(logits_NV), logits_NV.size(1)
 
 
@@ -161,12 +167,15 @@ if triton:
         BLOCK: tl.constexpr,
         STAGES: tl.constexpr,
     ):
-        """One token's four numbers. Exponentials are summed in BLOCK places, which shrink when a larger logit comes (Milakov & Gimelshein 2018)."""
+        """Compute one token's four statistics.
+
+        Exponentials are accumulated in BLOCK lanes, which are rescaled when the running maximum grows
+        (Milakov & Gimelshein 2018).
+        """
         row = tl.program_id(0).to(tl.int64)
-        start_B = (
-            logits + row * (stride * LANES) + tl.arange(0, BLOCK)
-        )  # a multiple of LANES, as the compiler sees
-        scale = inverse_temperature * 1.4426950408889634  # 1 / ln 2: powers of two are what the hardware has
+        # The compiler sees that the row offset is a multiple of LANES.
+        start_B = logits + row * (stride * LANES) + tl.arange(0, BLOCK)
+        scale = inverse_temperature * 1.4426950408889634  # 1 / ln 2: the hardware computes powers of two
         top, total_B, weighted_B = (
             float("-inf"),
             tl.zeros([BLOCK], dtype=tl.float32),
@@ -175,7 +184,8 @@ if triton:
         whole = columns // BLOCK * BLOCK
         for at in tl.range(0, whole, BLOCK, num_stages=STAGES):
             top, total_B, weighted_B = _merge(tl.load(start_B + at), top, total_B, weighted_B, scale)
-        # The rest, filled up with what is never above a logit and, unlike −inf, gives 0 when multiplied by 0.
+        # The remainder, padded with the lowest finite number: never above a logit and, unlike −inf, 0 if
+        # multiplied by 0.
         rest_B = tl.load(start_B + whole, mask=whole + tl.arange(0, BLOCK) < columns, other=LOWEST)
         top, total_B, weighted_B = _merge(rest_B, top, total_B, weighted_B, scale)
         label = tl.load(labels + row)
@@ -189,7 +199,7 @@ if triton:
 
     @triton.jit
     def _merge(logit_B, top, total_B, weighted_B, scale):
-        """The sums with one more block in them, relative to the largest logit so far."""
+        """Merge one more block into the sums, which are relative to the running maximum."""
         logit_B = logit_B.to(tl.float32)
         new_top = tl.maximum(top, tl.max(logit_B))
         shrink = tl.exp2((top - new_top) * scale)
@@ -208,7 +218,7 @@ if triton:
         LANES: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """The gradient of BLOCK logits of one token, in their place."""
+        """Overwrite BLOCK logits of one token with their gradient."""
         row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
         column_B = first + tl.arange(0, BLOCK)
         logit_B = logits + row * (stride * LANES) + column_B
@@ -219,7 +229,7 @@ if triton:
             tl.load(factors + 3 * factor_stride),
         )
         is_label_B = column_B == tl.load(labels + row)
-        if first + BLOCK <= columns:  # without a mask, which would forbid wide loads if `columns` were odd
+        if first + BLOCK <= columns:  # no mask: it would prevent wide loads for an odd `columns`
             grad_B = _gradient(
                 tl.load(logit_B), is_label_B, log_z, mean, grad_logprob, grad_entropy, inverse_temperature
             )

@@ -1,10 +1,12 @@
-"""Log-probabilities and entropy from a vocabulary-sharded head, without ever holding the logits of all tokens.
+"""Log-probabilities and entropy from a vocabulary-parallel head, without materializing all logits at once.
 
-Letters: N tokens whose log-probability is wanted, H hidden size, V vocabulary rows on this tensor-parallel rank.
+Letters: N tokens whose log-probability is computed, H hidden size, V vocabulary rows on this tensor-parallel
+rank.
 
-logits = hidden · weightᵀ / temperature, taken in chunks of tokens. Of each chunk only four numbers a token survive: the largest
-logit m, Σ exp(l − m), Σ exp(l − m)·l and the label's logit. They are combined over the tensor-parallel ranks once. The backward
-pass makes each chunk's logits again and turns them into their gradient in place:
+logits = hidden · weightᵀ / temperature, computed in chunks of tokens. Each chunk is reduced to four numbers
+per token: the maximum logit m, Σ exp(l − m), Σ exp(l − m)·l and the label's logit. They are combined over the
+tensor-parallel ranks once. The backward pass recomputes each chunk's logits and overwrites them with their
+gradient:
     ∂ log p(y) / ∂l_j = [j = y] − p_j            ∂ entropy / ∂l_j = −p_j (l_j − Σ_i p_i l_i)
 """
 
@@ -16,8 +18,8 @@ from torch import Tensor
 
 from verl_megatron.models.log_prob_kernels import grad_logits_, stats
 
-CHUNK_BYTES = 512 << 20  # logits held at once, in the type of the hidden states
-TILE = 128  # rows of a matrix product's tile on a GPU: chunks are whole tiles
+CHUNK_BYTES = 512 << 20  # logits of one chunk, in the dtype of the hidden states
+TILE = 128  # rows of a GPU matrix-product tile; chunks are whole tiles
 
 
 def token_log_probs(
@@ -30,15 +32,16 @@ def token_log_probs(
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """log p(label) and entropy of each token's distribution over the true vocabulary.
+    """Compute log p(label) and entropy of each token's distribution over the unpadded vocabulary.
 
     Args:
-        hidden_NH: hidden states, the same on every rank of `group`; their gradient is this rank's part and must be summed over
-            `group` by whoever spread them (LanguageHead does).
-        weight_VH: this rank's rows of the output layer, of the same type; rows at or beyond `vocab_size` are padding and take no part.
+        hidden_NH: hidden states, the same on every rank of `group`. Their gradient is this rank's partial
+            sum; the caller must sum it over `group` (LanguageHead does).
+        weight_VH: this rank's rows of the output layer, of the same dtype; rows at or beyond `vocab_size` are
+            padding and are ignored.
         labels_N: int64 token ids below `vocab_size`.
-        temperature: logits are divided by it, as in sampling; 0 (greedy) counts as 1.
-        chunk_tokens: tokens whose logits are made at once; 0: as many as CHUNK_BYTES hold.
+        temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
+        chunk_tokens: tokens per chunk of logits; 0: as many as fit CHUNK_BYTES.
 
     Returns:
         logprobs_N and entropy_N, float32; both carry gradients.
@@ -75,7 +78,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, local, log_z, mean_logit = ctx.saved_tensors
         factors_4N = torch.stack([log_z, mean_logit, grad_logprobs, grad_entropy])
         grad_hidden = torch.zeros_like(hidden)
-        # A sum over several chunks is rounded to the weight's type once, as the sum within a product is.
+        # Accumulate several chunks in float32, to round to the weight's dtype once, as within one product.
         grad_weight = torch.zeros_like(
             weight, dtype=weight.dtype if local.numel() <= ctx.chunk else torch.float32
         )
@@ -94,12 +97,19 @@ def _chunks(tokens: int, chunk: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """Of one chunk and the true rows; made with the padding, for an odd number of columns is slow to write and to read."""
+    """Logits of one chunk without padding rows.
+
+    The product includes the padding, because an odd number of columns is slow to write and to read.
+    """
     return (hidden @ weight.t())[:, :rows]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; where PyTorch can, a float32 total takes a bfloat16 product before it is rounded, and in the same pass."""
+    """Compute total += a @ b.
+
+    Where PyTorch supports it, a bfloat16 product is added to a float32 total in one pass, before it is
+    rounded.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.is_cuda and _sums_in_float32(a.dtype):
@@ -110,7 +120,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _sums_in_float32(dtype: torch.dtype) -> bool:
-    """Whether this PyTorch adds a product of this type to a float32 sum on GPUs; some of the supported versions do not."""
+    """Whether this PyTorch can add a product of `dtype` to a float32 sum on GPUs; not all versions can."""
     ones, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
     try:
         torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)

@@ -1,4 +1,4 @@
-"""Rotary frequencies as Hugging Face's transformers computes them, for every scaling that `Architecture` knows."""
+"""Rotary frequencies as in Hugging Face transformers, for every scaling that `Architecture` supports."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,10 @@ from parallel.weights.architecture import Architecture
 
 
 def rope_frequencies(arch: Architecture) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] float32, and the factor on queries and keys (YaRN's attention factor, else 1)."""
+    """Return inverse frequencies [head_dim / 2] float32, and the scale of queries and keys.
+
+    The scale is YaRN's attention factor, else 1.
+    """
     if arch.rope_scaling is None:
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
         return 1.0 / arch.rope_theta**exponents, 1.0

@@ -1,1 +1,1 @@
-"""What a run measures, and where it is written."""
+"""Metrics of a run and their destinations."""

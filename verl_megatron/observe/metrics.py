@@ -1,6 +1,7 @@
-"""What a rank measures: sums with their counts, seconds per phase, and the keys they are reported under (written by tracking.py).
+"""Metrics of one rank: sums with their counts, seconds per phase, and the keys under which they are reported.
 
-Letters: B rows on this rank, T token positions, N response tokens of those rows.
+tracking.py writes them. Letters: B samples on this rank, T token positions, N response tokens of those
+samples.
 """
 
 import math
@@ -16,7 +17,8 @@ from parallel.collectives import all_max, all_names, all_sum
 
 Scalar = Tensor | float | int
 
-# What the run itself reports of rewards. A reward's own metric of such a name is reported as reward/own_NAME: see `own_metric`.
+# Reward metrics of the run itself. A reward function's metric of such a name is reported as reward/own_NAME
+# (`own_metric`).
 REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = (
     "reward/mean",
     "reward/max",
@@ -26,22 +28,28 @@ REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = (
 
 
 def own_metric(name: str) -> str:
-    """Key of a number that a reward function reports as `name`: reward/NAME, or reward/own_NAME where the run has that key itself."""
+    """Return the key of a metric that a reward function reports as `name`.
+
+    It is reward/NAME, or reward/own_NAME if the run itself uses that key.
+    """
     bare = name
-    while bare.startswith("own_"):  # "own_mean" moves on to own_own_mean: no two names share a key
+    while bare.startswith("own_"):  # "own_mean" becomes own_own_mean, so no two names share a key
         bare = bare.removeprefix("own_")
     return f"reward/own_{name}" if f"reward/{bare}" in RESERVED else f"reward/{name}"
 
 
 class Sums:
-    """Totals with their counts, and maxima, by name. Tensors stay on their device until `reduce`: adding never waits for a GPU."""
+    """Totals with their counts, and maxima, by name.
+
+    Tensors stay on their device until `reduce`, so adding never waits for a GPU.
+    """
 
     def __init__(self) -> None:
         self._totals: dict[str, tuple[Scalar, Scalar]] = {}
         self._maxima: dict[str, Scalar] = {}
 
     def add(self, name: str, total: Scalar, count: Scalar) -> None:
-        """Add to the mean `name`: a sum (scalar) and the number of things summed."""
+        """Add `total` (scalar) over `count` items to the mean `name`."""
         total_so_far, count_so_far = self._totals.get(name, (0.0, 0))
         self._totals[name] = (total_so_far + detached(total), count_so_far + detached(count))
 
@@ -55,7 +63,7 @@ class Sums:
         self._maxima[name] = value
 
     def state_dict(self) -> dict[str, dict]:
-        """Plain numbers, for `from_state`."""
+        """Plain numbers for `from_state`."""
         names = list(self._totals)
         cells = iter(to_floats([cell for name in names for cell in self._totals[name]]))
         return {
@@ -73,7 +81,7 @@ class Sums:
         return sums
 
     def merge(self, other: "Sums") -> None:
-        """Take in everything `other` holds."""
+        """Add everything in `other`."""
         for name, (total, count) in other._totals.items():
             self.add(name, total, count)
         for name, value in other._maxima.items():
@@ -86,10 +94,10 @@ class Sums:
         all_max: Callable[[Tensor], Tensor],
         all_names: Callable[[list[str]], list[str]],
     ) -> dict[str, float]:
-        """Means of global totals over global counts, and global maxima; a mean whose global count is 0 is left out.
+        """Return means (global total over global count) and global maxima; means with count 0 are omitted.
 
-        `all_sum` and `all_max` reduce a float64 CPU vector over the ranks; `all_names` returns the union of the ranks' names, so that
-        ranks which saw other things, or nothing, still speak of the same positions.
+        `all_sum` and `all_max` reduce a float64 CPU vector over the ranks. `all_names` returns the union of
+        the ranks' names, so that ranks with different metrics, or none, reduce vectors of the same order.
         """
         names = sorted(set(all_names([*self._totals, *self._maxima])))
         cells = to_floats([cell for name in names for cell in self._totals.get(name, (0.0, 0))])
@@ -109,17 +117,17 @@ class Sums:
 
 
 def reduce_over_world(sums: Sums) -> dict[str, float]:
-    """Means and maxima over all ranks of the world, the same on each."""
+    """Return means and maxima over all ranks of the world, the same on each."""
     return sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)
 
 
 def detached(x: Scalar) -> Scalar:
-    """A tensor without its graph, in float64 so that long sums keep their digits; a number as it is."""
+    """Detach a tensor and convert it to float64, so that long sums stay precise; return numbers unchanged."""
     return x.detach().double() if isinstance(x, Tensor) else x
 
 
 def to_floats(values: list[Scalar]) -> list[float]:
-    """The values as numbers, with one copy from the device for all tensors together."""
+    """Convert the values to floats, with a single device-to-host copy for all tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     copied = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else [])
     return [next(copied) if isinstance(value, Tensor) else float(value) for value in values]
@@ -127,27 +135,28 @@ def to_floats(values: list[Scalar]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEvent:
-    """A phase on one rank, in seconds from a moment that all ranks share."""
+    """A phase on one rank, in seconds from a time origin common to all ranks."""
 
     name: str
     start_s: float
-    busy_end_s: (
-        float  # the rank's own work is done, its GPU's included; what follows is waiting for other ranks
-    )
+    busy_end_s: float  # the rank's own work, including its GPU's, is done; then it waits for other ranks
     end_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedIteration:
-    """What a rank did from one `pop()` to the next."""
+    """A rank's phases between two calls of `pop()`."""
 
     events: tuple[PhaseEvent, ...]
-    began_at: float  # wall-clock time of the shared moment, seconds since 1970
-    wall_s: float  # between the two `pop()`: with what lies outside the phases
+    began_at: float  # wall-clock time of the time origin, seconds since 1970
+    wall_s: float  # between the two calls of `pop()`, including time outside the phases
 
 
 class PhaseTimer:
-    """Wall-clock seconds per phase of an iteration, and between them, in the order in which they first began, and memory in use after each."""
+    """Wall-clock seconds per phase of an iteration and between phases, and memory in use after each.
+
+    Phases are in the order in which they first began.
+    """
 
     def __init__(
         self,
@@ -156,28 +165,29 @@ class PhaseTimer:
         around: Callable[[str], AbstractContextManager] = nullcontext,
     ):
         self._synchronize = (
-            synchronize  # waits for the device's work, so that a phase owns the kernels it queued
+            synchronize  # waits for the device, so that a phase includes the kernels it queued
         )
         self._used_memory = used_memory
-        self._around = around  # entered with the phase's name
+        self._around = around  # context manager factory, called with the phase's name
         self._wait_for_others: Callable[[], None] | None = None  # None: nothing is recorded
         self._events: list[PhaseEvent] = []
         self._began_s = self._began_at = self._inside_s = 0.0
         self._popped_s: float | None = None  # None: no phase yet
         self.seconds: dict[str, float] = {}  # since the last pop()
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
-        self.recorded: RecordedIteration | None = None  # the last iteration that pop() ended
+        self.recorded: RecordedIteration | None = None  # the iteration that the last pop() ended
 
     def record(self, wait_for_others: Callable[[], None]) -> None:
-        """From now on keep when each phase began and ended, in `recorded`.
+        """Record the start and end of each phase in `recorded` from now on.
 
-        Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting shows where it arises; without
-        recording there are no barriers, and a rank that is early waits inside its next collective.
+        Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting is attributed to
+        the phase in which it arises. Without recording there are no barriers, and an early rank waits inside
+        its next collective.
         """
         self._wait_for_others = wait_for_others
 
     def enter(self, around: Callable[[str], AbstractContextManager]) -> None:
-        """From now on every phase is inside `around(name)`, too."""
+        """Run every later phase inside `around(name)` as well."""
         before = self._around
 
         @contextmanager
@@ -210,13 +220,16 @@ class PhaseTimer:
             self.memory_bytes[name] = self._used_memory()
 
     def own_work_ends(self) -> None:
-        """Inside a phase, where the block itself goes on to wait for other ranks: only a recording wants to know."""
+        """Mark the end of the rank's own work inside a phase that then waits for other ranks.
+
+        Has an effect only while recording.
+        """
         if self._wait_for_others is not None:
             self._synchronize()
             self._busy_end_s = time.perf_counter()
 
     def _meet(self) -> None:
-        """The clocks of hosts differ: all ranks count from the end of a barrier."""
+        """Set the time origin to the end of a barrier, because the hosts' clocks differ."""
         self._wait_for_others()
         self._began_s, self._began_at = time.perf_counter(), time.time()
 
@@ -228,7 +241,10 @@ class PhaseTimer:
         )
 
     def pop(self) -> dict[str, float]:
-        """The seconds per phase since the last call, "other" for what lay between them: the sum is the time that went by."""
+        """Return the seconds per phase since the last call, and under "other" those between phases.
+
+        They sum to the elapsed time.
+        """
         if self._popped_s is None:
             return {}
         now = time.perf_counter()
@@ -243,7 +259,10 @@ class PhaseTimer:
 def iteration_metrics(
     seconds: dict[str, float], *, response_tokens: int, reshard_bytes: int, memory_bytes: dict[str, int]
 ) -> dict[str, float]:
-    """Costs of an iteration from the seconds of its phases ("rollout", "reshard", "critic_update", ...) and its global amounts."""
+    """Return cost metrics of an iteration from its phase seconds and global amounts.
+
+    Phases are "rollout", "reshard", "critic_update", ...
+    """
     costs = {
         "rollout/throughput_tokens_per_sec": response_tokens / seconds["rollout"],
         "train/step_time_ms": 1e3 * sum(seconds.values()),

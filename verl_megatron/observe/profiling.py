@@ -1,7 +1,7 @@
-"""What the GPU and the process do in each phase of an iteration: torch.profiler around its first seconds, on the first and the last rank.
+"""Profiles of each phase of an iteration: torch.profiler around its first seconds.
 
-A phase is profiled the second time it comes, when kernels are compiled and memory is pinned. Profiling takes time itself: that iteration's
-seconds are no measure of speed.
+The first and the last rank are profiled. A phase is profiled the second time it runs, when kernels are
+compiled and memory is pinned. Profiling itself takes time, so that iteration's seconds do not measure speed.
 """
 
 import os
@@ -21,14 +21,14 @@ from parallel.runtime.watchdog import Watchdog
 from verl_megatron.observe.metrics import PhaseTimer
 
 FOLDER = "profile"
-SECONDS = 2.0  # of a phase: a trace of a second holds some hundred thousand events
+SECONDS = 2.0  # profiled per phase; one second gives some hundred thousand trace events
 ROWS = 20  # of each table
 BETWEEN = "(between operators: Python)"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran, in microseconds."""
+    """An interval in which a kernel or operator ran, in microseconds."""
 
     start: float
     end: float
@@ -38,7 +38,10 @@ class Span:
 def record_profile(
     clock: PhaseTimer, watchdog: Watchdog, track_metrics: Sequence[str], output_dir: str | Path
 ) -> None:
-    """Let the phases of `clock` be profiled if `track_metrics` names "profile": OUTPUT_DIR/profile/PHASE_rankR.txt, and a Chrome trace beside it."""
+    """Profile the phases of `clock` if `track_metrics` contains "profile".
+
+    Writes OUTPUT_DIR/profile/PHASE_rankR.txt and a Chrome trace next to it.
+    """
     rank = dist.get_rank()
     if "profile" in track_metrics and rank in (0, dist.get_world_size() - 1):
         profiler = PhaseProfiler(Path(output_dir) / FOLDER, rank)
@@ -47,17 +50,17 @@ def record_profile(
 
 
 class PhaseProfiler:
-    """One rank's profiles. `beat` is called while a phase goes on, from the thread that runs it."""
+    """One rank's profiles. `beat` is called during a phase, from the thread that runs it."""
 
     def __init__(self, folder: Path, rank: int, *, seconds: float = SECONDS):
         self.folder, self.rank, self.seconds = folder, rank, seconds
         self._came: Counter[str] = Counter()
-        self._stop: Callable[[], None] | None = None  # ends the profile under way
+        self._stop: Callable[[], None] | None = None  # ends the current profile
         self._ends_at = 0.0
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Profile the block if phase `name` comes for the second time."""
+        """Profile the block if it is the second run of phase `name`."""
         self._came[name] += 1
         if self._came[name] == 2:
             self._start(name)
@@ -67,7 +70,7 @@ class PhaseProfiler:
             self._finish()
 
     def beat(self) -> None:
-        """End the profile under way if it has lasted long enough."""
+        """End the current profile if it has lasted long enough."""
         if time.perf_counter() >= self._ends_at:
             self._finish()
 
@@ -98,19 +101,18 @@ class PhaseProfiler:
 
 
 def make_profiler() -> profile:
-    """torch's, of the process and, where there is one, its GPU."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it tells of each start and stop
+    """Create a torch profiler of the process and, if there is one, its GPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs each start and stop
     return profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * device.is_gpu())
 
 
 def described(profiler: profile) -> str:
-    """How busy the GPU was, what the process did where it was not, and the tables of kernels and operators."""
+    """Report GPU idle time, the process's operators during it, and the tables of kernels and operators."""
     kernels, operators = [], []
     for event in profiler.events():
         on_gpu = event.device_type != DeviceType.CPU
-        if (
-            on_gpu and event.is_user_annotation
-        ):  # a named range, drawn there over its kernels and the gaps between them
+        # A named range on the GPU spans its kernels and the gaps between them.
+        if on_gpu and event.is_user_annotation:
             continue
         (kernels if on_gpu else operators).append(
             Span(event.time_range.start, event.time_range.end, event.name)
@@ -126,14 +128,15 @@ def described(profiler: profile) -> str:
 
 
 def idle_lines(kernels: list[Span], operators: list[Span]) -> list[str]:
-    """The GPU's idle time between its first and its last kernel, and the operators that the process was in meanwhile."""
+    """Report the GPU's idle time between its first and last kernel, and the process's operators during it."""
     whole_us, gaps = (
         max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels),
         idle_between(kernels),
     )
     idle_us = sum(gap.end - gap.start for gap in gaps)
     lines = [
-        f"the GPU was idle {idle_us / 1e6:.3f} s of {whole_us / 1e6:.3f} ({idle_us / whole_us:.1%}), {len(gaps)} times; meanwhile the process was in"
+        f"the GPU was idle {idle_us / 1e6:.3f} s of {whole_us / 1e6:.3f} ({idle_us / whole_us:.1%}),"
+        f" {len(gaps)} times; meanwhile the process was in"
     ]
     return lines + [
         f"{microseconds / 1e6:10.3f} s  {name}"
@@ -142,7 +145,7 @@ def idle_lines(kernels: list[Span], operators: list[Span]) -> list[str]:
 
 
 def idle_between(kernels: list[Span]) -> list[Span]:
-    """The gaps in which no kernel ran, each named after the kernel that ended it."""
+    """Return the gaps in which no kernel ran, each named after the kernel that ended it."""
     gaps, end = [], min((kernel.start for kernel in kernels), default=0.0)
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if kernel.start > end:
@@ -152,7 +155,10 @@ def idle_between(kernels: list[Span]) -> list[Span]:
 
 
 def meanwhile(gaps: list[Span], operators: list[Span]) -> Counter[str]:
-    """Microseconds of the gaps, which are in order, by the operator under way in their middle: of several the one that began last."""
+    """Sum the microseconds of the gaps by the operator that was running in their middle.
+
+    Gaps are in order. Of several operators, the one that began last counts.
+    """
     found: Counter[str] = Counter()
     coming, under_way = sorted(operators, key=lambda operator: -operator.start), []
     for gap in gaps:

@@ -1,4 +1,4 @@
-"""Pictures of a run: reward, KL, entropy and phase times over its steps, drawn from `metrics.jsonl`; and the ranks of one iteration."""
+"""Plots of a run: reward, KL, entropy and phase times from `metrics.jsonl`, and one iteration's timeline."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN = "#3465a4", "#d9730d", "#2e8b57"
 
 
 def draw_report(output_dir: str | Path) -> Path:
-    """Write `report.png` beside the metrics and return its path; ValueError without metrics to draw."""
+    """Write `report.png` next to the metrics and return its path; ValueError without metrics to draw."""
     rows = read_metrics(output_dir)
     if not rows:
         raise ValueError(
@@ -43,7 +43,7 @@ def draw_report(output_dir: str | Path) -> Path:
 
 
 def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
-    """A line for each rank with its phases in their colours: solid where it works, hatched where it waits for others."""
+    """Plot each rank's phases as a colored line: solid while it works, hatched while it waits for others."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -74,13 +74,13 @@ def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
 
 
 def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of the rows that have a finite number under `key`."""
+    """Return steps and values of the rows with a finite number under `key`."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def draw_reward(axis: "Axes", rows: Rows) -> None:
-    """Mean reward, and the validation accuracy where it was measured."""
+    """Plot the mean reward, and the validation accuracy if it was measured."""
     axis.set(title="Reward", ylabel="mean reward of a row")
     plot(axis, series(rows, "reward/mean"), color=BLUE, label="training reward")
     steps, accuracy = series(rows, "validation/accuracy")
@@ -90,7 +90,7 @@ def draw_reward(axis: "Axes", rows: Rows) -> None:
 
 
 def draw_kl(axis: "Axes", rows: Rows) -> None:
-    """KL of a row from the reference and, on an axis of its own, of a token between the policies of one iteration."""
+    """Plot the KL of a sample from the reference and, on a second axis, the per-token KL of the update."""
     axis.set(title="KL divergence", ylabel="nats")
     to_reference, to_old = series(rows, "kl/ref"), series(rows, "policy/approx_kl")
     if to_reference[0] and to_old[0]:
@@ -112,13 +112,13 @@ def draw_kl(axis: "Axes", rows: Rows) -> None:
 
 
 def draw_entropy(axis: "Axes", rows: Rows) -> None:
-    """Mean entropy of the policy at a response token."""
+    """Plot the policy's mean entropy per response token."""
     axis.set(title="Policy entropy", ylabel="nats per token")
     plot(axis, series(rows, "policy/entropy"), color=BLUE)
 
 
 def draw_phases(axis: "Axes", rows: Rows) -> None:
-    """Seconds of each phase, stacked to the time of the iteration; a phase that a step left out took 0 s."""
+    """Plot the seconds of each phase, stacked to the iteration time; a missing phase counts as 0 s."""
     axis.set(title="Time per iteration", ylabel="seconds")
     keys = list(dict.fromkeys(key for row in rows for key in row if key.startswith("time/")))
     if not keys:
@@ -151,7 +151,7 @@ def draw_phases(axis: "Axes", rows: Rows) -> None:
 def plot(
     axis: "Axes", points: tuple[list[float], list[float]], *, color: str, label: str | None = None
 ) -> list:
-    """A line, with markers while there are few points: a single one would be invisible; the lines drawn."""
+    """Plot a line and return its artists; few points get markers, because a single one would be invisible."""
     if not points[0]:
         nothing(axis)
         return []
@@ -160,12 +160,12 @@ def plot(
 
 
 def headroom(*axes: "Axes") -> None:
-    """Room for a legend above the curves."""
+    """Leave room for a legend above the curves."""
     for axis in axes:
         low, high = axis.get_ylim()
         axis.set_ylim(low, high + 0.25 * (high - low))
 
 
 def nothing(axis: "Axes") -> None:
-    """Say that a run has no such numbers."""
+    """Write "not measured" into an axis without data."""
     axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", va="center", color="gray")

@@ -1,7 +1,8 @@
-"""Where each rank of one iteration works and where it waits: a trace for chrome://tracing or ui.perfetto.dev, and a picture.
+"""Timeline of one iteration: a trace for chrome://tracing or ui.perfetto.dev, and a plot.
 
-A recording adds a barrier over all ranks to the end of every phase: what a rank does until its own work is done is called busy, and
-the rest of the phase is waiting. Waiting inside the work, in the collectives of a model or of vLLM, counts as busy.
+It shows where each rank works and where it waits. Recording adds a barrier over all ranks to the end of every
+phase. A rank is busy until its own work is done; the rest of the phase is waiting. Waiting inside the work,
+in the collectives of a model or of vLLM, counts as busy.
 """
 
 import json
@@ -22,15 +23,14 @@ TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"
 
 
 def record_timeline(clock: PhaseTimer, track_metrics: Sequence[str]) -> None:
-    """Let `clock` record from now on if `track_metrics` names "timeline"; alike on all ranks."""
+    """Start recording with `clock` if `track_metrics` contains "timeline"; call it on all ranks."""
     if "timeline" in track_metrics:
-        clock.record(
-            lambda: all_sum(torch.zeros(1))
-        )  # on the CPU: it waits for ranks, not for their GPUs, which the clock has waited for
+        # A CPU barrier: it waits for ranks, not for their GPUs, which the clock has synchronized.
+        clock.record(lambda: all_sum(torch.zeros(1)))
 
 
 def write_timeline(clock: PhaseTimer, output_dir: str | Path) -> None:
-    """Write what was recorded of the last iteration, if anything was, from the first rank. Collective over the world."""
+    """Write the last recorded iteration, if any, from the first rank. Collective over the world."""
     if clock.recorded is None or not clock.recorded.events:
         return
     is_first = dist.get_rank() == 0
@@ -43,10 +43,11 @@ def write_timeline(clock: PhaseTimer, output_dir: str | Path) -> None:
 
 
 def chrome_trace(iterations: Sequence[RecordedIteration]) -> dict:
-    """One iteration of all ranks in the Trace Event Format: microseconds, pid and tid are the rank.
+    """Convert one iteration of all ranks to the Trace Event Format: microseconds; pid and tid are the rank.
 
-    Every phase is a complete event ("X") of category "work", followed by one named "wait" of category "wait" until the phase ends.
-    `otherData` has the wall-clock time at 0 and the first rank's seconds from the end of the iteration before to that of this one.
+    Every phase is a complete event ("X") of category "work", followed by one named "wait" of category "wait"
+    until the phase ends. `otherData` has the wall-clock time at 0 and the first rank's seconds from the end
+    of the previous iteration to the end of this one.
     """
     events = []
     for rank, iteration in enumerate(iterations):
@@ -82,14 +83,14 @@ def _complete(rank: int, name: str, category: str, start_s: float, end_s: float,
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A trace as it was written."""
+    """A timeline read from its trace file."""
 
     events: tuple[tuple[PhaseEvent, ...], ...]  # by rank
     wall_s: float
 
     @classmethod
     def read(cls, path: str | Path) -> "Timeline":
-        """From `timeline.json`.
+        """Read `timeline.json`.
 
         Raises:
             ValueError: no such file, or one that `write_timeline` did not write.
@@ -115,12 +116,12 @@ class Timeline:
 
     @property
     def phases_s(self) -> float:
-        """All phases together, on the first rank."""
+        """Seconds of all phases on the first rank."""
         return sum(event.end_s - event.start_s for event in self.events[0])
 
     @property
     def waiting_share(self) -> float:
-        """Of the time that all ranks spend in phases."""
+        """Waiting time as a share of all ranks' phase time."""
         events = [event for rank in self.events for event in rank]
         return sum(event.end_s - event.busy_end_s for event in events) / sum(
             event.end_s - event.start_s for event in events

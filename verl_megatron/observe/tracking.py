@@ -1,4 +1,4 @@
-"""Where metrics are written: console, files, TensorBoard, and services whose packages are imported only when asked for.
+"""Metric sinks: console, files, TensorBoard, and services whose packages are imported only on request.
 
 Steps count finished iterations: 0 is the state before the first.
 """
@@ -21,12 +21,12 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """Lines of a file that may be absent; what a killed run left without its newline is no line."""
+    """Return the lines of a file that may be absent; a last line cut off by a killed run is dropped."""
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
 def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, float | None]], int]:
-    """The lines that are rows of metrics, and how many are not."""
+    """Return the lines that are rows of metrics, and the number of other lines."""
     rows = [row for line in lines if (row := _parsed_row(line)) is not None]
     return rows, len(lines) - len(rows)
 
@@ -46,14 +46,14 @@ def _parsed_row(line: bytes) -> dict[str, float | None] | None:
 
 
 def _is_small(value: object) -> bool:
-    return type(value) is int and abs(value) <= 2**53  # beyond, not every one is a float
+    return type(value) is int and abs(value) <= 2**53  # larger integers may have no exact float
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, float | None]]:
-    """Rows of `metrics.jsonl` in order, each with "step"; None stands for a number that was not finite.
+    """Return the rows of `metrics.jsonl` in order, each with "step"; None replaces non-finite numbers.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file cannot be read or has other lines.
     """
     path = Path(output_dir) / METRICS_FILE
     try:
@@ -66,7 +66,7 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, float | None]]:
 
 
 def put_aside(path: Path, others: int) -> None:
-    """Keep a file with lines that are no rows, and say so: the rows go into a new one."""
+    """Rename a file with invalid lines and print a warning; the rows go into a new file."""
     names = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *range(2, 10_000)))
     aside = next(name for name in names if not os.path.lexists(name))
     os.replace(path, aside)
@@ -74,7 +74,7 @@ def put_aside(path: Path, others: int) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a killed run leaves the old or the new one."""
+    """Write a file atomically: a killed run leaves the old or the new one."""
     scratch = path.with_suffix(path.suffix + ".new")
     scratch.unlink(missing_ok=True)
     scratch.write_text(text)
@@ -83,27 +83,27 @@ def replace_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where and from where on a sink writes."""
+    """Output location and step range of a sink."""
 
     output_dir: Path
-    first_step: int  # rows at or after it, left by an earlier run, are dropped
+    first_step: int  # rows of an earlier run at or after it are dropped
     total_steps: int
 
 
 class Sink(Protocol):
-    """One place that metrics go to."""
+    """A destination of metrics."""
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Add one row."""
         ...
 
     def close(self) -> None:
-        """Flush and release."""
+        """Flush and release resources."""
         ...
 
 
 def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
-    """One iteration in one line; what was not measured is left out, and so are failed rewards where there are none."""
+    """Format one iteration as one line, without metrics that were not measured or failed rewards of 0."""
     parts = [
         f"{label} {metrics[key]:{spec}}{unit}"
         for key, label, spec, unit in (
@@ -128,7 +128,10 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
 
 
 class Console:
-    """One line per row, on a terminal above a progress bar with the time that is left; elsewhere the line ends with that time."""
+    """One line per row, with the remaining time.
+
+    On a terminal a progress bar below shows that time; elsewhere it ends the line.
+    """
 
     def __init__(self, to: Destination):
         from tqdm import tqdm
@@ -140,8 +143,12 @@ class Console:
         )
         self._started = time.monotonic()
         self._bar = tqdm(
-            total=self._total, initial=self._done, unit="iteration", dynamic_ncols=True, disable=None
-        )  # None: only on a terminal
+            total=self._total,
+            initial=self._done,
+            unit="iteration",
+            dynamic_ncols=True,
+            disable=None,  # only on a terminal
+        )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         line = console_line(step, self._total, metrics)
@@ -156,7 +163,7 @@ class Console:
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object per row; numbers that are not finite become null, which JSON can say."""
+    """`metrics.jsonl`: one object per row; numbers that are not finite become null, as JSON requires."""
 
     def __init__(self, to: Destination):
         self._path = to.output_dir / METRICS_FILE
@@ -175,11 +182,11 @@ class JsonLines:
             file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
-        """Every row is on disk already."""
+        """Do nothing: every row is on disk already."""
 
 
 def _cells(line: bytes) -> list[str]:
-    """A line of comma-separated values; empty: it is none."""
+    """Split a line of comma-separated values; empty if it is not one."""
     try:
         return next(csv.reader([line.decode()]), [])
     except (ValueError, csv.Error):
@@ -197,7 +204,7 @@ class Csv:
         self._rewrite([row for row in rows if int(row["step"]) < to.first_step])
 
     def _read(self) -> tuple[list[str], list[dict[str, str]], int]:
-        """The columns, the rows, and how many lines are none."""
+        """Return the columns, the rows, and the number of invalid lines."""
         header, *lines = [_cells(line) for line in complete_lines(self._path)] or [["step"]]
         if header[:1] != ["step"] or len(set(header)) < len(header):
             return ["step"], [], 1 + len(lines)
@@ -225,7 +232,7 @@ class Csv:
             csv.DictWriter(file, self._columns, lineterminator="\n").writerow({"step": step, **metrics})
 
     def close(self) -> None:
-        """Every row is on disk already."""
+        """Do nothing: every row is on disk already."""
 
 
 class TensorBoard:
@@ -261,7 +268,7 @@ class Wandb:
 
 
 class MLflow:
-    """An MLflow run named after the output folder, on the tracking server that MLflow is configured for."""
+    """An MLflow run named after the output folder, on the configured tracking server."""
 
     def __init__(self, to: Destination):
         import mlflow
@@ -286,12 +293,13 @@ SINKS: dict[str, tuple[Callable[[Destination], Sink], str]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (MLflow, "mlflow"),
 }
-# What track_metrics may name besides, and the package it needs: recorded on several ranks (timeline.py, profiling.py), not written by a sink.
+# Other values of track_metrics and the package each needs: these are recorded on several ranks (timeline.py,
+# profiling.py), not written by a sink.
 RECORDINGS = {"timeline": "matplotlib", "profile": "torch"}
 
 
 def check_sinks(names: list[str]) -> None:
-    """ValueError for a sink or recording that is not known or whose package is not installed."""
+    """Raise ValueError for a sink or recording that is unknown or whose package is not installed."""
     packages = {name: package for name, (_, package) in SINKS.items()} | RECORDINGS
     for name in names:
         if name not in packages:
@@ -299,26 +307,31 @@ def check_sinks(names: list[str]) -> None:
         package = packages[name]
         if importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"run.track_metrics: {name!r} needs the package {package}; pip install {package} or take {name!r} out"
+                f"run.track_metrics: {name!r} needs the package {package};"
+                f" pip install {package} or take {name!r} out"
             )
 
 
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """ValueError with the remedy where the block cannot write to the disk."""
+    """Turn an OSError of the block into a ValueError with the remedy."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"{folder} does not take what the run writes ({error}); make room or make it writable, and start again"
+            f"{folder} does not take what the run writes ({error});"
+            " make room or make it writable, and start again"
         ) from None
 
 
 class MetricsTracker:
-    """Writes rows of metrics to every sink asked for. Only one rank makes one.
+    """Writes rows of metrics to every selected sink. Only one rank creates one.
 
-    `first_step` is the first step this run will log: a resumed run drops what an earlier one logged at or after it and appends.
-    ValueError for a sink that is not known or whose package is not installed.
+    `first_step` is the first step that this run logs: a resumed run drops rows that an earlier run logged at
+    or after it, and appends.
+
+    Raises:
+        ValueError: a sink is unknown, or its package is not installed.
     """
 
     def __init__(self, output_dir: str | Path, sinks: list[str], *, total_steps: int, first_step: int = 0):
@@ -330,13 +343,19 @@ class MetricsTracker:
         self._folder = to.output_dir
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one row; a step may have several, such as an iteration's and its validation's. ValueError if that cannot be done."""
+        """Write one row.
+
+        A step may have several rows, such as an iteration's and its validation's.
+
+        Raises:
+            ValueError: the row cannot be written.
+        """
         with writing_to(self._folder):
             for sink in self._sinks:
                 sink.write(step, metrics)
 
     def close(self) -> None:
-        """Flush and release every sink."""
+        """Flush and close every sink."""
         for sink in self._sinks:
             sink.close()
 

@@ -1,6 +1,6 @@
-"""What a run will need and how long it will take, from its settings alone: no GPU, no weights, in seconds.
+"""Planner: memory and time of a run predicted from its settings, without GPU or weights, in seconds.
 
-`report` says it as text, `check_fits` refuses what has no room, `search` looks for layouts (tools/plan.py).
+`report` formats a plan, `check_fits` rejects runs that do not fit, `search` ranks layouts (tools/plan.py).
 """
 
 from verl_megatron.planner.case import Case

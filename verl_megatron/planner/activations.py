@@ -1,11 +1,13 @@
-"""Bytes that a training step holds between its forward and its backward pass, after Korthikanti et al. 2022 (arXiv 2205.05198).
+"""Activation memory of a training step between forward and backward, after Korthikanti et al. 2022.
 
-Attention is fused and keeps no square; the feed-forward is gated; query and key-value heads differ in number. Letters, per token of
-the sequence: h hidden size, q and k channels of all query and of all key-value heads, f feed-forward channels, t tensor-parallel size.
+The paper is arXiv 2205.05198. Here attention is fused and stores no score matrix, the feed-forward is gated,
+and query and key-value heads differ in number. Letters, per token of the sequence: h hidden size, q and k
+channels of all query and of all key-value heads, f feed-forward channels, t tensor-parallel size.
 
-A layer keeps, in elements: the inputs of its two norms and their results (4h, divided by t only under sequence parallelism); queries,
-keys and values after the rotation (q + 2k), attention's result (q), both halves before the gate (2f) and the product after it (f), all
-divided by t. With norms on queries and keys also what went into these (q + k). Full recomputation keeps the layer's input (h) alone.
+Elements stored per layer: inputs and outputs of the two norms (4h, divided by t only under sequence
+parallelism); queries, keys and values after rotary embedding (q + 2k), the attention output (q), both inputs
+of the gate (2f) and their product (f), all divided by t. With norms on queries and keys, also the inputs of
+these norms (q + k). Full recomputation stores only the layer's input (h).
 """
 
 from math import ceil
@@ -15,7 +17,7 @@ from verl_megatron.planner.case import Case, PlannedRole, attention_channels, pa
 
 
 def layer_elements(role: PlannedRole) -> float:
-    """Elements that a layer keeps for each token of the sequence, on one tensor-parallel rank."""
+    """Elements that a layer stores per token of the sequence, on one tensor-parallel rank."""
     arch, tp = role.arch, role.layout.tp
     queries, keys = attention_channels(arch)
     inner = 2 * queries + 2 * keys + 3 * arch.intermediate_size + (queries + keys) * arch.qk_norm
@@ -23,14 +25,15 @@ def layer_elements(role: PlannedRole) -> float:
 
 
 def _outer_split(role: PlannedRole) -> int:
-    """Into how many parts the hidden states between the split products are cut."""
+    """Number of parts into which the hidden states between tensor-parallel products are split."""
     return role.layout.tp if role.layout.sequence_parallel else 1
 
 
 def micro_batches_in_flight(role: PlannedRole, stage: int, count: int) -> float:
-    """Micro-batches whose activations a stage holds at once under 1F1B, in units of the stage's whole layers.
+    """Micro-batches whose activations a stage stores at once under 1F1B.
 
-    Interleaved stages (Narayanan et al. 2021) run 2 (pp - stage - 1) + (vpp - 1) pp chunks ahead, and one more.
+    The unit is the stage's whole layers. Interleaved stages (Narayanan et al. 2021) run 2 (pp - stage - 1) +
+    (vpp - 1) pp chunks ahead, and one more.
     """
     layout = role.layout
     if layout.vpp == 1:
@@ -41,7 +44,7 @@ def micro_batches_in_flight(role: PlannedRole, stage: int, count: int) -> float:
 
 
 def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
-    """The most that activations take on a rank of `stage` during an update."""
+    """Peak activation bytes on a rank of `stage` during an update."""
     count, rows = case.micro_batches(role)
     tokens, width = rows * case.packed_tokens / role.layout.cp, case.element_bytes
     layer = tokens * layer_elements(role) * width
@@ -51,7 +54,7 @@ def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
         else layer
     )
     in_flight = micro_batches_in_flight(role, stage, count)
-    # One layer more: the gradients of the layer that is under way, or the layer that is computed again.
+    # One layer more: the gradients of the current layer, or the layer being recomputed.
     return (
         in_flight * role.layers[stage] * kept
         + layer
@@ -61,7 +64,7 @@ def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
 
 
 def inference_bytes(case: Case, role: PlannedRole, stage: int) -> float:
-    """The most that a forward pass without gradients takes: one layer's values, and the head's."""
+    """Peak activation bytes of a forward pass without gradients: those of one layer and of the head."""
     tokens = case.micro_batches(role)[1] * case.packed_tokens / role.layout.cp
     return (
         tokens * layer_elements(role) * case.element_bytes
@@ -71,7 +74,10 @@ def inference_bytes(case: Case, role: PlannedRole, stage: int) -> float:
 
 
 def fp8_weight_bytes(case: Case, role: PlannedRole, stage: int, *, copies: int) -> float:
-    """transformer-engine's copies of the layers' weights during a pass, in fp8: as they are, and for the backward pass transposed."""
+    """Bytes of transformer-engine's fp8 weight copies during a pass.
+
+    There is one copy as is, and one transposed for the backward pass.
+    """
     return (
         copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer
         if case.config.engine.dtype == "fp8"
@@ -80,7 +86,10 @@ def fp8_weight_bytes(case: Case, role: PlannedRole, stage: int, *, copies: int) 
 
 
 def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> float:
-    """What verl_megatron/models/log_probs.py takes on the last stage: hidden states of all and of the asked tokens, and chunks of logits."""
+    """Bytes that verl_megatron/models/log_probs.py allocates on the last stage.
+
+    These are the hidden states of all tokens and of the target tokens, and chunks of logits.
+    """
     if stage != role.layout.pp - 1 or role.head != "lm":
         return 0.0
     rows, vocabulary = case.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp
@@ -90,7 +99,7 @@ def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> 
     chunk = min(CHUNK_BYTES, logits)
     if not backward:
         return hidden + chunk
-    # The weight's gradient: of several chunks a sum in float32, too.
+    # The weight's gradient; several chunks are also summed in float32.
     return (
         2 * hidden
         + chunk

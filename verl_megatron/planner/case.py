@@ -1,4 +1,4 @@
-"""What a plan speaks of: the models of a run, where they stand and what an iteration asks of them, as pure data."""
+"""A planned run as pure data: its models, their placement, and the work of an iteration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,18 +23,20 @@ class PlannedRole:
     layout: Layout
     head: Head
     learns: bool
-    layers: tuple[int, ...]  # of a rank of each pipeline stage
-    elements: tuple[int, ...]  # of all its parameters; exact, padding included
+    layers: tuple[int, ...]  # layers of a rank, by pipeline stage
+    elements: tuple[int, ...]  # parameters of a rank, by pipeline stage; exact, including padding
 
     @classmethod
     def of(cls, *, name: str, arch: Architecture, layout: Layout, head: Head, learns: bool) -> "PlannedRole":
-        """ValueError if the architecture does not split over the layout."""
+        """Build a role; ValueError if the architecture cannot be split over the layout."""
         sizes, stages = part_elements(arch, layout.tp, head), range(layout.pp)
         split = layout.layers_of(arch.num_layers)
         layers = tuple(sum(len(split[stage, chunk]) for chunk in range(layout.vpp)) for stage in stages)
         elements = [count * sizes.layer for count in layers]
         elements[0] += sizes.embedding
-        copied = arch.tied and head == "lm" and layout.pp > 1  # of the embedding
+        copied = (
+            arch.tied and head == "lm" and layout.pp > 1
+        )  # the last stage has its own copy of a tied embedding
         elements[-1] += sizes.output + copied * sizes.embedding
         return cls(
             name=name,
@@ -48,7 +50,7 @@ class PlannedRole:
 
 
 def attention_channels(arch: Architecture) -> tuple[int, int]:
-    """Of all query heads together, and of all key-value heads."""
+    """Channels of all query heads, and of all key-value heads."""
     return arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
 
 
@@ -63,14 +65,14 @@ class PartElements:
 
 @cache
 def part_elements(arch: Architecture, tp: int, head: Head = "lm") -> PartElements:
-    """One layer stands for all; ValueError if `tp` does not split the model."""
+    """Count Megatron's elements per part from a one-layer model; ValueError if `tp` cannot split it."""
     one, layout = replace(arch, num_layers=1), Layout(tp=tp, ranks=tuple(range(tp)))
     return _by_part(megatron_parameters(one, layout, 0, spec="local", head=head))
 
 
 @cache
 def served_elements(arch: Architecture, tp: int) -> PartElements:
-    """The same for vLLM's model; a tied output is the embedding."""
+    """Count vLLM's elements per part; a tied output is counted as the embedding."""
     return _by_part(vllm_parameters(replace(arch, num_layers=1), tp, 0))
 
 
@@ -86,7 +88,7 @@ def _by_part(parameters) -> PartElements:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run on a number of ranks. Every row is taken to be as long as the settings allow."""
+    """A run on a number of ranks. Every sample is assumed to be as long as the settings allow."""
 
     config: TrainerConfig
     world_size: int
@@ -102,13 +104,13 @@ class Case:
         ranks_per_host: int = 8,
         read: Callable[[str], Architecture] = read_architecture,
     ) -> "Case":
-        """The models as `build_run` would build them.
+        """Plan the models that `build_run` would build.
 
         Args:
-            read: gives the architecture of a model path.
+            read: returns the architecture of a model path.
 
         Raises:
-            ValueError: a model folder, a layout or devices that cannot be understood, or a layout that does not split its model.
+            ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
         """
         roles = [_role("actor", config.actor, config.actor.path, "lm", True, world_size, read)]
         if get_algorithm(config.algorithm.name).needs_critic:
@@ -154,7 +156,11 @@ class Case:
 
     @property
     def resharding_crosses_hosts(self) -> bool:
-        """Whether weights come from other hosts: stages stand as far apart as all of a stage's ranks, and ranks outside the actor have nothing."""
+        """Whether weights come from other hosts.
+
+        A pipeline stage's ranks are contiguous, so other stages may be on other hosts, and ranks outside the
+        actor have no weights.
+        """
         layout = self.actor.layout
         return self.world_size > self.ranks_per_host and (
             layout.pp > 1 or self.world_size > len(layout.ranks)
@@ -174,26 +180,29 @@ class Case:
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens with which a row enters a model: all but the last."""
+        """Tokens of a sample in a forward pass: all but the last."""
         return self.prompt_tokens + self.response_tokens - 1
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight in Megatron."""
+        """Bytes of a weight element in Megatron."""
         return ELEMENT_BYTES[self.config.engine.dtype]
 
     @property
     def rollout_element_bytes(self) -> int:
-        """Of a weight in vLLM, and of its KV cache."""
+        """Bytes of an element of vLLM's weights and KV cache."""
         dtype = self.config.rollout.dtype
         return self.element_bytes if dtype == "auto" else ELEMENT_BYTES[dtype]
 
     def rows_of_rank(self, role: PlannedRole) -> int:
-        """Rows of a mini-batch on the fullest data-parallel rank."""
+        """Samples of a mini-batch on the data-parallel rank with the most."""
         return ceil(self.rows / self.config.algorithm.mini_batches / role.layout.dp)
 
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
-        """Micro-batches of a mini-batch on a data-parallel rank, and the rows of a full one (verl_megatron/data/packing.py)."""
+        """Return a data-parallel rank's micro-batches per mini-batch, and the samples of a full one.
+
+        Follows verl_megatron/data/packing.py.
+        """
         layout, row, rows = role.layout, self.packed_tokens + 1, self.rows_of_rank(role)
         together = min(rows, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // row))
         count = ceil(rows / together)

@@ -1,4 +1,4 @@
-"""What was planned beside what a run measured."""
+"""Comparison of a plan with the metrics of a run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GIB_OF_MB = 1 / 1024  # a run reports memory/PHASE_mb in MiB
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One phase's memory or time."""
+    """Planned and measured memory or time of one phase."""
 
     what: str
     unit: str
@@ -21,12 +21,14 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the plan, as a share of what was measured."""
+        """Relative error of the plan, as a share of the measured value."""
         return self.planned / self.measured - 1
 
 
 def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, float]]) -> list[Compared]:
-    """Plans beside the medians of a run's iterations, the first left out: it compiles and allocates.
+    """Compare plans with the medians over a run's iterations.
+
+    The first iteration is left out: it compiles and allocates.
 
     Args:
         rows: of metrics.jsonl (`verl_megatron.observe.tracking.read_metrics`).
@@ -37,7 +39,8 @@ def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, floa
     iterations = [row for row in rows if "time/rollout_s" in row][1:]
     if not iterations:
         raise ValueError(
-            "metrics.jsonl holds fewer than two iterations; the first is not compared, so let the run take at least two"
+            "metrics.jsonl holds fewer than two iterations;"
+            " the first is not compared, so let the run take at least two"
         )
 
     def measured(key: str) -> float | None:

@@ -1,7 +1,8 @@
-"""Predicted seconds of generation: prompts at the rate of matrix products, then token by token at the rate of memory.
+"""Predicted rollout time: compute-bound prefill, then memory-bound decoding token by token.
 
-A decoding step reads vLLM's weights and the keys and values of all running rows, or computes if that takes longer, and costs the
-process a scheduler's round, a draw for every row and the small all-reduces of each layer.
+A decoding step reads vLLM's weights and the KV cache of all running samples, or computes if that takes
+longer. It adds the process's cost of a scheduler step, sampling for every sample, and the small all-reduces
+of each layer.
 """
 
 from math import ceil, inf
@@ -13,7 +14,10 @@ from verl_megatron.planner.training import group_rate, slowdown
 
 
 def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> float:
-    """Until the slowest replica has all of its rows, each of which takes `response_tokens` steps."""
+    """Seconds until the slowest replica has finished its samples.
+
+    Each sample takes `response_tokens` steps.
+    """
     rows, at_once = ceil(case.rows / case.replicas), rows_at_once(case, kv_cache_bytes)
     if at_once < 1:
         return float("inf")
@@ -21,14 +25,16 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
     waves = full * _wave_seconds(case, machine, at_once) + (
         _wave_seconds(case, machine, rest) if rest else 0.0
     )
-    prompts = ceil(
-        case.config.data.prompts_per_iteration / case.replicas
-    )  # those of one prompt's samples are cached
+    # A prompt is prefilled once; its other samples hit the prefix cache.
+    prompts = ceil(case.config.data.prompts_per_iteration / case.replicas)
     return prompts * case.prompt_tokens * _prompt_token_seconds(case, machine) + waves
 
 
 def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
-    """Rows that a replica decodes together: as vLLM's settings, its cache and the queue (rollout/dispatch.py) allow."""
+    """Samples that a replica decodes concurrently.
+
+    The limits are vLLM's settings, its cache and the queue (rollout/dispatch.py).
+    """
     most = min(ceil(case.rows / case.replicas), case.config.rollout.max_num_seqs)
     return (
         most
@@ -38,7 +44,7 @@ def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
 
 
 def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
-    """`rows` rows from their first to their last token."""
+    """Seconds of `rows` concurrent samples from their first to their last token."""
     arch, tp = case.actor.arch, case.config.rollout.tp
     parts = served_elements(arch, tp)
     read = arch.num_layers * parts.layer + (parts.embedding if arch.tied else parts.output)
@@ -52,7 +58,7 @@ def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
 
 
 def _prompt_token_seconds(case: Case, machine: Machine) -> float:
-    """A prompt's token in every layer: products, attention over half the prompt, two all-reduces."""
+    """Seconds of a prompt token in all layers: products, attention over half the prompt, two all-reduces."""
     arch, tp = case.actor.arch, case.config.rollout.tp
     products = 2 * part_elements(arch, tp).layer / machine.layer_flops
     attention = 2 * attention_channels(arch)[0] * case.prompt_tokens / tp / machine.attention_flops

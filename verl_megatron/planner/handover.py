@@ -1,4 +1,4 @@
-"""Predicted seconds of the way from training to rollout and back, and what has to move."""
+"""Predicted time of weight sync between training and rollout, and the bytes that it moves."""
 
 from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import Machine
@@ -7,10 +7,10 @@ from verl_megatron.planner.serving import own_rollout_bytes
 
 
 def moved_bytes(case: Case) -> float:
-    """What a rank must receive of the actor's weights: vLLM's shard less what Megatron's shard holds of it.
+    """Bytes of actor weights that a rank receives: vLLM's shard minus its overlap with Megatron's shard.
 
-    With t ranks of tensor parallelism and p stages in training and t_g in vLLM: (t·p - t_g) / (t_g·t·p) of the weights where t is not
-    below t_g, (1/t_g)(1 - 1/p) where it is.
+    With t tensor-parallel ranks and p pipeline stages in training and t_g tensor-parallel ranks in vLLM, the
+    share of the weights is (t·p - t_g) / (t_g·t·p) if t >= t_g, else (1/t_g)(1 - 1/p).
     """
     layout, tp = case.actor.layout, case.config.rollout.tp
     total = sum(case.actor.elements) * layout.tp * case.rollout_element_bytes
@@ -22,7 +22,10 @@ def moved_bytes(case: Case) -> float:
 
 
 def reshard_seconds(case: Case, machine: Machine) -> float:
-    """Memory for vLLM's weights and KV cache, and the weights themselves; twice over where the memory is permuted in place."""
+    """Seconds to map memory for vLLM's weights and KV cache and to transfer the weights.
+
+    The transfer counts twice where memory is permuted in place.
+    """
     moved = moved_bytes(case)
     copied = own_rollout_bytes(case, 0) if case.config.reshard.mode != "swap" else moved
     moving = (moved / _rate(case, machine) + 2 * copied / machine.copy_rate) * (
@@ -35,7 +38,10 @@ def reshard_seconds(case: Case, machine: Machine) -> float:
 
 
 def return_seconds(case: Case, machine: Machine) -> float:
-    """vLLM's memory is given back; with `swap` Megatron's weights return first. What was offloaded returns beside the next phases."""
+    """Seconds until vLLM's memory is freed and, with `swap`, Megatron's weights are back.
+
+    Offloaded state returns concurrently with the next phases.
+    """
     share = (
         case.config.rollout.gpu_memory_utilization * machine.gpu_bytes if case.config.rollout.sleep else 0.0
     )
@@ -48,7 +54,10 @@ def _rate(case: Case, machine: Machine) -> float:
 
 
 def leaving_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
-    """Until a model's optimizer state is in host memory, which what comes after its updates waits for: vLLM's KV cache, or another model's state."""
+    """Seconds until a model's optimizer state is offloaded to host memory.
+
+    The next user of the GPU memory waits for it: vLLM's KV cache, or another model's state.
+    """
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
     return max(held(case, role, stage).optimizer for stage in range(role.layout.pp)) / machine.pinned_rate

@@ -1,8 +1,9 @@
-"""Bytes of each phase on each kind of rank, on the GPU and on its host.
+"""Predicted bytes of each phase on each kind of rank, on the GPU and on its host.
 
-A learning model of n parameters on a rank holds 2n of weights, 4n of gradients (float32, DistributedDataParallel's buffers) and 12n of
-optimizer state (master weights and two moments, float32), the last divided by dp·cp with the distributed optimizer. In float32 the
-weights are 4n and their own masters. Frozen models hold weights alone.
+A trained model of n parameters on a rank has 2n of weights, 4n of gradients (float32,
+DistributedDataParallel's buffers) and 12n of optimizer state (master weights and two moments, float32). With
+the distributed optimizer the state is divided by dp·cp. In float32 the weights are 4n and serve as their own
+master weights. Frozen models have weights only.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
 
-SERVING = ("vllm weights", "kv cache", "window")  # the cache with the room that vLLM computes in
+SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
 UPDATES = ("critic_update", "actor_update")
 AT_REST, KV_CACHE = "the models at rest", "KV cache"
@@ -22,7 +23,7 @@ Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a model keeps on a rank for the whole run, bytes."""
+    """Bytes that a model keeps on a rank for the whole run."""
 
     weights: float
     gradients: float = 0.0
@@ -36,13 +37,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that hold the same: which, and their memory."""
+    """Ranks with the same memory use, and that use."""
 
     ranks: tuple[int, ...]
     phases: Phases
     host_bytes: float  # of one such rank
-    own_rollout_bytes: float  # vLLM's weights outside Megatron's memory
-    kv_cache_bytes: float  # room that vLLM has for keys and values
+    own_rollout_bytes: float  # vLLM's weights that share no memory with Megatron's
+    kv_cache_bytes: float  # available to vLLM for keys and values
 
     def total(self, phase: str) -> float:
         return sum(self.phases[phase].values())
@@ -54,14 +55,14 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of all ranks."""
+    """Predicted memory of all ranks."""
 
     kinds: tuple[RankKind, ...]
     host_bytes: float  # of the fullest host
 
     @property
     def peak(self) -> RankKind:
-        """The fullest kind of rank."""
+        """The kind of rank with the highest peak."""
         return max(self.kinds, key=lambda kind: kind.total(kind.fullest))
 
     @property
@@ -74,24 +75,27 @@ class MemoryPlan:
 
     @property
     def resting_bytes(self) -> float:
-        """What the fullest rank holds while nothing is computed and vLLM sleeps."""
+        """Bytes in use on the fullest rank while nothing is computed and vLLM sleeps."""
         return max(
             sum(size for part, size in kind.phases["weights_awake"].items() if part not in SERVING)
             for kind in self.kinds
         )
 
     def phase_bytes(self, phase: str) -> float:
-        """In use at the end of a phase on the fullest rank, with the blocks that PyTorch keeps: what a run reports as memory/PHASE_mb."""
+        """Bytes in use at the end of a phase on the fullest rank, including PyTorch's cached blocks.
+
+        A run reports it as memory/PHASE_mb.
+        """
         return max(kind.total(phase) for kind in self.kinds)
 
     @property
     def kv_cache_bytes(self) -> float:
-        """The smallest KV cache of a rank."""
+        """Smallest KV cache of a rank."""
         return min(kind.kv_cache_bytes for kind in self.kinds)
 
 
 def held(case: Case, role: PlannedRole, stage: int) -> Held:
-    """What `role` keeps on a rank of pipeline stage `stage`."""
+    """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
     count, mixed = role.elements[stage], case.element_bytes == 2
     if not role.learns:
         return Held(count * case.element_bytes)
@@ -100,7 +104,7 @@ def held(case: Case, role: PlannedRole, stage: int) -> Held:
 
 
 def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
-    """Memory of every phase on every kind of rank."""
+    """Predict the memory of every phase on every kind of rank."""
     kinds = tuple(_rank_kind(case, machine, ranks, standing) for ranks, standing in _standings(case))
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
@@ -110,7 +114,7 @@ def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
 
 
 def _standings(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
-    """World ranks that hold the same stages of the same models, with these."""
+    """Group world ranks that have the same stages of the same models; yield the ranks with these stages."""
     stages = [
         {
             rank: index * role.layout.pp // len(role.layout.ranks)
@@ -157,11 +161,12 @@ def _phases(
     own: float,
     request: float,
 ) -> Phases:
-    """Bytes by phase and part, in the order of a run; a phase's activations include what PyTorch keeps from those before it.
+    """Bytes by phase and part, in the order of a run.
 
-    "start" is vLLM's, with the models that are there before it; "build" is when the last model is there; "weights_awake" the moment of
-    the hand-over in which vLLM has its weights: where there is no room for both, what is offloaded leaves before. The others are the
-    phases of an iteration.
+    A phase's activations include blocks that PyTorch caches from earlier phases. "start" is vLLM's start,
+    with the models built before it; "build" is when the last model has been built. "weights_awake" is the
+    moment of the weight sync in which vLLM has its weights; where both do not fit, offloading happens before
+    it. The others are the phases of an iteration.
     """
     config, window = case.config, case.config.reshard.window_mib << 20
     awake = {"vllm weights": own, "kv cache": request - own}
@@ -169,17 +174,18 @@ def _phases(
     phases: Phases = {}
     if config.reshard.mode == "keep":  # vLLM starts on an empty GPU
         phases["start"] = {"process": settled["process"]} | awake
-    else:  # vLLM starts beside the actor, which has no moments yet; sharing needs the whole of what vLLM is allowed
+    else:  # vLLM starts next to the actor, which has no moments yet; sharing needs vLLM's whole memory share
         actor = next((model for role, _, model in models if role is case.actor), Held(0))
         resting = {
             part: 0.0 if part in freed else size
             for part, size in (("gradients", actor.gradients), ("optimizer", actor.masters))
         }
         phases["start"] = {"process": settled["process"], "weights": actor.weights} | resting | awake
+    # Models are built one after the other.
     built = {
         "gradients": [model.gradients for *_, model in models],
         "optimizer": [model.masters for *_, model in models],
-    }  # one after the other
+    }
     phases["build"] = (
         settled
         | {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
@@ -190,17 +196,15 @@ def _phases(
         settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
     )
     phases["rollout"] = settled | freed | awake
-    first = (
-        "critic" if any(role.name == "critic" for role in case.roles) else "actor"
-    )  # learns first: its optimizer state returns after rollout
+    # The model trained first: its optimizer state returns after rollout.
+    first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"
     resting = settled if config.rollout.sleep else settled | awake
     activations = 0.0
     for phase, names, measure in _WORK:
         working = [(role, stage) for role, stage, _ in models if role.name in names]
         if any(role.name in names for role in case.roles):
-            waiting = sum(
-                fp8_weight_bytes(case, role, stage, copies=1) for role, stage in working[1:]
-            )  # models take turns within a pass and keep their copies
+            # Models alternate within a pass and keep their fp8 copies.
+            waiting = sum(fp8_weight_bytes(case, role, stage, copies=1) for role, stage in working[1:])
             activations = max(
                 [activations] + [measure(case, role, stage) + waiting for role, stage in working[:1]]
             )
@@ -216,7 +220,10 @@ def _phases(
     return phases
 
 
-_OFFLOADED = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}  # by which settings
+_OFFLOADED = {
+    "gradients": ("grads", "all"),
+    "optimizer": ("optimizer", "all"),
+}  # modes that offload each part
 _WORK = (
     ("reward", ("reward",), inference_bytes),
     ("log_probs", ("actor", "reference"), inference_bytes),
@@ -227,25 +234,33 @@ _WORK = (
 
 
 def communicators(case: Case) -> int:
-    """NCCL communicators of a rank: the world's, those of the models' layouts (parallel/groups.py, equal ones are shared), vLLM's."""
+    """Count the NCCL communicators of a rank: the world's, those of the models' layouts, and vLLM's.
+
+    Models with equal layouts share them (parallel/groups.py).
+    """
     groups = set()
     for layout in {role.layout for role in case.roles}:
         for axes in ("tp", "cp", "dp", "pp", "cp dp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
             if spanned := tuple(axis for axis in axes.split() if getattr(layout, axis) > 1):
                 groups.add((layout, spanned))
-    vllm = 1 + 2 * (case.config.rollout.tp > 1)  # its world; for tensor parallelism PyTorch's and its own
+    vllm = 1 + 2 * (
+        case.config.rollout.tp > 1
+    )  # its world group; for tensor parallelism, PyTorch's and its own
     return len(groups) + (1 + vllm) * (case.world_size > 1)
 
 
 def _offloaded_to_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
-    """Pinned bytes of a rank."""
+    """Pinned host bytes of a rank."""
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
     return sum(model.optimizer for *_, model in models)
 
 
 def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
-    """The copies of which a checkpoint is written, of all models together: float32 weights and moments, divided among data-parallel ranks."""
+    """Host bytes of the copies from which a checkpoint is written, for all models.
+
+    They are float32 weights and moments, divided among data-parallel ranks.
+    """
     if not case.config.run.save_interval:
         return 0.0
     return sum(
@@ -257,7 +272,7 @@ def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) ->
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that a plan has no room for."""
+    """A memory need that does not fit."""
 
     cause: str  # a phase, AT_REST, "KV cache" or "host memory"
     needed_bytes: float
@@ -267,14 +282,18 @@ class Problem:
         remedy = (
             " for a row; raise rollout.gpu_memory_utilization or rollout.tp" if self.cause == KV_CACHE else ""
         )
-        return f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed, {self.room_bytes / GIB:,.1f} there{remedy}"
+        return (
+            f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed,"
+            f" {self.room_bytes / GIB:,.1f} there{remedy}"
+        )
 
 
 def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: float = 0.0) -> list[Problem]:
-    """What does not fit; empty if all does.
+    """Return what does not fit; empty if everything fits.
 
     Args:
-        margin: share of a GPU and of a host that has to stay free; below 0: by how much a need may exceed it.
+        margin: share of a GPU and of a host that has to stay free; a negative margin lets a need exceed them
+            by that share.
     """
     room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
     needs = {AT_REST: memory.resting_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}

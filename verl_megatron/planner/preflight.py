@@ -1,4 +1,4 @@
-"""Refuses a run that cannot fit its GPUs before a model is built, and says what would."""
+"""Preflight check: rejects a run that cannot fit its GPUs before a model is built, and suggests settings."""
 
 from dataclasses import replace
 
@@ -11,16 +11,25 @@ from verl_megatron.planner.machine import GIB, MACHINES, Machine
 from verl_megatron.planner.memory import Problem, plan_memory, problems_of
 from verl_megatron.planner.text import alternatives
 
-TOLERANCE = 0.02  # of a GPU: what a plan exceeds it by without being refused
-# What no process can do without. Plans take more (Machine.process_bytes and the like), of which some depends on versions and on luck.
+TOLERANCE = 0.02  # share of a GPU by which a plan may exceed it without being rejected
+# Lower bounds of a process's needs. Plans assume more (Machine.process_bytes and the like), part of which
+# depends on versions and on chance.
 LEAST = dict(
     process_bytes=1.5 * GIB, communicator_bytes=0.1 * GIB, process_host_bytes=2 * GIB, prefill_tokens=1.0
 )
-NAMES = {"H200": "h200", "H100": "h100", "A100": "a100-80g", "B200": "b200"}  # in what CUDA calls a GPU
+NAMES = {
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100-80g",
+    "B200": "b200",
+}  # substrings of CUDA's device names
 
 
 def machine_here() -> Machine | None:
-    """The machine that this process runs on, with its true memory; None on a CPU. Unknown GPUs are taken for an h100 of their memory."""
+    """Return the machine of this process with its actual memory; None on a CPU.
+
+    An unknown GPU is treated as an h100 with its own memory.
+    """
     if not device.is_gpu():
         return None
     properties = torch.cuda.get_device_properties(device.device())
@@ -37,12 +46,13 @@ def machine_here() -> Machine | None:
 def check_fits(
     config: TrainerConfig, *, world_size: int, machine: Machine | None, ranks_per_host: int = 8
 ) -> list[str]:
-    """What of a run has no room on these GPUs, with the three best settings that have; empty if it may fit.
+    """Return an error if the run cannot fit these GPUs; empty if it may fit.
 
-    Refused is only what exceeds a GPU with the least that a process can need.
+    The error suggests the three best settings that fit. A run is rejected only if it exceeds a GPU even with
+    the least memory that a process can need.
 
     Args:
-        config: settings in which `check_config` found nothing wrong.
+        config: settings that `check_config` accepted.
         machine: None (a CPU) is not checked.
     """
     if machine is None:

@@ -1,8 +1,9 @@
-"""All layouts that a run could take, those that fit ranked by predicted seconds, and why the others do not fit.
+"""Layout search: all layouts of a run, ranked by predicted seconds, and the reasons why others do not fit.
 
-A candidate is a handful of settings over a base configuration. It chooses the layout of the models (critic like actor), the size of a
-micro-batch or recomputation, vLLM's tensor-parallel size, how weights are held and what leaves the GPU for rollout;
-gpu_memory_utilization follows: what the rows need that a replica decodes at once, or what is left.
+A candidate is a few settings on top of a base configuration. They choose the layout of the models (the
+critic's equals the actor's) and the micro-batch size or recomputation. They also choose vLLM's
+tensor-parallel size, how weights are kept, and what is offloaded for rollout. gpu_memory_utilization follows
+from them: the need of the samples that a replica decodes concurrently, or what is left.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,17 +23,16 @@ from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memo
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
 from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
-MARGIN = 0.05  # of a GPU that stays free: more than most predictions of measured runs were wrong by
-LONG_ROW = 8192  # tokens of a row from which on context parallelism is tried
-MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # plain choices first
+MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
+LONG_ROW = 8192  # tokens of a sample from which context parallelism is tried
+MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # simplest first
 REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
-CACHE_SHARE, ENGINE_BYTES = (
-    1.1,
-    2 * GIB,
-)  # room that is offered to vLLM beyond its rows: blocks that are not full, and what its own profile finds
+# Memory given to vLLM beyond its samples: partially filled blocks, and what its own profiling run reserves.
+CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
-CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers", "rollout.tp", "rollout.gpu_memory_utilization", "reshard.mode",
-          "reshard.offload", "engine.recompute")  # fmt: skip
+CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers",
+          "rollout.tp", "rollout.gpu_memory_utilization",
+          "reshard.mode", "reshard.offload", "engine.recompute")  # fmt: skip
 ALWAYS_SAID = (
     "actor.layout",
     "critic.layout",
@@ -42,21 +42,16 @@ ALWAYS_SAID = (
     "reshard.mode",
     "reshard.offload",
 )
-ON_HOLDING = (
-    "start",
-    "weights_awake",
-    "rollout",
-    "KV cache",
-    "host memory",
-)  # causes that depend on how vLLM is held and what is offloaded
+# Causes that depend on reshard.mode and reshard.offload.
+ON_HOLDING = ("start", "weights_awake", "rollout", "KV cache", "host memory")
 Settings = dict[str, str | int | float | list[int]]  # by SECTION.SETTING
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings with what they need and take."""
+    """Settings with their predicted memory and time."""
 
-    settings: Settings  # that a user has to give
+    settings: Settings  # that a user has to set
     case: Case
     memory: MemoryPlan
     problems: tuple[Problem, ...]
@@ -64,13 +59,13 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """For the command line of verl_megatron.train, or a recipe."""
+        """The settings for the command line of verl_megatron.train, or a recipe."""
         return " ".join(f"{name}={spelled(value)}" for name, value in self.settings.items())
 
 
 @dataclass(slots=True)
 class Search:
-    """What fits, quickest first, one of each pair of layouts; and what does not."""
+    """Candidates that fit, fastest first, one for each pair of layouts; and those that do not."""
 
     fitting: list[Candidate] = field(default_factory=list)
     refused: list[Candidate] = field(default_factory=list)
@@ -80,7 +75,7 @@ class Search:
         return len(self.fitting) + len(self.refused)
 
     def refused_by_cause(self) -> dict[str, list[Candidate]]:
-        """By the first thing that does not fit; those that miss by the least first."""
+        """Group rejected candidates by the first thing that does not fit, nearest to fitting first."""
         found: dict[str, list[Candidate]] = {}
         for candidate in self.refused:
             found.setdefault(candidate.problems[0].cause, []).append(candidate)
@@ -102,11 +97,11 @@ def search(
     """Try every layout of `base`'s models on `world_size` ranks.
 
     Args:
-        read: gives the architecture of a model path.
+        read: returns the architecture of a model path.
         margin: share of each GPU that has to stay free.
 
     Raises:
-        ValueError: a model that cannot be read, or settings with which no layout is one.
+        ValueError: a model that cannot be read, or settings with which no layout is valid.
     """
     make = _Maker(base, world_size, ranks_per_host, machine, read, margin)
     arch, result = read(base.actor.path), Search()
@@ -117,7 +112,7 @@ def search(
     ]
     reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
     for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
-        best: dict[int, Candidate] = {}  # by vLLM's tensor-parallel size
+        best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
         for saver in _savers(base):
             try:
                 training = make.training(layout | saver)
@@ -128,7 +123,7 @@ def search(
             if training.problems:
                 result.refused.append(training)
                 if training.problems[0].cause == AT_REST:
-                    break  # nor does it with fewer activations
+                    break  # fewer activations would not help
                 continue
             work = plan_work(training.case, machine)
             for tp in sizes:
@@ -145,12 +140,12 @@ def search(
 
 
 def _seconds(candidate: Candidate) -> float:
-    return round(candidate.time.iteration, 2)  # finer differences are no reason
+    return round(candidate.time.iteration, 2)  # finer differences do not decide
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """From choices to candidates."""
+    """Builds candidates from choices."""
 
     base: TrainerConfig
     world_size: int
@@ -161,12 +156,12 @@ class _Maker:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Memory is shared between weights of one dtype only."""
+        """Reshard modes to try; memory is shared only between weights of the same dtype."""
         return MODES if shares_dtype(self.base) else MODES[:1]
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What leaves makes room for a vLLM that wakes."""
+        """Offload settings to try; offloading makes room for vLLM only if vLLM sleeps."""
         return OFFLOADS if self.base.rollout.sleep else OFFLOADS[:1]
 
     def case(self, chosen: Settings) -> Case:
@@ -178,7 +173,10 @@ class _Maker:
         )
 
     def training(self, chosen: Settings) -> Candidate | None:
-        """What has to fit whatever vLLM does and with all offload; None where the rows do not split this way, ValueError where a model does not."""
+        """Check everything that is independent of vLLM, with maximal offload.
+
+        None if the samples do not split this way; ValueError if a model does not.
+        """
         case = self.case(
             chosen
             | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]}
@@ -198,7 +196,10 @@ class _Maker:
         return Candidate(self._said(chosen), case, memory, problems)
 
     def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:
-        """The quickest way to hold vLLM's weights at tensor-parallel size `tp`: the plainest under which all rows run at once, if there is one."""
+        """Find the fastest way to keep vLLM's weights at tensor-parallel size `tp`.
+
+        The search stops at the simplest way that decodes all samples concurrently.
+        """
         best = None
         for mode, offload in product(self.modes, self.offloads):
             holding = chosen | {
@@ -227,8 +228,14 @@ class _Maker:
         return best
 
     def _shares(self, case: Case, empty: MemoryPlan) -> tuple[float, float]:
-        """gpu_memory_utilization in hundredths: what the others leave, at most what all rows need; and that need. `empty` is without vLLM's share."""
-        awake = ("start", "rollout") if case.config.rollout.sleep else empty.phases  # phases with all of vLLM
+        """gpu_memory_utilization in hundredths, and the value that all samples need.
+
+        The first is what the rest of the run leaves free, capped at that need. `empty` is the plan without
+        vLLM's share.
+        """
+        awake = (
+            ("start", "rollout") if case.config.rollout.sleep else empty.phases
+        )  # phases with vLLM's weights and cache on the GPU
         room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
         cached = cached_tokens(case, rows_at_once(case, inf)) * kv_bytes_per_token(case)
@@ -243,7 +250,7 @@ class _Maker:
         return max(0.01, min(wanted, floor(100 * room / self.machine.gpu_bytes) / 100)), wanted
 
     def _said(self, chosen: Settings) -> Settings:
-        """What a recipe may set otherwise, and the rest where it differs from the base."""
+        """Select the settings to report: those always reported, and others that differ from the base."""
         return {
             name: value
             for name, value in chosen.items()
@@ -252,7 +259,7 @@ class _Maker:
 
 
 def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
-    """`base` with the choices put in; it stays as it is."""
+    """Return a copy of `base` with the chosen settings."""
     changes: dict[str, dict] = {}
     for name, value in chosen.items():
         section, setting = name.split(".")
@@ -268,14 +275,17 @@ def _setting(config: TrainerConfig, name: str):
 
 
 def spelled(value: str | int | float | list[int]) -> str:
-    """As on a command line: lists without spaces."""
+    """Format a value for a command line: lists without spaces."""
     return str(value).replace(" ", "")
 
 
 def _layouts(
     base: TrainerConfig, world: int, ranks_per_host: int, read: Callable[[str], Architecture]
 ) -> Iterator[Settings]:
-    """Settings of all models' layouts: tensor parallelism within a host, with sequence parallelism; pipelines; dp is what is left."""
+    """Yield layout settings of all models; dp is what is left.
+
+    Tensor parallelism stays within a host and comes with sequence parallelism.
+    """
     models = {"actor": base.actor.path}
     if get_algorithm(base.algorithm.name).needs_critic:
         models["critic"] = base.critic.path or base.actor.path
@@ -297,9 +307,10 @@ def _layouts(
 
 
 def uneven_stages(layers: int, pp: int) -> list[int]:
-    """Layers of each stage where `pp` does not divide them: the first and the last have fewer, for they hold embedding and output.
+    """Layers of each stage if `pp` does not divide them.
 
-    Empty if `pp` divides them, or if nothing would be left for those two.
+    The first and the last stage have fewer, because they have embedding and output. Empty if `pp` divides the
+    layers, or if nothing would be left for those two.
     """
     middle = ceil(layers / pp)
     ends = layers - middle * (pp - 2)
@@ -309,7 +320,10 @@ def uneven_stages(layers: int, pp: int) -> list[int]:
 
 
 def _savers(base: TrainerConfig) -> Iterator[Settings]:
-    """Ways to need less memory for activations: as set, smaller micro-batches that still hold a row, whole layers computed again."""
+    """Yield ways to reduce activation memory.
+
+    These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
+    """
     tokens, row = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
     for parts in (1, 2, 4):
         if parts == 1 or tokens // parts >= row:
@@ -325,14 +339,17 @@ def _splits(count_elements: Callable[..., PartElements], arch: Architecture, tp:
 
 
 def _tensor_sizes(ranks_per_host: int) -> list[int]:
-    """Powers of two of which groups lie within a host."""
+    """Powers of two whose groups stay within a host."""
     return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
 
 
 def _reward_layout(
     base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]
 ) -> Settings:
-    """A layout under which the reward model takes little of a GPU, where there is such a model and its user left it whole."""
+    """A layout under which the reward model takes little of a GPU.
+
+    Empty without a reward model, or if the user chose a layout for it.
+    """
     if not base.reward.path or base.reward.layout != RewardConfig().layout:
         return {}
     arch, sizes = read(base.reward.path), _tensor_sizes(ranks_per_host)

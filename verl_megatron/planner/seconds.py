@@ -1,4 +1,4 @@
-"""Predicted seconds of each phase of an iteration (verl_megatron/ppo.py), and how well the GPUs are used."""
+"""Predicted seconds of each phase of an iteration (verl_megatron/ppo.py), and model FLOPs utilization."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from verl_megatron.planner.training import forward_flops, infer_seconds, step_se
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds and model FLOPs (all GPUs together) of the phases in which models compute."""
+    """Seconds and model FLOPs (over all GPUs) of the phases in which models compute."""
 
     seconds: dict[str, float]
     flops: dict[str, float]
@@ -20,22 +20,23 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """An iteration."""
+    """Predicted time of an iteration."""
 
     seconds: dict[str, float]  # by phase, in order
     flops: dict[str, float]  # of the phases in which models compute
     gpus: int
-    peak_flops: float  # of one
+    peak_flops: float  # of one GPU
 
     @property
     def iteration(self) -> float:
         return sum(self.seconds.values())
 
     def mfu(self, *phases: str) -> float:
-        """Share of the vendor's rate over `phases` (none: all in which models compute).
+        """Model FLOPs utilization over `phases` (none: all in which models compute).
 
-        Counted are matrix products and the causal half of attention, a backward pass twice. Not counted: the input embedding, logits
-        of tokens that nobody asks about, recomputation, generation.
+        It is relative to the vendor's rate. It counts matrix products and the causal half of attention, twice
+        for a backward pass. It does not count the input embedding, logits of tokens other than the targets,
+        recomputation, or generation.
         """
         phases = phases or tuple(self.flops)
         return (
@@ -47,7 +48,7 @@ class TimePlan:
 
 
 def plan_work(case: Case, machine: Machine) -> Work:
-    """Forward passes and updates; nothing here depends on how vLLM is set up and what is offloaded."""
+    """Predict forward passes and updates, which do not depend on vLLM's settings or on offloading."""
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
     steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
@@ -67,7 +68,7 @@ def plan_work(case: Case, machine: Machine) -> Work:
 
 
 def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
-    """Every phase; `work` is `plan_work`'s answer where it is known already."""
+    """Predict every phase; `work` is the result of `plan_work` if it is known already."""
     work = work or plan_work(case, machine)
     before = {
         "reshard": reshard_seconds(case, machine),
@@ -75,7 +76,8 @@ def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | 
         "return": return_seconds(case, machine),
     }
     seconds = before | work.seconds
+    # The critic's optimizer state makes room for the actor's.
     seconds["actor_update"] += sum(
         leaving_seconds(case, machine, role) for role in case.roles if role.name == "critic"
-    )  # its state makes room for the actor's
+    )
     return TimePlan(seconds, work.flops, case.world_size, machine.peak_flops)

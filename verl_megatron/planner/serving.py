@@ -1,4 +1,4 @@
-"""What vLLM holds on a rank: weights of its own, room to work in, keys and values."""
+"""vLLM's memory on a rank: weights that it does not share with Megatron, working memory, KV cache."""
 
 from math import ceil
 
@@ -7,11 +7,12 @@ from verl_megatron.planner.machine import Machine
 
 
 def own_rollout_bytes(case: Case, stage: int | None) -> float:
-    """vLLM's weights that lie in no memory of Megatron's, on a rank of the actor's pipeline stage `stage` (None: outside the actor).
+    """Bytes of vLLM's weights that share no memory with Megatron's, on a rank of the actor's stage `stage`.
 
-    share: whole parameters whose rows follow each other in Megatron's too. At equal tensor-parallel sizes that is all but queries, keys
-    and values (other order); where vLLM cuts finer, the rows of embedding and output and what is not cut; else next to nothing.
-    swap: what vLLM needs beyond Megatron's bytes.
+    `stage` is None on a rank outside the actor. "share" aliases whole parameters whose rows are also
+    consecutive in Megatron. At equal tensor-parallel sizes that is all but queries, keys and values (another
+    row order). If vLLM splits finer, it is the embedding's and output's rows and the parameters that are not
+    split; otherwise next to nothing. "swap" needs what vLLM has beyond Megatron's bytes.
     """
     arch, tp, layout = case.actor.arch, case.config.rollout.tp, case.actor.layout
     parts = served_elements(arch, tp)
@@ -27,16 +28,15 @@ def own_rollout_bytes(case: Case, stage: int | None) -> float:
             * arch.head_dim
             * (arch.hidden_size + arch.qkv_bias)
         )
-        shared += layers * (
-            parts.layer - qkv * (tp != arch.num_kv_heads)
-        )  # with one group a rank both orders are the same
+        # With one key-value group per rank both orders are the same.
+        shared += layers * (parts.layer - qkv * (tp != arch.num_kv_heads))
     if tp % layout.tp == 0:
         shared += (stage == 0) * parts.embedding + (stage == layout.pp - 1) * parts.output
     return width * (total - shared)
 
 
 def vllm_working_bytes(case: Case, machine: Machine) -> float:
-    """What vLLM keeps free of its share for the activations of a step and for the logits of all rows."""
+    """Bytes that vLLM reserves in its share for a step's activations and the logits of all samples."""
     arch, config = case.actor.arch, case.config.rollout
     step = (
         machine.prefill_tokens
@@ -47,19 +47,22 @@ def vllm_working_bytes(case: Case, machine: Machine) -> float:
 
 
 def cached_tokens(case: Case, rows: int) -> int:
-    """Tokens of `rows` whole rows of a replica in vLLM's cache: a prompt's samples, which follow each other, share its keys and values."""
+    """Tokens of `rows` whole samples of a replica in vLLM's KV cache.
+
+    Samples of one prompt are consecutive and share the prompt's keys and values.
+    """
     return ceil(rows / case.config.data.samples_per_prompt) * case.prompt_tokens + rows * case.response_tokens
 
 
 def rows_cached(case: Case, tokens: float) -> int:
-    """The most rows of which the cache holds all tokens."""
+    """Maximum number of samples whose tokens all fit the cache."""
     samples = case.config.data.samples_per_prompt
     prompts, left = divmod(tokens, case.prompt_tokens + samples * case.response_tokens)
     return int(prompts * samples + max(0, left - case.prompt_tokens) // case.response_tokens)
 
 
 def kv_bytes_per_token(case: Case) -> float:
-    """Keys and values of one token on one rank."""
+    """Bytes of one token's keys and values on one rank."""
     arch = case.actor.arch
     return (
         2

@@ -1,4 +1,4 @@
-"""A supervised run as a plan sees it: the optimizer steps of an actor, of which every row is as long as the settings allow."""
+"""Plans of supervised runs: an actor's optimizer steps on samples as long as the settings allow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,9 @@ def supervised_case(
     ranks_per_host: int = 8,
     read: Callable[[str], Architecture] = read_architecture,
 ) -> Case:
-    """The actor alone, with a step's rows as one mini-batch; all but a row's first token is response.
+    """Build the plan of the actor alone, with a step's samples as one mini-batch.
+
+    All tokens of a sample but the first are response.
 
     Raises:
         ValueError: as `Case.of`.
@@ -41,10 +43,10 @@ def supervised_case(
 def supervised_report(
     config: SFTConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8
 ) -> str:
-    """Memory of the fullest rank in a step, its predicted seconds, and whether it fits.
+    """Report the memory of the fullest rank in a step, its predicted seconds, and whether it fits.
 
     Raises:
-        ValueError: an unknown machine, or a model folder or layout that cannot be understood.
+        ValueError: an unknown machine, or an invalid model folder or layout.
     """
     machine = find_machine(gpu)
     case = supervised_case(config, world_size=world_size, ranks_per_host=ranks_per_host)
@@ -55,8 +57,10 @@ def supervised_report(
     free = (machine.gpu_bytes - fullest.total(STEP)) / GIB
     return "\n".join(
         [
-            f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
-            f"seconds predicted: {step_seconds(case, machine, case.actor):.1f} a step of rows of {config.data.max_tokens} tokens",
+            f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB"
+            f" of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
+            f"seconds predicted: {step_seconds(case, machine, case.actor):.1f}"
+            f" a step of rows of {config.data.max_tokens} tokens",
             f"{DOES_NOT_FIT}\n  {problem}; {REMEDY}"
             if problem
             else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
@@ -72,7 +76,10 @@ def check_supervised_fits(
     ranks_per_host: int = 8,
     read: Callable[[str], Architecture] = read_architecture,
 ) -> list[str]:
-    """What of a supervised run has no room on these GPUs even with the least that a process can need; empty if it may fit, or on a CPU (None)."""
+    """Return an error if a supervised run cannot fit these GPUs even with the least memory a process needs.
+
+    Empty if it may fit, or on a CPU (`machine` None).
+    """
     if machine is None:
         return []
     least = replace(machine, **LEAST)

@@ -1,4 +1,4 @@
-"""Plans as text for a reader."""
+"""Text reports of plans."""
 
 from math import ceil
 
@@ -14,24 +14,25 @@ from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
 PHASES_SHOWN = ("rollout", "log_probs", "values", "critic_update", "actor_update")
 MFU_MEANING = (
-    "MFU: matrix products and the causal half of attention, a backward pass twice, over all phases in which models compute and the vendor's"
-    " bfloat16 rate; without input embedding, logits of tokens nobody asks about, recomputation and generation"
+    "MFU: matrix products and the causal half of attention, a backward pass twice, over all phases"
+    " in which models compute and the vendor's bfloat16 rate;"
+    " without input embedding, logits of tokens nobody asks about, recomputation and generation"
 )
 
 
-WRONG_BY = 0.12  # of its memory, the largest error of a plan of a measured run (tests/unit/test_planner.py)
-DOES_NOT_FIT = "It does not fit:"  # begins what a report says of it
+WRONG_BY = 0.12  # largest relative error of planned memory in measured runs (tests/unit/test_planner.py)
+DOES_NOT_FIT = "It does not fit:"  # first line of that part of a report
 
 
 def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8) -> str:
-    """Memory of each phase and rank, predicted seconds and whether the run fits; if not, settings that do.
+    """Report memory by phase and rank, predicted seconds and whether the run fits; if not, settings that do.
 
     Args:
-        config: settings that passed `check_config`; of the models' folders only config.json is read.
+        config: settings that `check_config` accepted; of the models' folders only config.json is read.
         gpu: a built-in machine, or the .json file that tools/calibrate.py wrote.
 
     Raises:
-        ValueError: an unknown machine, or a model folder or layout that cannot be understood.
+        ValueError: an unknown machine, or an invalid model folder or layout.
     """
     machine = find_machine(gpu)
     case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read_architecture)
@@ -64,15 +65,18 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
 
 
 def headline(case: Case, machine: Machine) -> str:
-    """What is planned, in one line."""
+    """Summarize the planned run in one line."""
     roles = ", ".join(f"{role.name} {role.layout}" for role in case.roles)
     rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
     rows = f"{case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens"
-    return f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout}; {rows} in {case.config.algorithm.mini_batches} mini-batches"
+    return (
+        f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout};"
+        f" {rows} in {case.config.algorithm.mini_batches} mini-batches"
+    )
 
 
 def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
-    """The fullest rank by phase and part, all kinds of ranks by phase, and the host."""
+    """Format the fullest rank by phase and part, all kinds of ranks by phase, and the host."""
     peak = memory.peak
     used = [part for part in PARTS if any(phase.get(part) for phase in peak.phases.values())]
     lines = [
@@ -83,7 +87,8 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
     for phase, parts in peak.phases.items():
         cells = "".join(f"{parts.get(part, 0) / GIB:>14.1f}" for part in used)
         lines.append(
-            f"{phase:<26}{cells}{peak.total(phase) / GIB:>12.1f}{peak.total(phase) / machine.gpu_bytes:>12.0%}"
+            f"{phase:<26}{cells}{peak.total(phase) / GIB:>12.1f}"
+            f"{peak.total(phase) / machine.gpu_bytes:>12.0%}"
         )
     if len(memory.kinds) > 1:
         lines += ["", f"{'GiB by rank':<26}" + "".join(f"{phase:>15}" for phase in peak.phases)]
@@ -93,32 +98,41 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
         ]
     return lines + [
         "",
-        f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB; KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank",
+        f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB;"
+        f" KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank",
     ]
 
 
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
-    """An iteration's phases, its tokens and how well the GPUs are used."""
+    """Format an iteration's phases, its rollout throughput and its MFU."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
     generated = case.rows * case.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
-        f"rollout: {generated:,.0f} tokens/s, {rows_together(case, memory.kv_cache_bytes)}; MFU {time.mfu():.1%} ({mfu})",
+        f"rollout: {generated:,.0f} tokens/s, {rows_together(case, memory.kv_cache_bytes)};"
+        f" MFU {time.mfu():.1%} ({mfu})",
     ]
 
 
 def rows_together(case: Case, kv_cache_bytes: float) -> str:
-    """How many of a replica's rows decode together if all are as long as allowed, and what keeps the others waiting."""
+    """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
     rows, at_once = ceil(case.rows / case.replicas), rows_at_once(case, kv_cache_bytes)
     text = f"{at_once} of a replica's {rows} rows at once"
     if at_once < min(rows, case.config.rollout.max_num_seqs):
-        return f"{text} (the KV cache holds no more: rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
+        return (
+            f"{text} (the KV cache holds no more:"
+            " rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
+        )
     return text if at_once == rows else f"{text} (rollout.max_num_seqs)"
 
 
 def search_text(result: Search, *, best: int, machine: Machine) -> str:
-    """A table of the best candidates, memory and seconds of the first by phase, why others do not fit, and recipe lines of the best three."""
+    """Format a search result.
+
+    It has a table of the best candidates, memory and seconds of the first by phase, the reasons why others do
+    not fit, and recipe lines of the best three.
+    """
     shown = result.fitting[:best]
     lines = []
     if shown:
@@ -139,7 +153,8 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
             for candidate in shown
         ):
             lines.append(
-                f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly: plans of measured runs were wrong by up to {WRONG_BY:.0%}"
+                f"Above {machine.gpu_bytes / (1 + WRONG_BY) / GIB:.0f} GiB it fits narrowly:"
+                f" plans of measured runs were wrong by up to {WRONG_BY:.0%}"
             )
         first = shown[0]
         lines += [
@@ -151,7 +166,8 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
     if result.refused:
         lines += [
             "",
-            f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
+            f"{len(result.refused)} of {result.tried} do not fit {machine.gpu_bytes / GIB:.1f} GiB"
+            f" ({machine.name}) with {MARGIN:.0%} to spare, by the first reason:",
         ]
         for cause, group in result.refused_by_cause().items():
             nearest, problem = group[0], group[0].problems[0]
@@ -161,7 +177,8 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
                 if not name.startswith("critic.") and not name.endswith(".stage_layers")
             )
             lines.append(
-                f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB of {problem.room_bytes / GIB:,.1f}: {where}"
+                f"  {cause}: {len(group)}; nearest with {problem.needed_bytes / GIB:,.1f} GiB"
+                f" of {problem.room_bytes / GIB:,.1f}: {where}"
             )
     lines += (
         ["", "recipe lines:", *recipe_lines(result)]
@@ -174,7 +191,10 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
 def alternatives(
     config: TrainerConfig, *, world_size: int, machine: Machine, ranks_per_host: int
 ) -> list[str]:
-    """Recipe lines of the best runs with these models that fit; empty where none does, or where devices and stages leave no other layout."""
+    """Return recipe lines of the best fitting runs with these models.
+
+    Empty if none fits, or if devices and stages permit no other layout.
+    """
     try:
         return recipe_lines(
             search(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
@@ -184,12 +204,12 @@ def alternatives(
 
 
 def recipe_lines(result: Search, count: int = 3) -> list[str]:
-    """Settings of the best candidates, as they are given to verl_megatron.train."""
+    """Return the settings of the best candidates as arguments of verl_megatron.train."""
     return [candidate.line for candidate in result.fitting[:count]]
 
 
 def comparison_lines(compared: list[Compared]) -> list[str]:
-    """Planned, measured and the plan's error."""
+    """Format planned and measured values and the plan's error."""
     lines = [f"{'phase':<16}{'planned':>10}{'measured':>10}{'':<5}{'error':>8}"]
     return lines + [
         f"{each.what:<16}{each.planned:>10.2f}{each.measured:>10.2f} {each.unit:<4}{each.error:>+8.1%}"
@@ -207,11 +227,14 @@ def _row(candidate: Candidate, phases: list[str]) -> str:
         if not name.endswith((".layout", ".stage_layers", "rollout.tp"))
     )
     rest += " uneven stages" * bool(candidate.case.actor.layout.stage_layers)
-    return f"{case.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
+    return (
+        f"{case.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}"
+        f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
+    )
 
 
 def named(kind: RankKind) -> str:
-    """Its ranks: "rank 3" or "ranks 0-3,8-11"."""
+    """Format the ranks of a kind: "rank 3" or "ranks 0-3,8-11"."""
     parts, ranks = [], list(kind.ranks)
     while ranks:
         length = next((i for i in range(1, len(ranks)) if ranks[i] != ranks[0] + i), len(ranks))

@@ -1,8 +1,9 @@
 """Predicted seconds of forward passes and optimizer steps.
 
-Of every micro-batch on every pipeline stage counts the longer of what the GPU computes and what the process can launch. The GPU's part
-is a sum: matrix products, attention, memory-bound steps and tensor-parallel exchanges, which do not overlap here. A backward pass has
-twice the products of a forward pass and 2.5 times its attention; recomputation adds a forward pass. Letters as in activations.py.
+Every micro-batch on every pipeline stage takes the longer of the GPU's compute time and the process's launch
+time. The GPU's time is a sum of matrix products, attention, memory-bound steps and tensor-parallel exchanges,
+which do not overlap here. A backward pass has twice the products of a forward pass and 2.5 times its
+attention; recomputation adds a forward pass. Letters as in activations.py.
 """
 
 from dataclasses import dataclass
@@ -11,32 +12,34 @@ from verl_megatron.models.log_probs import CHUNK_BYTES
 from verl_megatron.planner.case import Case, PlannedRole, attention_channels
 from verl_megatron.planner.machine import Machine
 
-ACCUMULATED_BYTES = 8  # of a parameter and micro-batch: its float32 gradient is read and written
-# Of a parameter, read and written in float32: the norm (4), clipping (8), Adam on gradient, master and moments (28), the weight anew (6).
+ACCUMULATED_BYTES = 8  # per parameter and micro-batch: its float32 gradient is read and written
+# Per parameter, read and written in float32: the gradient norm (4), clipping (8), Adam on gradient, master
+# weight and moments (28), the updated weight (6).
 STEP_BYTES = 46
 HEAD_PASSES = (2, 3)  # over the logits in log_probs.py, forward and backward
-HEAD_WEIGHT_BYTES = 8  # of an element of the head's gradient, for each chunk of tokens
-# transformer-engine in fp8, beside bfloat16: products, steps over memory (inputs are scaled and cast), and what the process launches forward.
+HEAD_WEIGHT_BYTES = 8  # per element of the head's gradient and chunk of tokens
+# transformer-engine in fp8 relative to bfloat16: products, memory-bound steps (inputs are scaled and cast),
+# forward launches.
 FP8 = {"products": 0.42, "memory": 2.0, "launch": 2.0}
-FLOAT32_SLOWDOWN = 12.0  # PyTorch does not use TF32 by itself; the vendor's rates differ by 15
-PASSES = {"attention": 2.5, "memory": 2.0, "products": 2.0}  # of a backward pass, in forward passes
+FLOAT32_SLOWDOWN = 12.0  # PyTorch does not use TF32 by default; the vendor's rates differ by 15
+PASSES = {"attention": 2.5, "memory": 2.0, "products": 2.0}  # cost of a backward pass in forward passes
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch on one pipeline stage: seconds."""
+    """Seconds of one micro-batch on one pipeline stage."""
 
     forward: float
     backward: float
 
 
 def slowdown(element_bytes: int) -> float:
-    """Of matrix products beside bfloat16."""
+    """Slowdown of matrix products relative to bfloat16."""
     return FLOAT32_SLOWDOWN if element_bytes == 4 else 1.0
 
 
 def forward_flops(case: Case, role: PlannedRole) -> float:
-    """Of one pass over all rows of an iteration."""
+    """FLOPs of one pass over all samples of an iteration."""
     packed, asked = case.rows * case.packed_tokens, case.rows * case.response_tokens
     return (
         role.arch.num_layers * packed * sum(layer_flops(case, role))
@@ -45,7 +48,10 @@ def forward_flops(case: Case, role: PlannedRole) -> float:
 
 
 def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
-    """Of a layer's forward pass for each token: products, 2 h (2q + 2k + 3f), and causal attention, 4 q times half a row."""
+    """FLOPs of a layer's forward pass per token: products, and causal attention.
+
+    Products are 2 h (2q + 2k + 3f), attention is 4 q times half a sample.
+    """
     arch = role.arch
     queries, keys = attention_channels(arch)
     return 2.0 * arch.hidden_size * (
@@ -54,13 +60,16 @@ def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
 
 
 def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> float:
-    """A forward pass over all rows by models of one layout, which follow each other through one pipeline with all mini-batches."""
+    """Seconds of a forward pass over all samples by models of one layout.
+
+    The models follow each other through one pipeline with all mini-batches.
+    """
     count = case.micro_batches(roles[0])[0] * case.config.algorithm.mini_batches * len(roles)
     return pipeline_seconds(roles[0], count, [each.forward for each in passes(case, machine, roles[0])])
 
 
 def step_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
-    """One optimizer step on a mini-batch."""
+    """Seconds of one optimizer step on a mini-batch."""
     stages = passes(case, machine, role)
     work = pipeline_seconds(
         role, case.micro_batches(role)[0], [each.forward + each.backward for each in stages]
@@ -69,12 +78,15 @@ def step_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
 
 
 def pipeline_seconds(role: PlannedRole, count: int, stages: list[float]) -> float:
-    """1F1B (Narayanan et al. 2021): the slowest stage works on all micro-batches; the others' share of one is waited for, over vpp."""
+    """Seconds of a 1F1B pipeline (Narayanan et al. 2021).
+
+    The slowest stage works on all micro-batches; the bubble is the other stages' time of one, divided by vpp.
+    """
     return count * max(stages) + (sum(stages) - max(stages)) / role.layout.vpp
 
 
 def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
-    """A micro-batch of average size on each pipeline stage."""
+    """Seconds of an average micro-batch on each pipeline stage."""
     count = case.micro_batches(role)[0]
     rows = case.rows_of_rank(role) / count
     tokens, asked = rows * case.packed_tokens / role.layout.cp, rows * case.response_tokens / role.layout.cp
@@ -99,7 +111,7 @@ def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
 
 
 def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
-    """A layer: the GPU's seconds, or the process's if launching takes longer."""
+    """Seconds of a layer: the GPU's, or the process's if launching takes longer."""
     arch, layout, recompute = role.arch, role.layout, case.config.engine.recompute
     fp8 = FP8 if case.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
     (queries, keys), tp = attention_channels(arch), layout.tp
@@ -109,16 +121,16 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
     attention = max(
         attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens)
     )
-    # Read and written: norms 8h and residuals 12h; rotation, attention's operands and the gate on this rank's heads and channels.
+    # Read and written: norms 8h and residuals 12h; rotary embedding, attention operands and the gate on this
+    # rank's heads and channels.
     outer = 20 * arch.hidden_size / (tp if layout.sequence_parallel else 1)
     touched = outer + (4 * (queries + keys) + 2 * (2 * queries + 2 * keys) + 6 * arch.intermediate_size) / tp
     memory = tokens * touched * case.element_bytes / 2 / machine.copy_rate * fp8["memory"]
     exchange = _tensor_exchange(case, machine, role, tokens)
     forward = products + attention + memory + exchange
     backward = PASSES["products"] * products + PASSES["attention"] * attention + PASSES["memory"] * memory
-    backward += exchange * (
-        1.5 if layout.sequence_parallel else 1.0
-    )  # under sequence parallelism inputs are gathered again
+    # Under sequence parallelism the backward pass gathers the inputs again.
+    backward += exchange * (1.5 if layout.sequence_parallel else 1.0)
     forward, backward = (
         max(forward, machine.forward_launch_s * fp8["launch"]),
         max(backward, machine.backward_launch_s),
@@ -127,7 +139,10 @@ def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) 
 
 
 def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes: int) -> Pass:
-    """log_probs.py: logits once forward; backward again, with the gradients of hidden states and weight."""
+    """Seconds of log_probs.py: logits once forward; backward again, with the two gradients.
+
+    The gradients are those of the hidden states and of the weight.
+    """
     logits, hidden = asked * role.arch.vocab_size / role.layout.tp, role.arch.hidden_size
     product = 2 * logits * hidden / machine.layer_flops * slowdown(element_bytes)
     forward_bytes, backward_bytes = (logits * element_bytes * count for count in HEAD_PASSES)
@@ -137,8 +152,11 @@ def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes:
 
 
 def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_backward: float) -> float:
-    """Gradients are zeroed, reduced over dp·cp (beside the last backward pass) and stepped on; weights are gathered (beside the next
-    forward pass, except after an iteration's last step)."""
+    """Seconds of the optimizer step outside the forward and backward passes.
+
+    Gradients are zeroed, reduced over dp·cp (concurrently with the last backward pass) and applied. Weights
+    are gathered (concurrently with the next forward pass, except after an iteration's last step).
+    """
     count, layout = max(role.elements), role.layout
     replicas = layout.dp * layout.cp
     distributed = case.config.engine.distributed_optimizer
@@ -151,14 +169,15 @@ def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_b
     return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
 
 
-# ---- links ------------------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------------
 
 
 def group_rate(case: Case, machine: Machine, *, span: int, stride: int = 1) -> float:
-    """B/s of a rank in a collective over a group whose members are `stride` ranks apart and cover `span` ranks.
+    """B/s per rank in a collective over a group that covers `span` ranks, with members `stride` ranks apart.
 
-    Between hosts a ring passes a host's border once for all members there, on the adapters of each. A group that would fit a host but
-    does not divide it lies across a border, with one member at the worst.
+    Between hosts, a ring crosses each host boundary once for all members on that host, on the adapters of
+    each. A group that would fit a host but does not divide it crosses a boundary, with one member in the
+    worst case.
     """
     if case.world_size <= case.ranks_per_host or case.ranks_per_host % span == 0:
         return machine.same_host_rate
@@ -168,7 +187,10 @@ def group_rate(case: Case, machine: Machine, *, span: int, stride: int = 1) -> f
 
 
 def _tensor_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
-    """Of a layer's forward pass: two all-reduces, or as much in gathers and scatters under sequence parallelism."""
+    """Seconds of a layer's forward all-reduces: two, or the equivalent gathers and scatters.
+
+    Sequence parallelism uses gathers and scatters.
+    """
     tp = role.layout.tp
     if tp == 1:
         return 0.0
@@ -177,7 +199,10 @@ def _tensor_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: fl
 
 
 def _context_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
-    """Of a layer's forward pass: the other context-parallel ranks' keys and values, beside attention."""
+    """Seconds to receive the other context-parallel ranks' keys and values, concurrently with attention.
+
+    Counted per forward pass of a layer.
+    """
     layout, arch = role.layout, role.arch
     if layout.cp == 1:
         return 0.0
@@ -196,7 +221,7 @@ def _context_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: f
 
 
 def _pipeline_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
-    """Of a micro-batch on a stage: its hidden states go on, once for each virtual stage."""
+    """Seconds to send a micro-batch's hidden states to the next stage, once for each virtual stage."""
     layout = role.layout
     if layout.pp == 1:
         return 0.0

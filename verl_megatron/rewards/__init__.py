@@ -1,3 +1,4 @@
-"""Scores of responses: functions (`functions.py`) run in worker processes (`pool.py`, `worker.py`), each in a
-sandbox (`sandbox.py`).
+"""Rewards: functions (`functions.py`) that run in worker processes (`pool.py`, `worker.py`).
+
+Each worker runs in a sandbox (`sandbox.py`).
 """

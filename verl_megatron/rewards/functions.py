@@ -14,18 +14,19 @@ from typing import Any
 
 RewardFunction = Callable[[str, str, Any, dict[str, Any]], float | dict[str, float]]
 
-OUT_OF_TOP_LEVEL = "take that out of its top level, which runs whenever a worker starts"  # a remedy
+# Remedy of an error message.
+OUT_OF_TOP_LEVEL = "take that out of its top level, which runs whenever a worker starts"
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def match(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
-    """1 if the response, without white space around it, is the ground truth; else 0."""
+    """1 if the response equals the ground truth, ignoring surrounding white space; else 0."""
     return float(response.strip() == str(ground_truth).strip())
 
 
 def last_number(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
-    """1 if the last number in the response equals the ground truth's (its last, if it is a text); else 0.
+    """1 if the last number in the response equals the last number in the ground truth; else 0.
 
     Raises:
         ValueError: there is no number in the ground truth.
@@ -45,9 +46,9 @@ REWARDS: dict[str, RewardFunction] = {"match": match, "last_number": last_number
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The reward function `spec` names: an entry of REWARDS, or `path.py:function`.
+    """Load the reward function that `spec` names: an entry of REWARDS, or `path.py:function`.
 
-    A file runs here as it is imported, with everything at its top level, so only worker processes call this.
+    Importing a file runs all its top-level code, so only worker processes call this.
 
     Raises:
         ValueError: no such name, file or function, a file that cannot be imported, or a function that cannot
@@ -75,7 +76,7 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def _import(path: str) -> ModuleType:
-    """The module in a file; ValueError without the setting's name if there is none."""
+    """Import a file as a module; ValueError without the setting's name if that fails."""
     file, problem = Path(path), ""
     try:
         if not file.is_file():
@@ -98,7 +99,7 @@ def _import(path: str) -> ModuleType:
 
 
 def _others(module: ModuleType) -> str:
-    """The functions a file has, for a message."""
+    """List the functions of a file, for an error message."""
     names = [
         name
         for name, value in vars(module).items()
@@ -110,7 +111,7 @@ def _others(module: ModuleType) -> str:
 
 
 def _unfit(function: Any) -> str:
-    """Why `function` cannot give a score; empty: it can, as far as is known before it is called."""
+    """Return why `function` cannot give a score; empty if it can, as far as is known before a call."""
     if inspect.isclass(function):
         return "is a class; name a function"
     if not callable(function):
@@ -125,7 +126,7 @@ def _unfit(function: Any) -> str:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return ""  # written in C: the first call tells
+        return ""  # written in C: only the first call shows it
     try:
         signature.bind("prompt", "response", "ground_truth", {})
     except TypeError as error:
@@ -135,7 +136,7 @@ def _unfit(function: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and text of an exception in one line, cut; whatever its text does when it is asked for."""
+    """Format type and text of an exception in one line, truncated, even if its `__str__` raises."""
     try:
         text = str(error)
     except BaseException as worse:
@@ -145,7 +146,7 @@ def described(error: BaseException) -> str:
 
 
 def shown(text: str, *, limit: int = 500, quotes: bool = True) -> str:
-    """`text` in one line that any terminal can print, cut after `limit` characters."""
+    """Format `text` in one line of printable characters, cut after `limit` characters."""
     cut = text[:limit] + "..." * (len(text) > limit)
     written = "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut

@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: they run during generation, and a bad one cannot stop the run."""
+"""Pool of reward workers: reward functions run in processes during generation and cannot stop the run."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, described
 from verl_megatron.rewards.sandbox import KILLED
 from verl_megatron.rewards.worker import DIED, EXCEPTION, MAX_METRICS, NOT_FINITE, TIMEOUT, WRONG_TYPE
 
-CHECK_TIMEOUT_S = 45.0  # a reward file that takes longer to import is refused before a model is built
+CHECK_TIMEOUT_S = 45.0  # a reward file that takes longer to import is rejected before a model is built
 START_TIMEOUT_S = 600.0  # the workers of all ranks of a host import it at once
-OUTPUT_BYTES = 1 << 16  # of what a worker prints; less of one that replaces another
+OUTPUT_BYTES = 1 << 16  # printed per worker; replacements of a worker may print less
 
 REMEDIES = {
     EXCEPTION: "mend the function",
@@ -36,27 +36,24 @@ _MAIN = (
     "import sys; sys.path[:] = {path!r}; from verl_megatron.rewards.worker import main; "
     "main({spec!r}, connection={connection}, parent={parent}, output_bytes={output})"
 )
-_LONGEST_S = 1e6  # that a socket waits
+_LONGEST_S = 1e6  # longest socket timeout
 _LONGEST_ANSWER = 1 << 20  # bytes
-_GRACE_S = 5.0  # between the end of a worker's connection and that of its processes
-_KILLED_BY_OTHERS = (
-    KILLED,
-    -signal.SIGKILL,
-)  # such as the system that is short of memory, which may not do it again
+_GRACE_S = 5.0  # for a worker's processes to exit after its connection closes
+_KILLED_BY_OTHERS = (KILLED, -signal.SIGKILL)  # for example by the OOM killer; a retry may succeed
 
 
 @dataclass(kw_only=True, slots=True)
 class Reward:
-    """What a reward function said about a row."""
+    """The result of a reward function for one sample."""
 
     score: float
     metrics: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None  # kind; then the score is the pool's failure_score
+    failure: str | None = None  # kind of failure; the score is then the pool's failure_score
 
 
 @dataclass(kw_only=True, slots=True)
 class Failure:
-    """A row whose reward failed, for showing."""
+    """A sample whose reward failed, formatted for messages."""
 
     kind: str
     error: str
@@ -70,7 +67,7 @@ class Failure:
 
 
 def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
-    """What is wrong with reward.function=`spec`, imported in a worker within `timeout_s`; empty: nothing."""
+    """Import reward.function=`spec` in a worker within `timeout_s` and return the problems found."""
     if spec in REWARDS:
         return []
     try:
@@ -87,14 +84,15 @@ def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
 
 
 class RewardPool:
-    """Scores rows with the reward function `spec` in `workers` sandboxed processes.
+    """Scores samples with the reward function `spec` in `workers` sandboxed processes.
 
-    They start here and end by `close` or with this process. A call that raises, takes longer than `timeout_s`
-    (its worker is killed and replaced), returns NaN, infinity or no number, or ends its worker gives
-    `failure_score`; a call whose worker somebody kills is made once more. `failures` (count by kind),
-    `first_failure`, `total_ms` and `calls` speak of the rows of the last `results()`; `examples` keeps the first
-    failure of each kind. `refused` says why the system gives the workers no namespaces of their own
-    (sandbox.py); empty: they have them.
+    The processes start here and end by `close` or with this process. A call gives `failure_score` if it
+    raises, takes longer than `timeout_s` (its worker is killed and replaced), returns NaN, infinity or no
+    number, or ends its worker. A call whose worker is killed from outside is retried once.
+
+    `failures` (count by kind), `first_failure`, `total_ms` and `calls` cover the samples of the last
+    `results()`; `examples` keeps the first failure of each kind. `refused` is the system's reason for not
+    giving the workers their own namespaces (sandbox.py); empty if they have them.
 
     Raises:
         ValueError: `spec` names no function that can be loaded, or a setting is out of range.
@@ -109,7 +107,7 @@ class RewardPool:
         self.failures: Counter[str] = Counter()
         self.first_failure: Failure | None = None
         self.examples: dict[str, Failure] = {}
-        self.metric_names: set[str] = set()  # of the rows of the last results()
+        self.metric_names: set[str] = set()  # of the samples of the last results()
         self.total_ms = 0.0
         self.calls = 0
         self._pending: dict[int, tuple[str, str, Future]] = {}
@@ -118,7 +116,7 @@ class RewardPool:
         self._slots = [_Slot(self, first) for _ in range(workers)]
         for slot in self._slots:
             slot.start()
-        started = first.get()  # a wrong spec is said now, not at the first row
+        started = first.get()  # a wrong spec is reported now, not at the first sample
         if isinstance(started, Exception):
             self.close()
             raise started
@@ -132,20 +130,23 @@ class RewardPool:
 
     @property
     def latency_ms(self) -> float:
-        """Mean time of a call, ms, over the rows of the last `results()`."""
+        """Mean time of a call, ms, over the samples of the last `results()`."""
         return self.total_ms / max(self.calls, 1)
 
     def submit(
         self, row_id: int, prompt: str, response: str, ground_truth: Any, extra: dict[str, Any] | None = None
     ) -> None:
-        """Hand a row to the workers and return at once."""
+        """Queue a sample for the workers and return immediately."""
         assert row_id not in self._pending, f"row {row_id} was submitted twice"
         future: Future = Future()
         self._pending[row_id] = (prompt, response, future)
         self._tasks.put(((prompt, response, ground_truth, extra or {}), future))
 
     def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
-        """Rewards by row_id of the rows submitted since the last call; calls `progress` as they come."""
+        """Return rewards by row_id of the samples submitted since the last call.
+
+        Calls `progress` after each of them.
+        """
         pending, self._pending = self._pending, {}
         self.failures, self.total_ms, self.calls = Counter(), 0.0, len(pending)
         self.first_failure, self.metric_names = None, set()
@@ -168,7 +169,10 @@ class RewardPool:
         return Reward(score=self.failure_score, failure=kind)
 
     def complaint(self, failed: int, calls: int) -> str:
-        """Why the rows of the last `results()` are of no use; empty: nothing here. All ranks had `calls` rows."""
+        """Return why the samples of the last `results()` are unusable; empty if no reason was found here.
+
+        `failed` and `calls` count the samples of all ranks.
+        """
         setting = f"reward.function={shown(self.spec)}"
         if 0 < calls == failed and self.first_failure is not None:
             problem = f"{setting} failed on all {calls} rows, so nothing can be learnt from them"
@@ -180,7 +184,7 @@ class RewardPool:
         return ""
 
     def close(self) -> None:
-        """End the workers, whatever they are doing. Rows not yet collected are lost."""
+        """Stop the workers, even in the middle of a call. Results not yet collected are lost."""
         try:
             while True:
                 self._tasks.get_nowait()
@@ -194,9 +198,9 @@ class RewardPool:
 
 
 class _Slot(Thread):
-    """One worker, replaced whenever it ends, and the rows it is given.
+    """A thread that runs one worker, replaces it whenever it ends, and passes it samples.
 
-    Linux ends a worker with the thread that started it: this one.
+    Linux ends a worker when the thread that started it ends: this thread.
     """
 
     def __init__(self, pool: RewardPool, first: SimpleQueue):
@@ -218,15 +222,15 @@ class _Slot(Thread):
         self._end_worker()
 
     def finish(self) -> None:
-        """Called by another thread, after the end was queued: waits until this one has ended."""
+        """Wait until this thread has ended; called by another thread after the end is queued."""
         while self.is_alive():
             worker = self._worker
             if worker is not None:
-                worker.stop()  # a call in progress fails by it
+                worker.stop()  # makes a call in progress fail
             self.join(0.1)
 
     def _call(self, row: tuple) -> list:
-        """Score, metrics, kind of failure, its text, and ms."""
+        """Return score, metrics, kind of failure, its text, and ms."""
         started = time.perf_counter()
         for repeated in (False, True):
             try:
@@ -241,14 +245,16 @@ class _Slot(Thread):
                 kind, text = DIED, f"its process ended: {_cause(code)}"
                 if code in _KILLED_BY_OTHERS and not repeated:
                     continue
-            except Exception as error:  # no worker starts, a row is too deep, an answer makes no sense
+            except (
+                Exception
+            ) as error:  # no worker starts, a sample is nested too deep, an answer is malformed
                 self._end_worker()
                 kind, text = DIED, described(error)
             break
         return [0.0, {}, kind, text, (time.perf_counter() - started) * 1000]
 
     def _ensure_worker(self) -> None:
-        """ValueError if no worker can be started."""
+        """Start a worker if there is none; ValueError if it cannot be started."""
         if self.closing:
             raise ValueError("the pool is closed")
         if self._worker is not None and self._worker.has_ended():
@@ -271,14 +277,14 @@ class _Slot(Thread):
 
 
 class _LostWorkerError(Exception):
-    """A worker that ended, or said what makes no sense."""
+    """A worker ended or sent a malformed answer."""
 
 
 class _Worker:
     """A sandboxed process that imports the reward function `spec`; ValueError if none can be started."""
 
     def __init__(self, spec: str, *, output_bytes: int):
-        self.refused = ""  # why it has no namespaces of its own
+        self.refused = ""  # why it has no own namespaces
         self._setting = f"reward.function={shown(spec)}"
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
@@ -287,7 +293,7 @@ class _Worker:
         )
         try:
             with theirs:
-                # Its own session: torchrun sends SIGTERM to the trainer's group, which still wants answers.
+                # Its own session: torchrun sends SIGTERM to the trainer's group, which still needs answers.
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", command],
                     stdin=subprocess.DEVNULL,
@@ -319,8 +325,8 @@ class _Worker:
         """Send a request and wait for the answer.
 
         Raises:
-            TimeoutError: there is none within `timeout_s`.
-            _LostWorkerError: there will be none.
+            TimeoutError: no answer within `timeout_s`.
+            _LostWorkerError: the worker ended or sent a malformed answer.
         """
         self._socket.settimeout(min(timeout_s, _LONGEST_S))
         try:
@@ -335,7 +341,11 @@ class _Worker:
         return self._process.poll() is not None
 
     def end(self, *, grace_s: float = 0.0) -> int | None:
-        """End all its processes; the exit code if they ended by themselves within `grace_s`, else None."""
+        """End all its processes.
+
+        Returns:
+            The exit code if they exited by themselves within `grace_s`, else None.
+        """
         try:
             code = self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -358,7 +368,7 @@ class _Worker:
 
 
 def _cause(code: int | None) -> str:
-    """How a worker ended, from its exit code."""
+    """Describe how a worker ended, from its exit code."""
     if code is None:
         return "it closed its connection"
     number = -code if code < 0 else code - 128

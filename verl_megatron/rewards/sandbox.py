@@ -1,11 +1,12 @@
-"""The sandbox of a reward worker: processes of its own that cannot reach the trainer and end with it.
+"""Sandbox of a reward worker: separate processes that cannot reach the trainer and that end with it.
 
-A worker process becomes three. The warden, a child of the trainer, passes on what the worker prints, up to a
-limit. Below it the reaper waits for every process the reward starts, and ends them all when the worker, its child,
-ends. Where the system allows, reaper and worker have user and process-id namespaces of their own: they can signal
-nobody outside and read no memory of other processes, and the kernel ends every process inside together with the
-reaper. Files, network, environment and /proc are as outside. Elsewhere they share the process ids of the system: a
-reward's children still end with it, but it may signal what its user may.
+A worker process becomes three. The warden, a child of the trainer, forwards the worker's output up to a
+limit. Its child, the reaper, waits for every process that the reward starts, and kills them all when the
+worker, its own child, ends. Where the system allows it, reaper and worker have their own user and process-id
+namespaces. They can then signal no process outside and read no memory of other processes, and the kernel ends
+every process inside together with the reaper. Files, network, environment and /proc are as outside. Otherwise
+they share the system's process ids: a reward's children still end with it, but it may signal whatever its
+user may.
 
 Worker processes import this file, so it needs only the standard library.
 """
@@ -19,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-KILLED = 128 + signal.SIGKILL  # exit code of the warden when somebody killed the worker
+KILLED = 128 + signal.SIGKILL  # exit code of the warden when the worker was killed
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000  # linux/sched.h
@@ -27,16 +28,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(parent: int, *, connection: int, output_bytes: int) -> str:
-    """Becomes the worker; returns why it has no namespaces of its own, or nothing.
+    """Turn this process into the worker; return why it has no own namespaces, or "".
 
-    `connection` is a file descriptor that only the worker keeps; the first `output_bytes` of its output go to
-    this process's stderr. Call it in a process with one thread, a child of process `parent`: all end with the
-    thread there that started it.
+    `connection` is a file descriptor that only the worker keeps. The first `output_bytes` of its output go to
+    this process's stderr. Call it in a single-threaded child of process `parent`; all processes end with the
+    parent's thread that started this one.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until each knows what to do then
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until each process has its handler
     _end_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
     printed, printing = os.pipe()
     refused = _isolate()
@@ -57,7 +58,7 @@ def enter(parent: int, *, connection: int, output_bytes: int) -> str:
         os.close(connection)
         _reap(worker)
     _end_with_parent(signal.SIGKILL)
-    os.setsid()  # a signal to its own group reaches neither of the other two
+    os.setsid()  # a signal to its process group reaches neither of the other two
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     return refused
 
@@ -67,7 +68,7 @@ def _end_with_parent(number: int) -> None:
 
 
 def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn:
-    """The warden: asked to end, it sends the reaper the signal `ending`; its exit code is the worker's."""
+    """Run the warden: on SIGTERM it sends `ending` to the reaper; it exits with the worker's exit code."""
     signal.signal(signal.SIGTERM, lambda *_: _end(reaper, ending))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     left = output_bytes
@@ -77,19 +78,19 @@ def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn
                 os.write(2, chunk[:left])
                 if len(chunk) > left:
                     os.write(2, b"\n(a reward worker prints more than is shown)\n")
-        except OSError:  # nobody listens
+        except OSError:  # stderr is closed
             left = 0
         left -= len(chunk)
     _leave_as(os.waitpid(reaper, 0)[1])
 
 
 def _end(process: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, and been waited for
+    with contextlib.suppress(ProcessLookupError):  # it has ended and been reaped
         os.kill(process, number)
 
 
 def _reap(worker: int) -> NoReturn:
-    """The reaper: the first process of a namespace, or what adopts orphans where there is none."""
+    """Run the reaper: the first process of a namespace, or else the subreaper that adopts orphans."""
     signal.signal(signal.SIGTERM, lambda *_: _end(worker, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ended, status = os.waitpid(-1, 0)
@@ -97,10 +98,10 @@ def _reap(worker: int) -> NoReturn:
         ended, status = os.waitpid(-1, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
-        while os.getpid() != 1:  # the kernel does it where this is the first
+        while os.getpid() != 1:  # the kernel does it if this is the namespace's first process
             for child in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)
-            os.waitpid(-1, 0)  # whose children are this process's now
+            os.waitpid(-1, 0)  # its children are now this process's
     _leave_as(status)
 
 
@@ -110,8 +111,8 @@ def _leave_as(status: int) -> NoReturn:
 
 
 def _isolate() -> str:
-    """Gives this process's user, and its children to come, namespaces of their own; says why it could not."""
-    trial = os.fork()  # whoever fails half-way cannot go back
+    """Give this process's user and its future children their own namespaces; return the error text, or ""."""
+    trial = os.fork()  # a process that fails half-way cannot go back
     if not trial:
         os._exit(_unshare())
     error = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]) or _unshare()
@@ -119,7 +120,10 @@ def _isolate() -> str:
 
 
 def _unshare() -> int:
-    """0, or an error number. Ids keep their numbers, where this process may say so: files stay readable."""
+    """Return 0 or an error number.
+
+    Ids keep their values where this process may map them, so that files stay readable.
+    """
     ready, unshared = os.pipe()
     outside = os.fork()
     if not outside:
@@ -128,12 +132,12 @@ def _unshare() -> int:
         os._exit(_map_ids(os.getppid()))
     os.close(ready)
     error = ctypes.get_errno() or errno.EPERM if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) else 0
-    os.close(unshared)  # the one outside goes on
+    os.close(unshared)  # lets the outside process continue
     return error or os.waitstatus_to_exitcode(os.waitpid(outside, 0)[1])
 
 
 def _map_ids(pid: int) -> int:
-    """0, or an error number: all ids where this process is privileged, else its own only."""
+    """Return 0 or an error number. Maps all ids if this process is privileged, else only its own."""
     folder = Path(f"/proc/{pid}")
     try:
         for kind in ("uid_map", "gid_map"):

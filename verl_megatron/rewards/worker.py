@@ -1,8 +1,8 @@
-"""A reward worker: imports a reward function in a sandbox, calls it row by row, makes sense of what it returns.
+"""Reward worker: imports a reward function in a sandbox, calls it per sample and validates its results.
 
-The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: nothing that a reward
-made is unpickled there.
-Worker processes import this file, so it needs only the standard library.
+The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: the trainer
+unpickles nothing that a reward made. Worker processes import this file, so it needs only the standard
+library.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = (
     "wrong type",
     "worker died",
 )  # kinds of failure
-MAX_METRICS = 100  # names of own metrics
+MAX_METRICS = 100  # metric names of a reward function
 MAX_NAME = 100  # characters of each
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -35,12 +35,12 @@ Answer = tuple[float, dict[str, float], str | None, str]  # score, metrics, kind
 
 
 def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoReturn:
-    """Serve rows on the socket with file descriptor `connection` until its other end closes."""
+    """Serve samples on the socket with file descriptor `connection` until its other end closes."""
     refused = enter(parent, connection=connection, output_bytes=output_bytes)
     os.set_inheritable(connection, False)
     own_id, trainer = os.getpid(), socket.socket(fileno=connection)
     sys.argv[:] = [""]
-    sys.stdout.reconfigure(line_buffering=True)  # this process is killed in the end
+    sys.stdout.reconfigure(line_buffering=True)  # this process ends by being killed
     function, answer = None, {"refused": refused}
     try:
         function = load_reward(spec)
@@ -58,7 +58,7 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
 
 
 def _timed(function: RewardFunction, row: tuple) -> list:
-    """An Answer and ms of the call."""
+    """Return an Answer and the call's ms."""
     started = time.perf_counter()
     try:
         answer = _read(function(*row))
@@ -70,7 +70,7 @@ def _timed(function: RewardFunction, row: tuple) -> list:
 
 
 def _read(value: Any) -> Answer:
-    """What a reward function's return value says."""
+    """Validate the return value of a reward function."""
     entries = value if isinstance(value, dict) else {"score": value}
     score = _number(entries.get("score"))
     if score is None:
@@ -98,12 +98,12 @@ def _wrong(text: str) -> Answer:
 def _shown(value: Any) -> str:
     try:
         return shown(reprlib.repr(value), quotes=False)
-    except BaseException:  # its own text ends the process
+    except BaseException:  # its `__repr__` may even exit the process
         return f"an object of type {shown(type(value).__name__)}"
 
 
 def _number(entry: Any) -> float | None:
-    """A Python, numpy or one-element tensor number as a float; None for everything else."""
+    """Convert a Python, numpy or one-element tensor number to a float; None for everything else."""
     try:
         return float(entry) if hasattr(entry, "__float__") else None
     except OverflowError:
