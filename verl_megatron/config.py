@@ -23,7 +23,8 @@ class Section:
         known = type(self).__dataclass_fields__
         if name not in known:
             raise UnknownSettingError(
-                f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; it has {', '.join(known)}"
+                f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; "
+                f"it has {', '.join(known)}"
             )
         super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
 

@@ -164,7 +164,8 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
     )
     if pool.refused and dist.get_rank() == 0:
         print(
-            f"reward workers have no namespaces of their own ({pool.refused}): a reward function may signal any process of this user",
+            f"reward workers have no namespaces of their own ({pool.refused}): "
+            "a reward function may signal any process of this user",
             flush=True,
         )
     return pool

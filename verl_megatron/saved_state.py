@@ -60,7 +60,8 @@ class SavedState:
             reserved = sum(role.engine.reserve_copies() for role in self.run.learner.trainable.values())
             most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
             say(
-                f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host memory a rank for the copy that is written, at most"
+                f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host "
+                "memory a rank for the copy that is written, at most"
             )
 
     @property
@@ -211,7 +212,8 @@ class SavedState:
         recorded = resume.told(path, RECORDED, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
-                f"run.resume=verify: there is no sound record of iteration {self.step}, before whose end the run may have ended; nothing to compare with"
+                f"run.resume=verify: there is no sound record of iteration {self.step}, "
+                "before whose end the run may have ended; nothing to compare with"
             )
         # On GPUs some sums have no order of their own.
         apart = differences(
@@ -220,11 +222,13 @@ class SavedState:
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
-                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
+                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, "
+                f"differs in {len(apart)} of {len(recorded)} numbers: {shown};"
                 " compare versions and settings with the manifest there, or set run.resume=newest"
             )
         self.say(
-            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers"
+            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, "
+            f"gives all {len(recorded)} recorded numbers"
         )
 
     # ---- resuming -----------------------------------------------------------------------------------------------------
@@ -241,7 +245,8 @@ class SavedState:
         ):  # what torchrun starts again goes on
             if earlier := resume.put_aside_all(self.folder):
                 self.say(
-                    f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; remove what is not wanted"
+                    f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; "
+                    "remove what is not wanted"
                 )
             return
         found = resume.newest_sound(self.folder, say=self.say, check=manifest_problem)
@@ -276,7 +281,8 @@ class SavedState:
         self._resume_rows(path)
         rows = ", with the rows collected for the next" if self._resumed else ""
         self.say(
-            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)"
+            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in "
+            f"{time.perf_counter() - begin:.1f} s)"
         )
 
     def _resume_rows(self, path: Path) -> None:
@@ -286,7 +292,8 @@ class SavedState:
         parts, world_size = found
         if any(part["made_with"] != self._made_with() for part in parts):
             return self.say(
-                f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew"
+                f"the rows in {path} were collected with other settings of data, rollout or reward, "
+                "and are collected anew"
             )
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]

@@ -62,7 +62,8 @@ class RLTrainer:
         config = TrainerConfig() if config is None else config
         if not isinstance(config, TrainerConfig):
             raise ValueError(
-                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, such as that of get_trainer_config()"
+                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, "
+                "such as that of get_trainer_config()"
             )
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
@@ -107,7 +108,8 @@ class RLTrainer:
             record_timeline(self.run.clock, config.track_metrics)
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
             self.say(
-                f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
+                f"built in {sum(self.run.built.values()):.0f} s: "
+                f"{', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
             )
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
             self.say(self._generation())

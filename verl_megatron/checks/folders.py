@@ -60,7 +60,8 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
             architectures[name] = arch
             if new := check_weights(path, head):
                 findings.notes.append(
-                    f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, all zeros"
+                    f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, "
+                    "all zeros"
                 )
         except ValueError as error:
             findings.problems.append(f"{name}.path={shown(path)}: {error}")
@@ -102,7 +103,8 @@ def check_weights(folder: str, head: Head) -> list[str]:
         if head == "sequence" and SCORE[0] in absent:
             stem = FAMILIES[arch.model_type].stem
             raise ValueError(
-                f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; name the folder of a {stem}{HEADS[head]} with one label"
+                f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; "
+                f"name the folder of a {stem}{HEADS[head]} with one label"
             )
         new = absent if head == "token" else []
         claimed = [
@@ -110,7 +112,8 @@ def check_weights(folder: str, head: Head) -> list[str]:
         ]
         if SCORE[0] in new and (claimed or SCORE[1] not in new):
             raise ValueError(
-                f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; copy its weights again from their source"
+                f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; "
+                "copy its weights again from their source"
             )
         files.check_shapes(hf_shapes(arch, head), optional=set(new))
         if head == "lm" and arch.tied:
@@ -132,7 +135,8 @@ def check_reading(folder: str, arch: Architecture) -> None:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # its checks of types raise nearly anything
             raise ValueError(
-                f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source"
+                f"{path} cannot be read by transformers ({reason_of(error)}); "
+                "correct it or copy it again from its source"
             ) from None
     read = {key: (getattr(config, key, None), getattr(arch, name)) for key, (name, _, _) in TABLE.items()}
     if wrong := [
@@ -151,12 +155,14 @@ def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
     problems = []
     if wanted not in (names := read_config(folder).get("architectures") or []):
         problems.append(
-            f'vLLM serves a {wanted}, and config.json has architectures={shown(names)}; set it to ["{wanted}"]'
+            f"vLLM serves a {wanted}, and config.json has architectures={shown(names)}; "
+            f'set it to ["{wanted}"]'
         )
     if here and not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         problems.append(
-            f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: use such a model, or GPUs"
+            f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: "
+            "use such a model, or GPUs"
         )
     try:
         problems += _check_stops(folder, arch)
@@ -177,7 +183,8 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
                 GenerationConfig.from_pretrained(folder, local_files_only=True)
             except Exception as error:
                 raise ValueError(
-                    f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source"
+                    f"{path} cannot be read by transformers ({reason_of(error)}); "
+                    "correct it or copy it again from its source"
                 ) from None
     else:
         path, settings = Path(folder) / "config.json", read_config(folder)
@@ -186,7 +193,8 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
     if all(is_count(token) and token < arch.vocab_size for token in listed):
         return []
     return [
-        f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below vocab_size={arch.vocab_size}; correct it"
+        f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below "
+        f"vocab_size={arch.vocab_size}; correct it"
     ]
 
 
@@ -206,8 +214,10 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
             continue
         if arch.vocab_size < actor.vocab_size:
             problems.append(
-                f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, and the actor generates tokens below its vocab_size={actor.vocab_size};"
-                f" use a model of the actor's vocabulary, or widen this one with transformers' resize_token_embeddings({actor.vocab_size})"
+                f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, "
+                f"and the actor generates tokens below its vocab_size={actor.vocab_size};"
+                " use a model of the actor's vocabulary, or widen this one with transformers' "
+                f"resize_token_embeddings({actor.vocab_size})"
             )
         if tokenizer is not None and has_tokenizer(other):
             try:
@@ -224,7 +234,8 @@ def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]
     if end is None or end < arch.vocab_size:
         return []
     return [
-        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, and the model has vocab_size={arch.vocab_size};"
+        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, "
+        f"and the model has vocab_size={arch.vocab_size};"
         " use the model's own tokenizer"
     ]
 
@@ -241,8 +252,10 @@ def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> li
         return []
     token_id, token = wrong[0]
     return [
-        f"{where}: its tokenizer is not the actor's: {len(wrong)} of the actor's {len(ours)} tokens have another id here, the first being"
-        f" {shown(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; use a model with the actor's tokenizer, or take the"
+        f"{where}: its tokenizer is not the actor's: {len(wrong)} of the actor's {len(ours)} tokens have "
+        "another id here, the first being"
+        f" {shown(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; "
+        "use a model with the actor's tokenizer, or take the"
         " tokenizer's files out of this folder if its ids mean the same"
     ]
 

@@ -115,7 +115,8 @@ def check_types(config: Any) -> list[str]:
             value = getattr(values, field.name, None)
             if not _has_type(value, field.type):
                 problems.append(
-                    f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); give {TYPES[field.type]}"
+                    f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); "
+                    f"give {TYPES[field.type]}"
                 )
     return problems
 
@@ -157,6 +158,7 @@ def check_values(config: Any) -> list[str]:
             value = getattr(values, name)
             if value not in choices:
                 problems.append(
-                    f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}"
+                    f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; "
+                    f"choose one of {', '.join(choices)}"
                 )
     return problems

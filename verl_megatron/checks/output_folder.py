@@ -36,7 +36,8 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
             problems += [_export_problem(folder / role, source) for role, source in exported.items()]
     except OSError as error:
         problems.append(
-            f"run.output_dir={run.output_dir!r} cannot be read ({error}); make it readable or name another folder"
+            f"run.output_dir={run.output_dir!r} cannot be read ({error}); "
+            "make it readable or name another folder"
         )
     return [problem for problem in problems if problem]
 
@@ -58,13 +59,15 @@ def _export_problem(path: Path, source: str) -> str | None:
     """Why no model can be exported to `path`: it is its source, or holds something else than a model."""
     if source and path.exists() and path.resolve() == Path(source).resolve():
         return (
-            f"run.output_dir: {path} is the folder that the {path.name} is read from, and the trained one is written there;"
+            f"run.output_dir: {path} is the folder that the {path.name} is read from, "
+            "and the trained one is written there;"
             " name another folder, or set run.export=false"
         )
     names = os.listdir(path) if path.is_dir() else []
     if names and "config.json" not in names and not any(map(_WEIGHTS.fullmatch, names)):
         return (
-            f"run.output_dir: {path} holds something else than a model ({sorted(names)[0]}), and the trained {path.name} is written there;"
+            f"run.output_dir: {path} holds something else than a model ({sorted(names)[0]}), "
+            f"and the trained {path.name} is written there;"
             " move it away, or set run.export=false"
         )
     return None

@@ -80,11 +80,13 @@ def check_versions(*, vllm: bool = True, version_of: Callable[[str], str] = inst
     low, below = MEGATRON
     if not low <= minor(megatron) < below:
         raise ValueError(
-            f"megatron-core {megatron} does not go with torch {torch} here: megatron-core >= {_text(low)} and < {_text(below)} is supported; {_advice()}"
+            f"megatron-core {megatron} does not go with torch {torch} here: "
+            f"megatron-core >= {_text(low)} and < {_text(below)} is supported; {_advice()}"
         )
     if minor(transformers) >= TRANSFORMERS_BELOW:
         raise ValueError(
-            f"transformers {transformers} does not go with {engine} {version_of(engine) or '(absent)'}: use transformers < {_text(TRANSFORMERS_BELOW)}; {_advice()}"
+            f"transformers {transformers} does not go with {engine} {version_of(engine) or '(absent)'}: "
+            f"use transformers < {_text(TRANSFORMERS_BELOW)}; {_advice()}"
         )
     if vllm:
         _check_vllm(engine, version_of(engine), torch)
@@ -95,12 +97,14 @@ def _check_vllm(engine: str, version: str, torch: str) -> None:
         if low <= minor(version) < below:
             if minor(torch) != wanted:
                 raise ValueError(
-                    f"{engine} {version} does not go with torch {torch}: it is compiled against torch {_text(wanted)}; {_advice()}"
+                    f"{engine} {version} does not go with torch {torch}: "
+                    f"it is compiled against torch {_text(wanted)}; {_advice()}"
                 )
             return
     supported = f">= {_text(VLLM[0][0])} and < {_text(VLLM[-1][1])}"
     raise ValueError(
-        f"{engine} {version} does not go with torch {torch} here: {engine} {supported} is supported; {_advice()}"
+        f"{engine} {version} does not go with torch {torch} here: {engine} {supported} is supported; "
+        f"{_advice()}"
     )
 
 
@@ -151,5 +155,6 @@ def require(package: str, *, feature: str) -> None:
     """ValueError if an optional package that `feature` needs is absent."""
     if not found(package):
         raise ValueError(
-            f"{feature} needs the package {package}, which is not installed; {OPTIONAL[package][1]}, or choose another setting"
+            f"{feature} needs the package {package}, which is not installed; {OPTIONAL[package][1]}, "
+            "or choose another setting"
         )

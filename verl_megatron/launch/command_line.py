@@ -168,11 +168,13 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise ValueError(
-                f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}"
+                f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; "
+                f"options are {', '.join(parser.names())}"
             )
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
         raise ValueError(
-            f"--config-name has no recipe after it but {shown(known.config_name)}; name one, such as --config-name ppo_toy_cpu"
+            f"--config-name has no recipe after it but {shown(known.config_name)}; name one, "
+            "such as --config-name ppo_toy_cpu"
         )
     known.overrides = [_override(argument) for argument in rest] + [
         _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])

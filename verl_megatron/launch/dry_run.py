@@ -86,7 +86,8 @@ def world() -> tuple[int, int]:
     world_size, ranks_per_host = sizes[0], min(sizes)
     if world_size % ranks_per_host:
         raise ValueError(
-            f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: every host starts as many ranks; change one of them"
+            f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: "
+            "every host starts as many ranks; change one of them"
         )
     return world_size, ranks_per_host
 
@@ -106,7 +107,8 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
                 continue
             if name not in SHAPES:
                 raise ValueError(
-                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; "
+                    f"give a folder with a config.json or one of {', '.join(SHAPES)}"
                 )
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
@@ -141,7 +143,8 @@ def _layouts(case: Case, settings: Settings) -> list[str]:
             "path", ""
         )  # a critic without a folder of its own and the reference are the actor's
         lines.append(
-            f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, from {own or settings['actor']['path']}"
+            f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, "
+            f"from {own or settings['actor']['path']}"
         )
     return [*lines, f"  {'rollout':<10}{case.replicas} x tp{case.config.rollout.tp}"]
 

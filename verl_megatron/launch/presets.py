@@ -44,15 +44,18 @@ def get_trainer_config(
         raise ValueError(f"hybrid_engine={shown(hybrid_engine)} must be True")
     if not hybrid_engine:
         raise ValueError(
-            "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, which shares the actor's ranks"
+            "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, "
+            "which shares the actor's ranks"
         )
     if not isinstance(enable_recompute, bool | str) or enable_recompute not in RECOMPUTE:
         raise ValueError(
-            f"enable_recompute={shown(enable_recompute)} is not known; choose one of {', '.join(map(str, RECOMPUTE))}"
+            f"enable_recompute={shown(enable_recompute)} is not known; "
+            f"choose one of {', '.join(map(str, RECOMPUTE))}"
         )
     if not isinstance(mixed_precision, bool | str) or mixed_precision not in MIXED_PRECISION:
         raise ValueError(
-            f"mixed_precision={shown(mixed_precision)} is not known; choose one of {', '.join(map(str, MIXED_PRECISION))}"
+            f"mixed_precision={shown(mixed_precision)} is not known; "
+            f"choose one of {', '.join(map(str, MIXED_PRECISION))}"
         )
     layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"
     return TrainerConfig(

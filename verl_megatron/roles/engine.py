@@ -61,7 +61,8 @@ def compute_of(config: EngineConfig) -> Compute:
         compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)
     ):
         raise ValueError(
-            "engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); use bfloat16 here"
+            "engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); "
+            "use bfloat16 here"
         )
     return compute
 
@@ -235,8 +236,10 @@ class Engine:
         role = "policy" if self.head == "lm" else "critic"
         if not math.isfinite(grad_norm := float(grad_norm or 0.0)):  # alike on all members
             raise ValueError(
-                f"{role}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, so the run ends, and checkpoints stay as they are;"
-                f" lower {'actor' if role == 'policy' else role}.lr or engine.clip_grad, or look at the rewards and ratios before it"
+                f"{role}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
+                "so the run ends, and checkpoints stay as they are;"
+                f" lower {'actor' if role == 'policy' else role}.lr or engine.clip_grad, "
+                "or look at the rewards and ratios before it"
             )
         sums.max(f"{role}/grad_norm", grad_norm)
         self.scattered = self._gathers_late

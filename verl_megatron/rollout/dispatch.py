@@ -183,7 +183,8 @@ def _check_request(request: Request, engine: RolloutEngine) -> None:
     stop = request.sampling.stop
     if stop and not engine.has_tokenizer:
         raise ValueError(
-            f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; add its files or use rollout.stop_token_ids"
+            f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; "
+            "add its files or use rollout.stop_token_ids"
         )
     token_budget(request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
 

@@ -109,11 +109,13 @@ def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> in
         )
     if length >= max_model_len:
         raise ValueError(
-            f"row {row}: a prompt of {length} tokens leaves no room for a response within max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
+            f"row {row}: a prompt of {length} tokens leaves no room for a response within "
+            f"max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
         )
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}; use the model's own tokenizer"
+            f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of "
+            f"{vocab_size}; use the model's own tokenizer"
         )
     return min(request.sampling.max_tokens, max_model_len - length)

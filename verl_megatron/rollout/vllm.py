@@ -82,11 +82,13 @@ class VLLMActor:
         self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
         if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
             raise ValueError(
-                f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, and engines of a process share their groups; close it first"
+                f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, "
+                "and engines of a process share their groups; close it first"
             )
         if shared_weights and load_weights:
             raise ValueError(
-                "shared_weights would be overwritten by the files' weights; pass load_weights=False and write them yourself"
+                "shared_weights would be overwritten by the files' weights; "
+                "pass load_weights=False and write them yourself"
             )
         self.num_replicas = world // self.tp
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
@@ -285,7 +287,8 @@ class VLLMActor:
                 raise
             share, used = self.config.gpu_memory_utilization, device.used_memory_bytes() / 2**30
             raise ValueError(
-                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} beside the models, {used:.0f} GiB are in use; lower it, or raise tp or pp"
+                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} beside the models, "
+                f"{used:.0f} GiB are in use; lower it, or raise tp or pp"
             ) from error
         self._asleep.remove(tag)
 
@@ -383,7 +386,8 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
         replica = list(ranks[first : first + tp])
         if replica != sorted(replica):  # torch sorts the ranks of a group, and vLLM asks it for the slot
             raise ValueError(
-                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; write {sorted(replica)}"
+                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; "
+                f"write {sorted(replica)}"
             )
     return tuple(ranks)
 
@@ -391,7 +395,8 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
 def _check_split(model_name: str, tp: int, world: int) -> None:
     if tp < 1 or world % tp:
         raise ValueError(
-            f"rollout.tp={tp} must divide the world of {world} ranks; choose a divisor or start vLLM in a torchrun world of tp ranks"
+            f"rollout.tp={tp} must divide the world of {world} ranks; "
+            "choose a divisor or start vLLM in a torchrun world of tp ranks"
         )
     heads = read_config(model_name).get("num_attention_heads", tp)
     if is_count(heads) and heads % tp:

@@ -32,16 +32,19 @@ def _free_memory_policy():
 # What fails without the patch, and the patch.
 CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "keep_weights": (
-        "linear weights are repacked into opaque handles, so they cannot be written in place; tied ones go wrong silently",
+        "linear weights are repacked into opaque handles, so they cannot be written in place; "
+        "tied ones go wrong silently",
         _keep_weights,
     ),
     "plain_all_reduce": (
-        "the shared-memory all-reduce names its files alike in all jobs of a machine (a killed job blocks every later one) and spins, "
+        "the shared-memory all-reduce names its files alike in all jobs of a machine (a killed job blocks "
+        "every later one) and spins, "
         "which is erratic where ranks outnumber cores; gloo takes its place",
         _plain_all_reduce,
     ),
     "free_memory_policy": (
-        "memory of the whole process, the trainer's too, is bound to one NUMA node, with a warning from every rank",
+        "memory of the whole process, the trainer's too, is bound to one NUMA node, "
+        "with a warning from every rank",
         _free_memory_policy,
     ),
 }
@@ -93,6 +96,7 @@ def engine_options(*, kv_cache_mib: int, max_model_len: int | None) -> dict[str,
         options["max_num_batched_tokens"] = max(4096, max_model_len)  # prompts are computed whole
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise ValueError(
-            "VLLM_CPU_KVCACHE_SPACE overrides rollout.kv_cache_mib; unset it and give the size in MiB as rollout.kv_cache_mib"
+            "VLLM_CPU_KVCACHE_SPACE overrides rollout.kv_cache_mib; "
+            "unset it and give the size in MiB as rollout.kv_cache_mib"
         )
     return options

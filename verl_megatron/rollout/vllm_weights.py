@@ -110,14 +110,16 @@ def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Set[nn.Param
     for name, tensor in weights.items():
         if name not in parameters:
             raise ValueError(
-                f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); choose from {', '.join(parameters)}"
+                f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); "
+                f"choose from {', '.join(parameters)}"
             )
         given, wanted = _describe(tensor), _describe(parameters[name])
         if given != wanted:
             raise ValueError(f"shared_weights: {name} is {given}, and vLLM's parameter is {wanted}")
         if tensor.data_ptr() % _ALIGNMENT_BYTES:
             raise ValueError(
-                f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} bytes; pad what stands before it"
+                f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} "
+                "bytes; pad what stands before it"
             )
     own = [
         parameter for name, parameter in parameters.items() if name not in weights and parameter in emptied

@@ -184,6 +184,8 @@ def check_parameters(described: list[ShardedParameter], held: Parameters, dtype:
     )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
-        f"vLLM holds {name} as {found} where the weight map has {wanted}; the map covers {covered:.1%} of the bytes of vLLM's weights."
-        " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, and use a model without quantisation"
+        f"vLLM holds {name} as {found} where the weight map has {wanted}; "
+        f"the map covers {covered:.1%} of the bytes of vLLM's weights."
+        " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, "
+        "and use a model without quantisation"
     )
