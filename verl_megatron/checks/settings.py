@@ -42,7 +42,7 @@ def refuse(problems: list[str]) -> None:
         )
 
 
-# ---- names and types --------------------------------------------------------------------------------------------------
+# ---- names and types ---------------------------------------------------------------------------------------
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
@@ -107,7 +107,7 @@ def _example(section: DictConfig, name: str) -> str:
     return f"{default!r}" if default != [] else "[a, b]"
 
 
-# ---- contradictions ---------------------------------------------------------------------------------------------------
+# ---- contradictions ----------------------------------------------------------------------------------------
 
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:

@@ -120,7 +120,7 @@ def _advice() -> str:
     return "tested are " + " and ".join(tested)
 
 
-# ---- optional packages ------------------------------------------------------------------------------------------------
+# ---- optional packages -------------------------------------------------------------------------------------
 
 # Name: the module that is there only if the real package is, and what brings it.
 OPTIONAL = {

@@ -93,7 +93,7 @@ def _guarded(
     process.end(0)
 
 
-# ---- arguments --------------------------------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -208,7 +208,7 @@ def _named_recipes(known: argparse.Namespace, folder: str) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-# ---- Hydra ------------------------------------------------------------------------------------------------------------
+# ---- Hydra -------------------------------------------------------------------------------------------------
 
 
 def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig], None]) -> None:

@@ -184,7 +184,7 @@ class VLLMActor:
         """This rank's shards by vLLM's names. Writing into them changes the model; call `reset_cache` afterwards."""
         return _parameters(self._llm)
 
-    # ---- requests -----------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
