@@ -40,7 +40,7 @@ Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float3
 
 
 class Loss(Protocol):
-    """Loss function: outputs and fields of a micro-batch of N tokens → per-token loss [N] float32, and metrics."""
+    """Loss function: outputs and fields of N tokens → per-token loss [N] float32, and metrics."""
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]: ...
 
@@ -68,7 +68,10 @@ def compute_of(config: EngineConfig) -> Compute:
 
 
 class Engine:
-    """A model on the ranks of its layout. Every rank of the world constructs it; on non-members methods do nothing."""
+    """A model on the ranks of its layout.
+
+    Every rank of the world constructs it; on non-members the methods do nothing.
+    """
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Engine:
         if not self.groups.is_member:
             return
         self.model_config.grad_scale_func = self.optimizer.scale_loss
-        # The distributed optimizer may have moved parameters into its buffers. Weight sync and export read them.
+        # The distributed optimizer may have moved parameters into its buffers; weight sync reads them there.
         self.tensors = {
             (i, name): parameter.data
             for i, chunk in enumerate(self.chunks)
@@ -251,14 +254,14 @@ class Engine:
         return sums
 
     def gather_weights(self) -> None:
-        """Gather `tensors` on every rank; required before reading them after a step. Collective over the layout."""
+        """Gather `tensors` on every rank; required after a step, before reading. Collective over the layout."""
         if self.scattered:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         self.scattered = False
 
     def weight_source(self) -> WeightSource:
-        """Return the source of a weight sync; call it after `prepare_training`, which may move the weights."""
+        """Return the source of a weight sync; call after `prepare_training`, which may move the weights."""
         return WeightSource(
             arch=self.arch,
             tensors=self.tensors if self.groups.is_member else {},
@@ -281,7 +284,7 @@ class Engine:
     # ---- memory --------------------------------------------------------------------------------------------
 
     def offload_async(self, what: str) -> None:
-        """Start to offload training-only state from the GPU; the weights stay. No-op if it is already offloaded.
+        """Start to offload training-only state; the weights stay on the GPU. No-op if already offloaded.
 
         Args:
             what: "none"; "grads", gradient buffers, which are dropped and whose memory PyTorch reuses at
@@ -309,7 +312,7 @@ class Engine:
         self.offload.wait_offload(for_others=for_others)
 
     def onload_async(self) -> None:
-        """Start to load the optimizer state back. A step or a checkpoint waits for it, and starts it if needed."""
+        """Start to load the optimizer state back; steps and checkpoints wait for it or start it."""
         self.offload.onload_async()
 
     def _restore(self) -> None:
@@ -358,7 +361,7 @@ class Engine:
         return told[0]
 
     def load(self, folder: Path, state: dict) -> None:
-        """Load a snapshot from `folder` and its metadata in place, under any layout. Collective over the world."""
+        """Load a snapshot from `folder` with its metadata, under any layout. Collective over the world."""
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
@@ -368,7 +371,7 @@ class Engine:
             self.scheduler.load_state_dict(state["scheduler"])
 
     def export(self, folder: Path, *, template: str) -> None:
-        """Export a Hugging Face folder with config and tokenizer of `template`. Collective over the layout's ranks."""
+        """Export a Hugging Face folder with config and tokenizer of `template`. Collective over the layout."""
         if not self.groups.is_member:
             return
         self.gather_weights()
@@ -398,10 +401,10 @@ class Engine:
     def infer(
         self, batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return per-token outputs [B, T] float32 on the CPU, 0 for other tokens; None on ranks without the last stage.
+        """Return per-token outputs [B, T] float32 on the CPU; None on ranks without the last stage.
 
-        A language-model head returns "logprobs" and "entropy", a value head "values". With context
-        parallelism each rank fills in its own tokens and the results are summed.
+        Unselected tokens have 0. A language-model head returns "logprobs" and "entropy", a value head
+        "values". With context parallelism each rank fills in its own tokens and the results are summed.
         """
         names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
         return infer_models([self], batch, micro_batches, names, last_token=last_token)[0]

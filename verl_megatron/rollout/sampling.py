@@ -81,9 +81,9 @@ class Generation:
 def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
     """Seed in [0, 2^63) of one row, the same whatever replica generates it.
 
-    (iteration, row_id) is one number below 2^63; an odd multiple of the run's seed is added and the bits are mixed by
-    steps that can be undone (multiply by an odd number, xor with the upper bits), so within a run no two rows share a
-    seed, and neighbouring rows differ in about half of the bits.
+    (iteration, row_id) is one number below 2^63; an odd multiple of the run's seed is added and the bits are
+    mixed by steps that can be undone (multiply by an odd number, xor with the upper bits), so within a run no
+    two rows share a seed, and neighbouring rows differ in about half of the bits.
 
     Args:
         iteration: below 2^31.
@@ -100,7 +100,8 @@ def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> in
     """Response tokens this row may have: its `sampling.max_tokens`, less what does not fit behind its prompt.
 
     Raises:
-        ValueError: the prompt is empty, leaves no room for a response, or holds ids that the model does not have.
+        ValueError: the prompt is empty, leaves no room for a response, or holds ids that the model does not
+            have.
     """
     length, row = len(request.prompt_token_ids), request.row_id
     if not length:

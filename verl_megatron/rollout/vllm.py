@@ -33,26 +33,30 @@ _ENVIRONMENT = {
 class VLLMActor:
     """A vLLM engine, or this rank's part of one.
 
-    Without torchrun (no RANK and no process group) it generates alone. In a torchrun world every rank constructs it;
-    `tensor_parallel_size` ranks that follow each other in `ranks` are one replica, and all replicas draw rows from one queue.
+    Without torchrun (no RANK and no process group) it generates alone. In a torchrun world every rank
+    constructs it; `tensor_parallel_size` ranks that follow each other in `ranks` are one replica, and all
+    replicas draw rows from one queue.
 
     Args:
         model_name: Hugging Face folder.
         config: how vLLM is set up; `config.tp` is not read, sampling is given to `generate`.
         max_model_len: tokens of prompt and response together; None: what the model allows.
-        dtype: of the weights; "auto": `config.dtype`, and if that is auto too bfloat16 on GPUs and float32 on CPUs.
+        dtype: of the weights; "auto": `config.dtype`, and if that is auto too bfloat16 on GPUs and float32 on
+            CPUs.
         seed: of dummy weights and of `generate_text`.
         load_weights: False starts from random weights without reading files; the trainer writes them later.
-        ranks: all ranks of the world, replica by replica and in each by tensor-parallel slot, where they increase;
+        ranks: all ranks of the world, replica by replica and in each by tensor-parallel slot, where they
+            increase;
             None: 0, 1, ... (2, 3, 0, 1) with two slots: replica 0 is ranks 2 and 3.
-        shared_weights: tensors on this rank's device, the memory of which vLLM's parameters of these names (as in
-            `parameters`) use in place of their own: what is written into them is in vLLM. Their contents stay as they
-            are, `sleep` leaves them alone, and gpu_memory_utilization does not count them. Needs load_weights=False.
+        shared_weights: tensors on this rank's device, the memory of which vLLM's parameters of these names
+            (as in `parameters`) use in place of their own: what is written into them is in vLLM. Their
+            contents stay as they are, `sleep` leaves them alone, and gpu_memory_utilization does not count
+            them. Needs load_weights=False.
 
     Raises:
-        ValueError: `tensor_parallel_size` does not divide the world or the model's heads, the folder has no config.json,
-            `ranks` is no such order or not that of the process's other engines, or a tensor of `shared_weights` has no
-            parameter of that name, shape, dtype, strides and device.
+        ValueError: `tensor_parallel_size` does not divide the world or the model's heads, the folder has no
+            config.json, `ranks` is no such order or not that of the process's other engines, or a tensor of
+            `shared_weights` has no parameter of that name, shape, dtype, strides and device.
     """
 
     _open = 0  # engines of this process; they share vLLM's process groups, so their tensor parallel sizes are alike

@@ -20,12 +20,13 @@ _MARGIN_BYTES = 2**28  # beside what wakes: workspaces that CUDA's libraries tak
 def sharing(weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Around the start of one engine with load_format="dummy": its parameters of these names use these tensors' memory.
 
-    Parameters have no memory of their own from the end of their module's construction until all modules exist, so the
-    model never exists twice. The tensors are not written to; the other parameters get one allocation together (vLLM wakes one
-    after the other, and hundreds take longer than one) and random values.
+    Parameters have no memory of their own from the end of their module's construction until all modules
+    exist, so the model never exists twice. The tensors are not written to; the other parameters get one
+    allocation together (vLLM wakes one after the other, and hundreds take longer than one) and random values.
 
     Raises:
-        ValueError: while the engine starts: a name that vLLM lacks, or a tensor of another shape, dtype, stride or device.
+        ValueError: while the engine starts: a name that vLLM lacks, or a tensor of another shape, dtype,
+            stride or device.
     """
     from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
@@ -68,7 +69,8 @@ def _loader_class():
 class Emptying:
     """A parameter registration hook that frees the memory of parameters.
 
-    Not at once, but when the next module registers a parameter: constructors write initial values after registering.
+    Not at once, but when the next module registers a parameter: constructors write initial values after
+    registering.
     """
 
     def __init__(self):
@@ -144,8 +146,8 @@ def _describe(tensor: Tensor) -> str:
 def make_room(tag: str) -> bool:
     """Before vLLM wakes `tag` on a GPU: PyTorch gives its cached blocks back if there is no room without that; is there room then?
 
-    Emptying the cache always would cost the trainer its blocks, which take time to get again. (Newer engines empty it
-    whenever they wake something, all the same.)
+    Emptying the cache always would cost the trainer its blocks, which take time to get again. (Newer engines
+    empty it whenever they wake something, all the same.)
     """
     try:
         from vllm.device_allocator import get_mem_allocator_instance

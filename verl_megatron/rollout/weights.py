@@ -57,7 +57,8 @@ class ColocatedChannel:
 class WeightSync:
     """Planned once; `run()` writes the model's present weights into the engine in place. All methods are collective over the world.
 
-    In the modes `share` and `swap` vLLM has to be built with `shared_weights`, the views of Megatron's memory that it uses.
+    In the modes `share` and `swap` vLLM has to be built with `shared_weights`, the views of Megatron's memory
+    that it uses.
     """
 
     def __init__(self, source: WeightSource, rollout: Layout, config: ReshardConfig, *, dtype: torch.dtype):
