@@ -254,7 +254,7 @@ class Engine:
         return sums
 
     def gather_weights(self) -> None:
-        """Gather `tensors` on every rank; required after a step, before reading. Collective over the layout."""
+        """Gather `tensors` on every rank; call it before reading them. Collective over the layout."""
         if self.scattered:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -371,7 +371,7 @@ class Engine:
             self.scheduler.load_state_dict(state["scheduler"])
 
     def export(self, folder: Path, *, template: str) -> None:
-        """Export a Hugging Face folder with config and tokenizer of `template`. Collective over the layout."""
+        """Export a Hugging Face folder; config and tokenizer are `template`'s. Collective over the layout."""
         if not self.groups.is_member:
             return
         self.gather_weights()

@@ -71,7 +71,7 @@ class Dispatcher:
         self.exhausted = False
 
     def draw(self, running: int) -> range:
-        """Draw the samples to start while `running` are in flight; the same on all ranks. Collective over `group`."""
+        """Draw the samples to start while `running` are in flight. Collective over `group`."""
         room = self.target - running
         if self.exhausted or room <= 0:
             return range(0)

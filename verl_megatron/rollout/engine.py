@@ -60,7 +60,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights and KV cache; their contents are lost. No-op on engines that cannot."""
+        """Free the GPU memory of weights and KV cache; contents are lost. No-op where unsupported."""
         ...
 
     def wake(self, tag: Tag) -> None:

@@ -1,6 +1,6 @@
 """Sampler: generates responses to prompts and scores them concurrently with generation.
 
-Shape suffixes: B samples on this rank.
+Letters: B samples on this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,7 +134,7 @@ class Sampler:
     def _generate(
         self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
     ) -> list[Generation]:
-        """Generate and return the samples owned by this rank, by number; submit each for reward as it finishes."""
+        """Generate this rank's samples, ordered by number; submit each for reward as it finishes."""
         first = requests[0].row_id
 
         def score(row: Generation) -> None:
@@ -179,7 +179,7 @@ class Sampler:
         self._check_rewards()
 
     def _check_rewards(self) -> None:
-        """Raise ValueError on every rank if the reward function failed on all samples or has too many metrics."""
+        """Raise ValueError on every rank if all reward calls failed or there are too many metrics."""
         pool = self.pool
         here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
         failed, calls, names = all_sum(torch.tensor(here)).tolist()
