@@ -1,4 +1,4 @@
-"""What the model folders of a run hold, against what its roles need and what the others hold: before anything is built."""
+"""Checks of the model folders against their roles and against each other, before anything is built."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,37 +19,37 @@ from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenize
 from verl_megatron.model_specs import models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
-Roles = Mapping[
-    str, tuple[str, Head]
-]  # the folder and the head of each role that has a folder; "actor" is one of them
+Roles = Mapping[str, tuple[str, Head]]  # folder and head of each role that has a folder, including "actor"
 SCORE = ("score.weight", "score.bias")
 
 
 @dataclass
 class Findings:
-    """What is wrong with the folders, and what has to be said of them though nothing is."""
+    """Problems of the folders, and notes to print."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def roles_of(config: TrainerConfig) -> Roles:
-    """The folders of a reinforcement-learning run; a critic without one of its own starts from the actor's."""
+    """Return the folders of an RL run; a critic without a folder starts from the actor's."""
     return {
         spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"
-    }  # which is the actor's
+    }  # the reference uses the actor's
 
 
 def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:
-    """Everything that keeps the folders from being what their roles need; reads the weights' headers, and values only of tied heads.
+    """Return problems and notes of the folders.
+
+    Reads the headers of weight files, and values only of tied heads.
 
     Args:
         rollout: vLLM serves the actor.
-        dry: only plans: passes over weights and tokenizers that are not there, and what this machine could not serve.
+        dry: plan only: skip absent weights and tokenizers, and limits of vLLM on this machine.
     """
     findings, architectures, broken = Findings(), {}, set()
     for name, (path, head) in roles.items():
-        if path in broken:  # said already
+        if path in broken:  # already reported
             continue
         try:
             arch = read_architecture(path)
@@ -75,9 +75,10 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
 
 
 def find_not_finite(roles: Roles, dtypes: Sequence[torch.dtype], *, place: int = 0, of: int = 1) -> list[str]:
-    """Tensors with values that are no numbers in one of `dtypes`; reads every `of`-th tensor of each folder, from `place` on.
+    """Return the tensors with non-finite values in one of `dtypes`.
 
-    The folders have passed `inspect_folders`. Each of `of` ranks looks at a part, and all of them speak of what any has found.
+    Reads every `of`-th tensor of each folder, from `place` on, so that `of` ranks share the work and the
+    caller combines their results. The folders must have passed `inspect_folders`.
     """
     problems = []
     for path, head in dict.fromkeys(roles.values()):
@@ -88,14 +89,14 @@ def find_not_finite(roles: Roles, dtypes: Sequence[torch.dtype], *, place: int =
 
 
 def check_weights(folder: str, head: Head) -> list[str]:
-    """Compare a folder's weights with its config.json and with what a head needs; reads no weights but those of a tied head.
+    """Check a folder's weights against its config.json and its head; reads values only of a tied head.
 
     Returns:
-        Tensors of a critic's head that are not in the folder, which start new.
+        Missing tensors of a critic's head, which will be initialised.
 
     Raises:
-        ValueError: a file is missing or broken, a tensor is missing, unknown or of another shape, a reward model has no head, or a
-            tied model has a head that it does not use.
+        ValueError: a file is missing or broken, a tensor is missing, unknown or of another shape, a reward
+            model has no head, or a tied model has a separate head that it does not use.
     """
     arch = read_architecture(folder)
     with CheckpointFolder(folder) as files:
@@ -122,18 +123,18 @@ def check_weights(folder: str, head: Head) -> list[str]:
 
 
 def check_reading(folder: str, arch: Architecture) -> None:
-    """Prove that transformers (and with it vLLM) reads config.json, and the same sizes as here.
+    """Check that transformers (and so vLLM) can read config.json, and reads the same sizes.
 
     Raises:
-        ValueError: it cannot, or it takes a size for another.
+        ValueError: it cannot, or a size differs.
     """
-    from transformers import AutoConfig  # seconds to import: only who starts a run pays
+    from transformers import AutoConfig  # slow import
 
     path = Path(folder) / "config.json"
     with _quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # its checks of types raise nearly anything
+        except Exception as error:  # type checks of transformers raise all kinds of errors
             raise ValueError(
                 f"{path} cannot be read by transformers ({reason_of(error)}); "
                 "correct it or copy it again from its source"
@@ -150,7 +151,7 @@ def check_reading(folder: str, arch: Architecture) -> None:
 
 
 def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
-    """What keeps vLLM from serving the actor; `here`: on this machine, too."""
+    """Return what prevents vLLM from serving the actor; with `here` also on this machine."""
     wanted = FAMILIES[arch.model_type].stem + HEADS["lm"]
     problems = []
     if wanted not in (names := read_config(folder).get("architectures") or []):
@@ -172,7 +173,7 @@ def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
 
 
 def _check_stops(folder: str, arch: Architecture) -> list[str]:
-    """The ids that end a response, which vLLM reads from generation_config.json, or from config.json where there is none."""
+    """Check the end-of-sequence ids that vLLM reads from generation_config.json, else from config.json."""
     path = Path(folder) / "generation_config.json"
     if path.exists():
         from transformers import GenerationConfig
@@ -199,7 +200,7 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
 
 
 def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture], *, dry: bool) -> list[str]:
-    """The actor's token ids go to the critic and the reward model as they are: they have to be there and to mean the same."""
+    """Check that critic and reward model share the actor's token ids, which they get unchanged."""
     path, actor = roles["actor"][0], architectures["actor"]
     problems, tokenizer = [], None
     if not dry or has_tokenizer(path):
@@ -241,7 +242,7 @@ def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]
 
 
 def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> list[str]:
-    """Tokens that the actor can write and that are another id, or none, for the other; it may have more of its own."""
+    """Report tokens of the actor that have another id or none in `other`; `other` may have more."""
     ours, theirs = actor.hf.get_vocab(), other.hf.get_vocab()
     wrong = sorted(
         (token_id, token)
@@ -262,7 +263,7 @@ def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> li
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without notes that every rank would print."""
+    """Suppress transformers' warnings, which every rank would print."""
     from transformers.utils import logging
 
     level: Any = logging.get_verbosity()

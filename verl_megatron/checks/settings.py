@@ -1,4 +1,7 @@
-"""Refuses settings that cannot work, all at once and before any model is built. A problem names the setting, its value and a remedy."""
+"""Checks of settings: all problems are reported together, before any model is built.
+
+A problem names the setting, its value and a remedy.
+"""
 
 import os
 from collections.abc import Mapping
@@ -24,13 +27,13 @@ from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward
 
 Schema = TypeVar("Schema")
-LEAST_TEMPERATURE = 0.01  # of vLLM, above 0
-MOST_ROWS = 1_000_000  # of an iteration: every rank has the table of all
+LEAST_TEMPERATURE = 0.01  # vLLM's smallest temperature above 0
+MOST_ROWS = 1_000_000  # samples per iteration: every rank has a table of all
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 
 
 def refuse(problems: list[str]) -> None:
-    """ValueError that lists the problems, if there are any."""
+    """Raise a ValueError that lists `problems`, if there are any."""
     if len(problems) == 1:
         raise ValueError(readable(problems[0]))
     if problems:
@@ -46,10 +49,10 @@ def refuse(problems: list[str]) -> None:
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
-    """The settings of `schema` (TrainerConfig or SFTConfig) with `overrides` put in.
+    """Return the settings of `schema` (TrainerConfig or SFTConfig) with `overrides` applied.
 
     Raises:
-        ValueError: unknown sections and settings, values of a wrong type and settings that have to be given, all at once.
+        ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.
     """
     given = _resolved(overrides)
     merged = OmegaConf.structured(schema)
@@ -90,15 +93,21 @@ def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
 
 
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
-    """Set one setting; the problem with it, or nothing."""
+    """Set one setting; return its problem, or an empty string."""
     known = list(section.keys())
     if name not in known:
-        return f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
+        return (
+            f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; "
+            f"{section_name} has {', '.join(known)}"
+        )
     try:
         section[name] = value
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        return f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); give a value like {_example(section, name)}"
+        return (
+            f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); "
+            f"give a value like {_example(section, name)}"
+        )
     return ""
 
 
@@ -111,7 +120,7 @@ def _example(section: DictConfig, name: str) -> str:
 
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
-    """Everything that is wrong with the settings of a reinforcement-learning run on `world_size` ranks; empty: nothing."""
+    """Return all problems of the settings of an RL run on `world_size` ranks; empty if there are none."""
     if problems := check_types(config):
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
@@ -132,7 +141,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
 
 
 def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
-    """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
+    """Return all problems of a supervised run's settings on `world_size` ranks; empty if there are none."""
     if problems := check_types(config):
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
@@ -157,7 +166,7 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
 
 
 def _said_by(check, *args, **kwargs) -> list[str]:
-    """The message of the ValueError that `check` raises, as a list of problems."""
+    """Run `check` and return the message of its ValueError as a list; empty if it passes."""
     try:
         check(*args, **kwargs)
     except ValueError as error:
@@ -166,7 +175,7 @@ def _said_by(check, *args, **kwargs) -> list[str]:
 
 
 def _check_run(run: RunConfig, data: Any) -> list[str]:
-    """Files that are read, sinks that are written, and when validation happens."""
+    """Check data files, metric sinks, the output folder, and the validation and checkpoint intervals."""
     problems = _said_by(check_sinks, run.track_metrics)
     if twice := sorted({name for name in run.track_metrics if run.track_metrics.count(name) > 1}):
         problems.append(
@@ -200,7 +209,7 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
 
 
 def _why_no_folder(path: str) -> str:
-    """What keeps `path` from being a folder to write to, or nothing."""
+    """Return why `path` is no writable folder, or an empty string."""
     if not path or not path.isprintable():
         return "is no name of a folder"
     existing = Path(path).absolute()
@@ -246,7 +255,7 @@ def _check_model(
     *,
     required: bool = False,
 ) -> tuple[Layout | None, Architecture | None]:
-    """The layout and the architecture of a section with path, layout and devices, where they can be read; adds to `problems`."""
+    """Return layout and architecture of a model section, as far as they are valid; append to `problems`."""
     layout = arch = None
     try:
         layout = Layout.parse(
@@ -272,7 +281,7 @@ def _check_model(
 
 
 def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
-    """What keeps the model from being split this way."""
+    """Return what prevents the model from being split by this layout."""
     problems = _check_tp(arch, layout.tp) + _said_by(layout.layers_of, arch.num_layers)
     if len(set(layout.stage_layers[1:-1])) > 1:
         problems.append(
@@ -320,7 +329,7 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
 def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: int) -> list[str]:
     rollout, problems = config.rollout, []
     if rollout.tp < 1:
-        return problems  # said by its interval
+        return problems  # reported by its interval
     if world_size % rollout.tp:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         problems.append(
@@ -371,7 +380,7 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
 
 
 def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]:
-    """What vLLM refuses of stop strings and stop tokens, when a run has been built."""
+    """Check stop strings and stop tokens, which vLLM would refuse only after the run is built."""
     problems = []
     if "" in rollout.stop:
         problems.append("rollout.stop has an empty string, at which every response would end; take it out")
@@ -391,7 +400,7 @@ def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]
 
 
 def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list[str]:
-    """What of the rollout cannot have room in this host's memory, all of it."""
+    """Check rollout settings that exceed the total memory of this host."""
     memory, rollout, problems = device.host_memory_bytes(), config.rollout, []
     if not device.is_gpu() and (rollout.kv_cache_mib << 20) * device.ranks_per_host() > memory:
         problems.append(
@@ -399,7 +408,7 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
             f"{memory >> 20} MiB; lower it"
         )
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
-    if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM holds the token ids of a row as int32
+    if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
             f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this "
             f"host's memory of {memory >> 20} MiB; lower it"
@@ -408,12 +417,12 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
 
 
 def shares_dtype(config: TrainerConfig) -> bool:
-    """Whether vLLM's weights are of the actor's dtype."""
+    """Whether vLLM's weights have the actor's dtype."""
     return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))
 
 
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
-    """What contradicts itself in a run of which the layouts are still to be chosen and each value is allowed; `arch` is the actor's."""
+    """Check a run whose layouts are not chosen yet; values are in their intervals, `arch` is the actor's."""
     return (
         _check_rows(config, {})
         + _check_rollout(config, arch, world_size)
@@ -422,12 +431,15 @@ def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) ->
 
 
 def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
-    """Rows of an iteration against mini-batches and data-parallel ranks."""
+    """Check that the samples of an iteration divide into mini-batches and data-parallel ranks."""
     data, algorithm = config.data, config.algorithm
     rows, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.mini_batches
-    product = f"data.prompts_per_iteration={data.prompts_per_iteration} x data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
+    product = (
+        f"data.prompts_per_iteration={data.prompts_per_iteration} x "
+        f"data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
+    )
     if parts < 1 or rows < 1:
-        return []  # said by their intervals
+        return []  # reported by their intervals
     if rows > MOST_ROWS:
         return [
             f"{shown(product)[1:-1]} are more than {MOST_ROWS:,}; lower one of them and raise run.iterations"
@@ -473,7 +485,8 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
 def _check_importance(config: TrainerConfig) -> list[str]:
     """Refuse importance weights over a truncated distribution.
 
-    The sampler's log-probs are over the tokens that are kept, the trainer's over all: every weight would carry the kept mass.
+    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
+    weight would contain the probability mass of the kept tokens.
     """
     rollout, cap = config.rollout, config.algorithm.importance_cap
     truncated = [
@@ -495,7 +508,7 @@ def _check_importance(config: TrainerConfig) -> list[str]:
 
 
 def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
-    """How an iteration's rows are divided, in one line; `config` has passed `check_config`."""
+    """Describe the batch division of an iteration in one line; `config` must have passed `check_config`."""
     data, algorithm, engine = config.data, config.algorithm, config.engine
     rows = data.prompts_per_iteration * data.samples_per_prompt
     roles = {"actor": config.actor} | (

@@ -1,4 +1,4 @@
-"""Looks at a recipe file before Hydra does: what YAML allows and no recipe means is refused with its line."""
+"""Checks of a recipe file before Hydra reads it: refuse YAML that no recipe needs, with its line."""
 
 from pathlib import Path
 
@@ -11,13 +11,15 @@ MOST_BYTES = 1 << 20
 TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 }
-MOST_VALUES = 100_000  # with aliases written out: a few lines of them can stand for billions
+MOST_VALUES = 100_000  # with aliases expanded: a few lines can expand to billions
 
 
 def check_recipe(path: Path) -> None:
-    """
+    """Check a recipe file.
+
     Raises:
-        ValueError: a file that is too large, no UTF-8, no YAML, no mapping of sections or that names a setting twice; the message names the line.
+        ValueError: names the line; the file is too large, not UTF-8, not YAML, not a mapping of sections, or
+            names a setting twice.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"recipe {path} is no regular file; name a .yaml file")
@@ -60,10 +62,10 @@ def check_recipe(path: Path) -> None:
 
 
 def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
-    """How many values `node` stands for; `sizes` has those of the nodes that were met before."""
+    """Return the number of values that `node` expands to; `sizes` caches those of visited nodes."""
     if id(node) in sizes:
         return sizes[id(node)]
-    sizes[id(node)] = 1  # of one that holds itself, which Hydra refuses
+    sizes[id(node)] = 1  # for recursive aliases, which Hydra refuses
     if node.tag not in TAGS:
         raise ValueError(
             f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a "

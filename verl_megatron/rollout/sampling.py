@@ -81,9 +81,9 @@ class Generation:
 def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
     """Return the seed of a sample in [0, 2^63), independent of the replica that generates it.
 
-    (iteration, row_id) is packed into one number below 2^63, and an odd multiple of the run's seed is added. The
-    bits are mixed by invertible steps (multiplication by an odd number, xor with the upper bits). So within a run
-    all samples have different seeds, and neighbouring samples differ in about half of the bits.
+    (iteration, row_id) is packed into one number below 2^63, and an odd multiple of the run's seed is added.
+    The bits are mixed by invertible steps (multiplication by an odd number, xor with the upper bits). So
+    within a run all samples have different seeds, and neighbouring samples differ in about half of the bits.
 
     Args:
         iteration: below 2^31.

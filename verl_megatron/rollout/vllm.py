@@ -33,26 +33,29 @@ _ENVIRONMENT = {
 class VLLMActor:
     """A vLLM engine, or this rank's part of one.
 
-    Without torchrun (no RANK and no process group) it is standalone. In a torchrun world every rank constructs it.
-    Each `tensor_parallel_size` consecutive entries of `ranks` form a replica; all replicas draw from one queue.
+    Without torchrun (no RANK and no process group) it is standalone. In a torchrun world every rank
+    constructs it. Each `tensor_parallel_size` consecutive entries of `ranks` form a replica; all replicas
+    draw from one queue.
 
     Args:
         model_name: Hugging Face folder.
         config: engine settings; `config.tp` is not read, and sampling parameters are passed to `generate`.
         max_model_len: maximum length of prompt and response together; None: the model's maximum.
-        dtype: of the weights; "auto": `config.dtype`, or if that is auto too, bfloat16 on GPUs and float32 on CPUs.
+        dtype: of the weights; "auto": `config.dtype`, or if that is auto too, bfloat16 on GPUs and float32 on
+            CPUs.
         seed: of dummy weights and of `generate_text`.
         load_weights: False starts from random weights without reading files; the trainer writes them later.
-        ranks: all ranks of the world, ordered by replica and then by tensor-parallel index, increasing within a
-            replica; None: 0, 1, ... Example: (2, 3, 0, 1) with size 2: replica 0 is ranks 2 and 3.
+        ranks: all ranks of the world, ordered by replica and then by tensor-parallel index, increasing within
+            a replica; None: 0, 1, ... Example: (2, 3, 0, 1) with size 2: replica 0 is ranks 2 and 3.
         shared_weights: tensors on this rank's device by vLLM's parameter names (as in `parameters`). vLLM's
-            parameters alias their memory, so writing into them updates vLLM. Construction keeps their contents,
-            `sleep` does not free them, and gpu_memory_utilization excludes them. Needs load_weights=False.
+            parameters alias their memory, so writing into them updates vLLM. Construction keeps their
+            contents, `sleep` does not free them, and gpu_memory_utilization excludes them. Needs
+            load_weights=False.
 
     Raises:
-        ValueError: `tensor_parallel_size` does not divide the world size or the model's heads, the folder has no
-            config.json, `ranks` is not such an order or differs from that of the process's other engines, or a
-            tensor of `shared_weights` matches no parameter in name, shape, dtype, strides and device.
+        ValueError: `tensor_parallel_size` does not divide the world size or the model's heads, the folder has
+            no config.json, `ranks` is not such an order or differs from that of the process's other engines,
+            or a tensor of `shared_weights` matches no parameter in name, shape, dtype, strides and device.
     """
 
     _open = 0  # open engines of this process; they share vLLM's process groups and so their TP size

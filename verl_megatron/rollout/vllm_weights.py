@@ -146,8 +146,8 @@ def _describe(tensor: Tensor) -> str:
 def make_room(tag: str) -> bool:
     """Empty PyTorch's cache if vLLM needs the memory to wake `tag`; return whether there is enough then.
 
-    The cache is not always emptied, because the trainer would have to reallocate its blocks, which takes time.
-    (Newer vLLM versions empty it at every wake-up.)
+    The cache is not always emptied, because the trainer would have to reallocate its blocks, which takes
+    time. (Newer vLLM versions empty it at every wake-up.)
     """
     try:
         from vllm.device_allocator import get_mem_allocator_instance
