@@ -168,7 +168,7 @@ class ReshardConfig(Section):
     """Weight sync from Megatron's shards into vLLM's shards.
 
     Modes: `keep` gives vLLM its own copy. `share` lets equal shards share memory. `swap` writes vLLM's
-    weights into Megatron's memory, and restores Megatron's weights after rollout.
+    weights into Megatron's memory, whose weights are restored after rollout.
 
     Offloading frees the GPU memory of models that are not being updated: gradient buffers are dropped, and
     optimizer state is moved to pinned host memory.

@@ -1,4 +1,4 @@
-"""GPU residency: engine or training.
+"""GPU residency of the rollout engine and of training state.
 
 Only this module puts the rollout engine to sleep and wakes it, or offloads training state and loads it back.
 """

@@ -85,7 +85,7 @@ class WeightSync:
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
         if self.peers is not None and not single_host:
-            self.peers = None  # in-place windows are ordered across all ranks, by messages
+            self.peers = None  # in-place windows are ordered across all hosts: use messages
         found = overlay(
             **common,
             memory=dict(enumerate(memory)),
