@@ -43,7 +43,7 @@ INTERVALS = {
     },  # float32
     "RolloutConfig": {
         "tp": "[1, 131072]",
-        # Log-probs are of softmax(logits / temperature). vLLM raises lower values to 0.01, refuses higher ones.
+        # Log-probs are of softmax(logits / temperature). vLLM raises lower ones to 0.01, refuses higher ones.
         "temperature": "[0.01, 2]",
         "top_p": "(0, 1]",
         "top_k": "[-1, 2147483647]",
