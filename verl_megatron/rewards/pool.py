@@ -92,8 +92,8 @@ class RewardPool:
     They start here and end by `close` or with this process. A call that raises, takes longer than `timeout_s`
     (its worker is killed and replaced), returns NaN, infinity or no number, or ends its worker gives
     `failure_score`; a call whose worker somebody kills is made once more. `failures` (count by kind),
-    `first_failure`, `total_ms` and `calls` speak of the rows of the last `results()`; `examples` keeps the
-    first failure of each kind. `refused` says why the system gives the workers no namespaces of their own
+    `first_failure`, `total_ms` and `calls` speak of the rows of the last `results()`; `examples` keeps the first
+    failure of each kind. `refused` says why the system gives the workers no namespaces of their own
     (sandbox.py); empty: they have them.
 
     Raises:

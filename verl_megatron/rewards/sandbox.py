@@ -1,11 +1,11 @@
 """The sandbox of a reward worker: processes of its own that cannot reach the trainer and end with it.
 
 A worker process becomes three. The warden, a child of the trainer, passes on what the worker prints, up to a
-limit. Below it the reaper waits for every process the reward starts, and ends them all when the worker, its
-child, ends. Where the system allows, reaper and worker have user and process-id namespaces of their own: they
-can signal nobody outside and read no memory of other processes, and the kernel ends every process inside
-together with the reaper. Files, network, environment and /proc are as outside. Elsewhere they share the
-process ids of the system: a reward's children still end with it, but it may signal what its user may.
+limit. Below it the reaper waits for every process the reward starts, and ends them all when the worker, its child,
+ends. Where the system allows, reaper and worker have user and process-id namespaces of their own: they can signal
+nobody outside and read no memory of other processes, and the kernel ends every process inside together with the
+reaper. Files, network, environment and /proc are as outside. Elsewhere they share the process ids of the system: a
+reward's children still end with it, but it may signal what its user may.
 
 Worker processes import this file, so it needs only the standard library.
 """

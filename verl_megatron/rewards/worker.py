@@ -1,7 +1,7 @@
 """A reward worker: imports a reward function in a sandbox, calls it row by row, makes sense of what it returns.
 
-The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: nothing that a
-reward made is unpickled there.
+The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: nothing that a reward
+made is unpickled there.
 Worker processes import this file, so it needs only the standard library.
 """
 
