@@ -1,4 +1,7 @@
-"""Reinforcement learning of language models with Megatron-Core and vLLM. Names are imported when they are first used."""
+"""Reinforcement learning of language models with Megatron-Core and vLLM.
+
+Public names are imported lazily, on first use.
+"""
 
 import importlib
 

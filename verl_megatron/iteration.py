@@ -1,6 +1,6 @@
-"""One iteration of reinforcement learning: adopt the weights, collect samples, learn, publish. Read this first.
+"""One RL iteration: sync the weights, collect samples, train, publish the new weights. Start reading here.
 
-Every rank runs these functions together.
+These functions are collective over the world.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from verl_megatron.run import Run
 
 @dataclass(kw_only=True)
 class Collected:
-    """An iteration's samples with their scores, before anything is learnt from them."""
+    """Samples and scores of an iteration, before training."""
 
     batch: RolloutBatch  # the samples owned by this rank
     rows: RowTable
@@ -22,7 +22,7 @@ class Collected:
 
 
 def collect(run: Run, step: int) -> Collected:
-    """Give the newest weights to the rollout engine, draw prompts, generate and score."""
+    """Sync the newest weights to the rollout engine, draw prompts, generate and score."""
     clock, sums = run.clock, Sums()
     with clock.phase("reshard"):
         version = run.channel.adopt()
@@ -43,7 +43,7 @@ def collect(run: Run, step: int) -> Collected:
 
 
 def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
-    """Update the models and publish the weights; the iteration's metrics."""
+    """Update the models, publish the weights and return the iteration's metrics."""
     metrics = run.learner.learn(collected.batch, collected.rows, collected.sums, step=step)
     run.channel.publish(step)
     costs = iteration_metrics(

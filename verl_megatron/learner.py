@@ -1,6 +1,7 @@
-"""From scored samples to new weights: log-probs, values, advantages and updates. Knows nothing of the rollout engine.
+"""Training on scored samples: log-probs, values, advantages and updates. Independent of the rollout engine.
 
-Every rank runs these functions. A role's method is called on all ranks; those outside the role's layout only pass their samples on.
+These functions and the methods of roles are collective over the world. Ranks outside a role's layout only
+dispatch their samples.
 """
 
 from collections.abc import Mapping
@@ -28,11 +29,11 @@ VALUE_FIELDS = ("values", "returns")
 
 
 class Learner:
-    """The models of a run, and what an algorithm does with them.
+    """The models of a run, trained by an algorithm.
 
     Args:
-        roles: "actor", and as far as the run has them "critic", "reference" and "reward".
-        residency: brings the state of the model that is trained next onto the GPU.
+        roles: "actor", and if the run has them "critic", "reference" and "reward".
+        residency: loads the training state of the next model to update onto the GPU.
     """
 
     def __init__(
@@ -57,16 +58,16 @@ class Learner:
 
     @property
     def trainable(self) -> dict[str, Role]:
-        """The roles that are trained, by name."""
+        """Trainable roles by name."""
         return {name: self.roles[name] for name in ("actor", "critic") if name in self.roles}
 
     @property
     def first_trained(self) -> Engine:
-        """The model that an iteration updates first."""
+        """The first model that an iteration updates."""
         return (self.critic or self.actor).engine
 
     def score(self, batch: RolloutBatch, rows: RowTable) -> Tensor:
-        """[B] float32: what the reward model gives the samples owned here; 0 without one."""
+        """Return the reward model's scores of the samples owned by this rank, [B] float32; 0 without one."""
         if "reward" not in self.roles:
             return torch.zeros(len(batch))
         return self.roles["reward"].infer(batch, rows, ("values",), last_token=True)["values"].sum(1)
@@ -75,12 +76,12 @@ class Learner:
         """Update the models on scored samples.
 
         Args:
-            batch: the samples owned here.
-            sums: what has been measured of them so far.
-            step: number of the iteration, from 1.
+            batch: the samples owned by this rank.
+            sums: metrics of these samples so far.
+            step: iteration number, from 1.
 
         Returns:
-            The iteration's learning metrics, the same on every rank.
+            Training metrics of the iteration, the same on every rank.
         """
         clock = self.clock
         with clock.phase("log_probs"):
@@ -109,7 +110,7 @@ class Learner:
         return metrics
 
     def _log_probs(self, batch: RolloutBatch, rows: RowTable) -> DispatchedBatch:
-        """Old and reference log-probs in one pass; the samples stay where they were dispatched, for the update."""
+        """Compute old and reference log-probs in one pass; the update reuses the dispatched samples."""
         roles = [self.roles[name] for name in ("actor", "reference") if name in self.roles]
         dispatched = self.actor.dispatch(batch, rows)
         results = infer_together(roles, dispatched, batch, rows, ("logprobs",))
@@ -119,7 +120,7 @@ class Learner:
         return dispatched
 
     def _update_actor(self, dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable) -> Sums:
-        """Epochs and mini-batches of the algorithm's policy loss."""
+        """Run the epochs and mini-batches of the policy loss."""
         config, kl_coef = self.config, self.kl.coef
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
@@ -145,7 +146,7 @@ class Learner:
         return sums
 
     def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable) -> Sums:
-        """Epochs and mini-batches of the value loss."""
+        """Run the epochs and mini-batches of the value loss."""
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)

@@ -1,6 +1,6 @@
-"""What a manifest and what is added to a checkpoint have to hold; and which settings a resumed run has changed.
+"""Validation of checkpoint manifests and their attachments, and the settings that a resumed run has changed.
 
-A digest tells that a file is the one that was written; what is looked at here tells that a run wrote it.
+A digest proves that a file is unmodified; these checks prove that its content is what a run writes.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from parallel.checkpoint.sealed import shortened
 from verl_megatron.data.batch import RolloutBatch
 
-_MOST = 2**53  # integers up to here are floats, too
+_MOST = 2**53  # integers up to here are exact as floats
 _SHOWN = 20
 _ABSENT = "not there"
 _PATHS = {"run.output_dir", "data.train", "data.validation", "actor.path", "critic.path", "reward.path"}
@@ -29,7 +29,7 @@ def is_number(value: Any) -> bool:
 
 
 def are_numbers(value: Any) -> bool:
-    """Whether it is a dictionary of numbers, NaN among them."""
+    """Whether `value` is a dictionary of numbers (NaN allowed)."""
     return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
@@ -110,7 +110,7 @@ _ROWS: dict[str, Callable[[Any], bool]] = {
 
 
 def manifest_problem(manifest: dict) -> str | None:
-    """What in a manifest no run writes, in a clause; None: nothing."""
+    """Return the first invalid entry of a manifest as a clause; None if it is valid."""
     if problem := _problem(manifest, _MANIFEST):
         return f"the manifest {problem}"
     roles, models, layouts = (manifest[name].keys() for name in ("roles", "models", "layouts"))
@@ -127,12 +127,12 @@ def manifest_problem(manifest: dict) -> str | None:
 
 
 def rows_problem(part: dict) -> str | None:
-    """What in a rank's rows no run writes, in a clause; None: nothing."""
+    """Return the first invalid entry of a rank's saved samples as a clause; None if they are valid."""
     return _problem(part, _ROWS)
 
 
 def recorded_problem(recorded: dict) -> str | None:
-    """What in the numbers of an iteration no run writes, in a clause; None: nothing."""
+    """Return the problem with an iteration's recorded metrics as a clause; None if they are valid."""
     return None if are_numbers(recorded) else "they are not all numbers"
 
 
@@ -185,11 +185,11 @@ def _is_pair(value: Any) -> bool:
 
 
 def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[str]:
-    """`section.name: old -> new` for every setting that differs; the same path in other words does not.
+    """Return `section.name: old -> new` for every changed setting; two spellings of one path are equal.
 
     Args:
-        saved: by section and name, as a manifest tells them.
-        present: the same, of this run.
+        saved: by section and name, as in a manifest.
+        present: those of this run, in the same form.
     """
     old, new = _by_name(saved), _by_name(json.loads(json.dumps(present)))
     both = {name: (old.get(name, _ABSENT), new.get(name, _ABSENT)) for name in sorted(old | new)}

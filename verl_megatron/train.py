@@ -1,4 +1,7 @@
-"""Command line of reinforcement learning: `torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.layout=tp2pp2`."""
+"""Command line of RL training.
+
+`torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.layout=tp2pp2`
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +33,7 @@ def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
 
 
 if __name__ == "__main__":
-    process.begin()  # before the first import that takes long
+    process.begin()  # before slow imports
 
     from verl_megatron.launch.command_line import run_command
 

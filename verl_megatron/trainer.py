@@ -1,4 +1,4 @@
-"""The Python interface: a run from its settings, from the first validation to the exported model."""
+"""Python interface: a complete RL run, from the first validation to the exported model."""
 
 import dataclasses
 import gc
@@ -31,18 +31,19 @@ from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
 
-SLOW_S = 1800.0  # what builds a model, reads or writes a disk may take so long without a sign of progress
+SLOW_S = 1800.0  # watchdog timeout of building models and of disk I/O, seconds
 
 
 class RLTrainer:
-    """Reinforcement learning on the ranks that torchrun started (or on this process alone).
+    """RL training on the ranks that torchrun started, or on this process alone.
 
     Args:
-        config: all settings; `actor_model`, `reward_model` and `reward_function` replace those of the same meaning.
-        use_vllm: rollouts come from vLLM; there is no other engine.
+        config: all settings; `actor_model`, `reward_model` and `reward_function` override actor.path,
+            reward.path and reward.function.
+        use_vllm: must be True; vLLM is the only rollout engine.
 
     Raises:
-        ValueError: everything that is wrong with the settings, at once, before a model is built.
+        ValueError: lists all problems of the settings, before a model is built.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class RLTrainer:
         config = TrainerConfig() if config is None else config
         if not isinstance(config, TrainerConfig):
             raise ValueError(
-                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, such as that of get_trainer_config()"
+                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, "
+                "such as that of get_trainer_config()"
             )
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
@@ -86,14 +88,15 @@ class RLTrainer:
         self.run: Run | None = None
 
     def say(self, text: str) -> None:
-        """Print from the first rank."""
+        """Print on the first rank."""
         if self.is_first:
             print(text, flush=True)
 
     def train(self) -> dict[str, float]:
-        """Run all iterations; returns the last metrics, with `validation/before` and `validation/after` where there is validation data.
+        """Run all iterations; return the last metrics.
 
-        After a SIGTERM to any rank it saves at the next opportunity and returns early; the same run resumes there.
+        With validation data they include `validation/before` and `validation/after`. After a SIGTERM to any
+        rank the run saves a checkpoint at the next opportunity and returns early; the same run resumes there.
         """
         config = self.config.run
         with (
@@ -107,11 +110,12 @@ class RLTrainer:
             record_timeline(self.run.clock, config.track_metrics)
             record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
             self.say(
-                f"built in {sum(self.run.built.values()):.0f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
+                f"built in {sum(self.run.built.values()):.0f} s: "
+                f"{', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
             )
             self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
             self.say(self._generation())
-            gc.freeze()  # what was built stays; collect only what comes (the command line starts without collection)
+            gc.freeze()  # exclude what was built; the command line starts with collection disabled
             gc.enable()
             try:
                 with self.watchdog.operation("resume", timeout_s=SLOW_S):
@@ -122,7 +126,10 @@ class RLTrainer:
 
     def _generation(self) -> str:
         case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.engine.kv_cache_tokens
-        return f"vLLM: KV cache of {tokens:,} tokens a replica, {rows_together(case, tokens * kv_bytes_per_token(case))}"
+        return (
+            f"vLLM: KV cache of {tokens:,} tokens a replica, "
+            f"{rows_together(case, tokens * kv_bytes_per_token(case))}"
+        )
 
     def _train(self) -> dict[str, float]:
         config, state, tracker, metrics, after = self.config.run, self.state, None, {}, {}
@@ -133,7 +140,7 @@ class RLTrainer:
             )
         if state.step == 0 and not state.before:
             state.before = after = self.validate(tracker)
-        elif state.validated.get("step") == config.iterations:  # only the export was missing
+        elif state.validated.get("step") == config.iterations:  # only the export is missing
             after = state.validated
         while state.step < config.iterations:
             self.watchdog.iteration = state.step + 1
@@ -161,7 +168,7 @@ class RLTrainer:
         return metrics | (before_and_after(state.before, after) if state.step == config.iterations else {})
 
     def _iterate(self) -> dict[str, float] | None:
-        """The metrics of the next iteration; None if the run has to end before it: it is saved then, with the rows collected so far."""
+        """Run an iteration and return its metrics; None after a SIGTERM, with state and samples saved."""
         run, state, drawn_from = self.run, self.state, self.run.source.cursor.state_dict()
         if self.preemption.requested():
             return self._leave()
@@ -195,16 +202,16 @@ class RLTrainer:
         return interval > 0 and self.state.step % interval == 0
 
     def save(self, *, cursor: dict | None = None) -> None:
-        """Write a checkpoint; its time counts to the next iteration. Arguments and errors are those of `SavedState.save`."""
+        """Write a checkpoint, timed as part of the next iteration; see `SavedState.save`."""
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S), self.run.clock.phase("save"):
             self.state.save(cursor=cursor)
 
     def validate(
         self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None
     ) -> dict[str, float]:
-        """Answer the validation prompts, score them, keep them as JSON lines and log the mean score beside `metrics`.
+        """Generate and score responses to the validation prompts, and log the mean score with `metrics`.
 
-        Its time counts to the next iteration, as that of a checkpoint.
+        Responses are written as JSON lines. The time counts towards the next iteration, as for checkpoints.
         """
         found = {}
         if self.run.validation is not None:
@@ -249,10 +256,10 @@ class RLTrainer:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(
                     text, encoding="utf-8", errors="backslashreplace"
-                )  # half a surrogate pair, as JSON writes it
+                )  # lone surrogates, as JSON escapes them
 
     def export(self) -> None:
-        """Write `output_dir/actor` (and `critic`) as Hugging Face folders."""
+        """Export `output_dir/actor` (and `critic`) as Hugging Face folders."""
         for spec in models_of(self.config):
             if not spec.trainable:
                 continue
@@ -266,7 +273,7 @@ class RLTrainer:
             self.say(f"exported {self.output_dir / spec.name}")
 
     def _what_remains(self) -> str:
-        """Of a run that cannot export its model: a checkpoint, once it is on the disk, or nothing."""
+        """Describe what is saved of a run whose export failed: the newest checkpoint, or nothing."""
         if not self.state.has_checkpoint:
             return "there is no checkpoint of this step, because run.save_interval=0"
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
@@ -275,7 +282,7 @@ class RLTrainer:
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """The validation accuracy of the untrained and of the trained actor."""
+    """Return the validation accuracy of the untrained and of the trained actor."""
     if not before or "validation/accuracy" not in after:
         return {}
     return {

@@ -1,1 +1,1 @@
-"""What is wrong with a run's settings and folders, found before anything is built."""
+"""Checks of settings and folders, before anything is built."""

@@ -1,4 +1,4 @@
-"""What the model folders of a run hold, against what its roles need and what the others hold: before anything is built."""
+"""Checks of the model folders against their roles and against each other, before anything is built."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,37 +19,37 @@ from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenize
 from verl_megatron.model_specs import models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
-Roles = Mapping[
-    str, tuple[str, Head]
-]  # the folder and the head of each role that has a folder; "actor" is one of them
+Roles = Mapping[str, tuple[str, Head]]  # folder and head of each role that has a folder, including "actor"
 SCORE = ("score.weight", "score.bias")
 
 
 @dataclass
 class Findings:
-    """What is wrong with the folders, and what has to be said of them though nothing is."""
+    """Problems of the folders, and notes to print."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def roles_of(config: TrainerConfig) -> Roles:
-    """The folders of a reinforcement-learning run; a critic without one of its own starts from the actor's."""
+    """Return the folders of an RL run; a critic without a folder starts from the actor's."""
     return {
         spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"
-    }  # which is the actor's
+    }  # the reference uses the actor's
 
 
 def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:
-    """Everything that keeps the folders from being what their roles need; reads the weights' headers, and values only of tied heads.
+    """Return problems and notes of the folders.
+
+    Reads the headers of weight files, and values only of tied heads.
 
     Args:
         rollout: vLLM serves the actor.
-        dry: only plans: passes over weights and tokenizers that are not there, and what this machine could not serve.
+        dry: plan only: skip absent weights and tokenizers, and limits of vLLM on this machine.
     """
     findings, architectures, broken = Findings(), {}, set()
     for name, (path, head) in roles.items():
-        if path in broken:  # said already
+        if path in broken:  # already reported
             continue
         try:
             arch = read_architecture(path)
@@ -60,7 +60,8 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
             architectures[name] = arch
             if new := check_weights(path, head):
                 findings.notes.append(
-                    f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, all zeros"
+                    f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, "
+                    "all zeros"
                 )
         except ValueError as error:
             findings.problems.append(f"{name}.path={shown(path)}: {error}")
@@ -74,9 +75,10 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
 
 
 def find_not_finite(roles: Roles, dtypes: Sequence[torch.dtype], *, place: int = 0, of: int = 1) -> list[str]:
-    """Tensors with values that are no numbers in one of `dtypes`; reads every `of`-th tensor of each folder, from `place` on.
+    """Return the tensors with non-finite values in one of `dtypes`.
 
-    The folders have passed `inspect_folders`. Each of `of` ranks looks at a part, and all of them speak of what any has found.
+    Reads every `of`-th tensor of each folder, from `place` on, so that `of` ranks share the work and the
+    caller combines their results. The folders must have passed `inspect_folders`.
     """
     problems = []
     for path, head in dict.fromkeys(roles.values()):
@@ -87,14 +89,14 @@ def find_not_finite(roles: Roles, dtypes: Sequence[torch.dtype], *, place: int =
 
 
 def check_weights(folder: str, head: Head) -> list[str]:
-    """Compare a folder's weights with its config.json and with what a head needs; reads no weights but those of a tied head.
+    """Check a folder's weights against its config.json and its head; reads values only of a tied head.
 
     Returns:
-        Tensors of a critic's head that are not in the folder, which start new.
+        Missing tensors of a critic's head, which will be initialised.
 
     Raises:
-        ValueError: a file is missing or broken, a tensor is missing, unknown or of another shape, a reward model has no head, or a
-            tied model has a head that it does not use.
+        ValueError: a file is missing or broken, a tensor is missing, unknown or of another shape, a reward
+            model has no head, or a tied model has a separate head that it does not use.
     """
     arch = read_architecture(folder)
     with CheckpointFolder(folder) as files:
@@ -102,7 +104,8 @@ def check_weights(folder: str, head: Head) -> list[str]:
         if head == "sequence" and SCORE[0] in absent:
             stem = FAMILIES[arch.model_type].stem
             raise ValueError(
-                f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; name the folder of a {stem}{HEADS[head]} with one label"
+                f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; "
+                f"name the folder of a {stem}{HEADS[head]} with one label"
             )
         new = absent if head == "token" else []
         claimed = [
@@ -110,7 +113,8 @@ def check_weights(folder: str, head: Head) -> list[str]:
         ]
         if SCORE[0] in new and (claimed or SCORE[1] not in new):
             raise ValueError(
-                f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; copy its weights again from their source"
+                f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; "
+                "copy its weights again from their source"
             )
         files.check_shapes(hf_shapes(arch, head), optional=set(new))
         if head == "lm" and arch.tied:
@@ -119,20 +123,21 @@ def check_weights(folder: str, head: Head) -> list[str]:
 
 
 def check_reading(folder: str, arch: Architecture) -> None:
-    """Prove that transformers (and with it vLLM) reads config.json, and the same sizes as here.
+    """Check that transformers (and so vLLM) can read config.json, and reads the same sizes.
 
     Raises:
-        ValueError: it cannot, or it takes a size for another.
+        ValueError: it cannot, or a size differs.
     """
-    from transformers import AutoConfig  # seconds to import: only who starts a run pays
+    from transformers import AutoConfig  # slow import
 
     path = Path(folder) / "config.json"
     with _quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # its checks of types raise nearly anything
+        except Exception as error:  # type checks of transformers raise all kinds of errors
             raise ValueError(
-                f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source"
+                f"{path} cannot be read by transformers ({reason_of(error)}); "
+                "correct it or copy it again from its source"
             ) from None
     read = {key: (getattr(config, key, None), getattr(arch, name)) for key, (name, _, _) in TABLE.items()}
     if wrong := [
@@ -146,17 +151,19 @@ def check_reading(folder: str, arch: Architecture) -> None:
 
 
 def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
-    """What keeps vLLM from serving the actor; `here`: on this machine, too."""
+    """Return what prevents vLLM from serving the actor; with `here` also on this machine."""
     wanted = FAMILIES[arch.model_type].stem + HEADS["lm"]
     problems = []
     if wanted not in (names := read_config(folder).get("architectures") or []):
         problems.append(
-            f'vLLM serves a {wanted}, and config.json has architectures={shown(names)}; set it to ["{wanted}"]'
+            f"vLLM serves a {wanted}, and config.json has architectures={shown(names)}; "
+            f'set it to ["{wanted}"]'
         )
     if here and not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         problems.append(
-            f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: use such a model, or GPUs"
+            f"vLLM's attention on CPUs has no heads of size {arch.head_dim} (head_dim); it has {sizes}: "
+            "use such a model, or GPUs"
         )
     try:
         problems += _check_stops(folder, arch)
@@ -166,7 +173,7 @@ def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
 
 
 def _check_stops(folder: str, arch: Architecture) -> list[str]:
-    """The ids that end a response, which vLLM reads from generation_config.json, or from config.json where there is none."""
+    """Check the end-of-sequence ids that vLLM reads from generation_config.json, else from config.json."""
     path = Path(folder) / "generation_config.json"
     if path.exists():
         from transformers import GenerationConfig
@@ -177,7 +184,8 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
                 GenerationConfig.from_pretrained(folder, local_files_only=True)
             except Exception as error:
                 raise ValueError(
-                    f"{path} cannot be read by transformers ({reason_of(error)}); correct it or copy it again from its source"
+                    f"{path} cannot be read by transformers ({reason_of(error)}); "
+                    "correct it or copy it again from its source"
                 ) from None
     else:
         path, settings = Path(folder) / "config.json", read_config(folder)
@@ -186,12 +194,13 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
     if all(is_count(token) and token < arch.vocab_size for token in listed):
         return []
     return [
-        f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below vocab_size={arch.vocab_size}; correct it"
+        f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below "
+        f"vocab_size={arch.vocab_size}; correct it"
     ]
 
 
 def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture], *, dry: bool) -> list[str]:
-    """The actor's token ids go to the critic and the reward model as they are: they have to be there and to mean the same."""
+    """Check that critic and reward model share the actor's token ids, which they get unchanged."""
     path, actor = roles["actor"][0], architectures["actor"]
     problems, tokenizer = [], None
     if not dry or has_tokenizer(path):
@@ -206,8 +215,10 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
             continue
         if arch.vocab_size < actor.vocab_size:
             problems.append(
-                f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, and the actor generates tokens below its vocab_size={actor.vocab_size};"
-                f" use a model of the actor's vocabulary, or widen this one with transformers' resize_token_embeddings({actor.vocab_size})"
+                f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, "
+                f"and the actor generates tokens below its vocab_size={actor.vocab_size};"
+                " use a model of the actor's vocabulary, or widen this one with transformers' "
+                f"resize_token_embeddings({actor.vocab_size})"
             )
         if tokenizer is not None and has_tokenizer(other):
             try:
@@ -224,13 +235,14 @@ def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]
     if end is None or end < arch.vocab_size:
         return []
     return [
-        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, and the model has vocab_size={arch.vocab_size};"
+        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, "
+        f"and the model has vocab_size={arch.vocab_size};"
         " use the model's own tokenizer"
     ]
 
 
 def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> list[str]:
-    """Tokens that the actor can write and that are another id, or none, for the other; it may have more of its own."""
+    """Report tokens of the actor that have another id or none in `other`; `other` may have more."""
     ours, theirs = actor.hf.get_vocab(), other.hf.get_vocab()
     wrong = sorted(
         (token_id, token)
@@ -241,15 +253,17 @@ def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> li
         return []
     token_id, token = wrong[0]
     return [
-        f"{where}: its tokenizer is not the actor's: {len(wrong)} of the actor's {len(ours)} tokens have another id here, the first being"
-        f" {shown(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; use a model with the actor's tokenizer, or take the"
+        f"{where}: its tokenizer is not the actor's: {len(wrong)} of the actor's {len(ours)} tokens have "
+        "another id here, the first being"
+        f" {shown(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; "
+        "use a model with the actor's tokenizer, or take the"
         " tokenizer's files out of this folder if its ids mean the same"
     ]
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without notes that every rank would print."""
+    """Suppress transformers' warnings, which every rank would print."""
     from transformers.utils import logging
 
     level: Any = logging.get_verbosity()

@@ -1,40 +1,40 @@
-"""Which values each setting may have: intervals of numbers and tables of choices, by section and setting."""
+"""Allowed values of each setting: intervals of numbers and tables of choices."""
 
 from dataclasses import fields
 from typing import Any, get_args, get_origin
 
 from parallel.runtime.refusal import nearest, shown
 
-# Square brackets include the end, round ones leave it out. Upper ends are where the value stops to mean anything, or where a
-# machine, vLLM or a float32 stops; what depends on the model, the data or the machine is checked with them.
-COUNT = "[0, 1000000000]"  # of iterations, steps, tokens: more than any run has
-SHARE = "[0, 1000000]"  # coefficients and norms: far from what overflows in float32 beside a loss
+# Square brackets are closed ends, round ones open. Upper bounds are where a value stops being meaningful, or
+# limits of hardware, vLLM or float32. Limits that depend on model, data or machine are checked elsewhere.
+COUNT = "[0, 1000000000]"  # iterations, steps, tokens: more than any run needs
+SHARE = "[0, 1000000]"  # coefficients and norms: far below float32 overflow of a loss
 INTERVALS = {
     "RunConfig": {
-        "seed": "[0, 4294967295]",  # what numpy takes
+        "seed": "[0, 4294967295]",  # numpy's range
         "iterations": "[1, 1000000000]",
         "validate_interval": COUNT,
         "save_interval": COUNT,
         "keep_last_k": COUNT,
         "keep_best_k": COUNT,
-        "stall_timeout_s": "[0, 10000000]",  # four months; the operating system waits no longer than 292 years
+        "stall_timeout_s": "[0, 10000000]",  # four months; operating-system waits overflow at 292 years
     },
     "DataConfig": {
         "max_prompt_tokens": "[1, 1000000000]",
-        "prompts_per_iteration": "[1, 1000000]",  # every rank has the table of all rows
+        "prompts_per_iteration": "[1, 1000000]",  # every rank has a table of all samples
         "samples_per_prompt": "[1, 1000000]",
         "validation_rows": COUNT,
-        "validation_temperature": "[0, 2]",  # vLLM's
+        "validation_temperature": "[0, 2]",  # vLLM's range
     },
     "SFTDataConfig": {"max_tokens": "[2, 1000000000]", "rows_per_step": "[1, 1000000]"},
-    "ModelConfig": {"lr": "[0, 1]"},  # AdamW moves every weight by about lr
+    "ModelConfig": {"lr": "[0, 1]"},  # AdamW changes every weight by about lr
     "EngineConfig": {
         "tokens_per_micro_batch": "[1, 1000000000]",
         "warmup_steps": COUNT,
         "min_lr_ratio": "[0, 1]",
         "weight_decay": "[0, 1000]",
         "clip_grad": SHARE,
-        "adam_eps": "[1e-30, 1]",  # below it is 0 in float32, by which nothing can be divided
+        "adam_eps": "[1e-30, 1]",  # smaller values underflow to a division by 0 in float32
     },
     "RewardConfig": {
         "timeout_s": "(0, 10000000]",
@@ -43,12 +43,13 @@ INTERVALS = {
     },  # float32
     "RolloutConfig": {
         "tp": "[1, 131072]",
-        "temperature": "[0.01, 2]",  # log-probs are those of softmax(logits / temperature); vLLM takes less for 0.01, and refuses more
+        # Log-probs are of softmax(logits / temperature). vLLM raises lower ones to 0.01, refuses higher ones.
+        "temperature": "[0.01, 2]",
         "top_p": "(0, 1]",
         "top_k": "[-1, 2147483647]",
         "min_tokens": COUNT,
         "max_tokens": "[1, 1000000000]",
-        "max_num_seqs": "[1, 65536]",  # vLLM keeps tables of that many rows, each as long as the model's
+        "max_num_seqs": "[1, 65536]",  # vLLM allocates a table row of max_model_len each
         "gpu_memory_utilization": "(0, 1]",
         "kv_cache_mib": "[1, 16777216]",  # 16 TiB
     },
@@ -68,7 +69,7 @@ INTERVALS = {
         "stop_kl": SHARE,
         "critic_warmup": COUNT,
     },
-    "ReshardConfig": {"window_mib": "[1, 65536]"},  # 64 GiB, of a GPU's memory
+    "ReshardConfig": {"window_mib": "[1, 65536]"},  # 64 GiB of GPU memory
 }
 
 CHOICES = {
@@ -96,7 +97,7 @@ CHOICES = {
 
 
 def inside(value: float, interval: str) -> bool:
-    """Whether `value` lies in an interval such as "(0, 1]"; NaN lies in none."""
+    """Whether `value` is in an interval such as "(0, 1]"; NaN is in none."""
     low, high = map(float, interval[1:-1].split(","))
     above = value >= low if interval[0] == "[" else value > low
     below = value <= high if interval[-1] == "]" else value < high
@@ -104,7 +105,7 @@ def inside(value: float, interval: str) -> bool:
 
 
 def check_types(config: Any) -> list[str]:
-    """A problem for each section and setting of `config` whose value is of another type than its field."""
+    """Return a problem for each section and setting of `config` with a wrong type."""
     problems = []
     for section in fields(config):
         values = getattr(config, section.name)
@@ -115,7 +116,8 @@ def check_types(config: Any) -> list[str]:
             value = getattr(values, field.name, None)
             if not _has_type(value, field.type):
                 problems.append(
-                    f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); give {TYPES[field.type]}"
+                    f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); "
+                    f"give {TYPES[field.type]}"
                 )
     return problems
 
@@ -136,13 +138,13 @@ def _has_type(value: Any, kind: Any) -> bool:
         return isinstance(value, list | tuple) and all(
             _has_type(element, get_args(kind)[0]) for element in value
         )
-    if isinstance(value, bool) or kind is bool:  # True is an integer, too
+    if isinstance(value, bool) or kind is bool:  # bool is a subclass of int
         return kind is bool and isinstance(value, bool)
     return isinstance(value, int | float if kind is float else kind)
 
 
 def check_values(config: Any) -> list[str]:
-    """A problem for each setting of `config` (a dataclass of sections, of the right types) outside its interval or its choices."""
+    """Return a problem for each setting of `config` outside its interval or choices; types must be right."""
     problems = []
     for section in fields(config):
         values = getattr(config, section.name)
@@ -157,6 +159,7 @@ def check_values(config: Any) -> list[str]:
             value = getattr(values, name)
             if value not in choices:
                 problems.append(
-                    f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}"
+                    f"{section.name}.{name}={shown(value)} is not known{nearest(value, choices)}; "
+                    f"choose one of {', '.join(choices)}"
                 )
     return problems

@@ -1,4 +1,4 @@
-"""What lies in a run's output folder when it starts, and would be stumbled over hours later."""
+"""Checks of the output folder at start, for conflicts that would otherwise fail hours later."""
 
 import os
 import re
@@ -13,15 +13,15 @@ _WEIGHTS = re.compile(r"model.*\.safetensors|\.model.*\.partial")
 
 
 def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
-    """Names in `run.output_dir` that hold something else than a run puts there; empty: nothing is in its way.
+    """Return conflicts between `run.output_dir` and what a run writes there; empty if there are none.
 
     Args:
-        exported: where the weights of each role that learns come from, by role.
+        exported: source folder of the weights of each trainable role, by role.
     """
     folder, problems = Path(run.output_dir), []
     if not run.output_dir or not os.path.isdir(
         folder
-    ):  # False for a name that cannot be used, which the settings' checks refuse
+    ):  # also False for invalid names, which the settings checks refuse
         return []
     try:
         problems += [
@@ -36,35 +36,44 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
             problems += [_export_problem(folder / role, source) for role, source in exported.items()]
     except OSError as error:
         problems.append(
-            f"run.output_dir={run.output_dir!r} cannot be read ({error}); make it readable or name another folder"
+            f"run.output_dir={run.output_dir!r} cannot be read ({error}); "
+            "make it readable or name another folder"
         )
     return [problem for problem in problems if problem]
 
 
 def _kind_problem(path: Path, *, is_folder: bool) -> str | None:
-    """Why a run cannot write this file or folder, if it is there."""
+    """Return why a run cannot write this existing file or folder; None if it can."""
     if not os.path.lexists(path):
         return None
     if is_folder and not path.is_dir():
-        return f"run.output_dir: {path} is no folder, and the run writes one there; move it away or name another folder"
+        return (
+            f"run.output_dir: {path} is no folder, and the run writes one there; "
+            "move it away or name another folder"
+        )
     if not is_folder and not path.is_file():
-        return f"run.output_dir: {path} is no regular file, and the run writes one there; move it away or name another folder"
+        return (
+            f"run.output_dir: {path} is no regular file, and the run writes one there; "
+            "move it away or name another folder"
+        )
     if is_folder and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         return f"run.output_dir: {path} cannot be written; make it writable or name another folder"
     return None
 
 
 def _export_problem(path: Path, source: str) -> str | None:
-    """Why no model can be exported to `path`: it is its source, or holds something else than a model."""
+    """Return why no model can be exported to `path`: it is the source, or has other content."""
     if source and path.exists() and path.resolve() == Path(source).resolve():
         return (
-            f"run.output_dir: {path} is the folder that the {path.name} is read from, and the trained one is written there;"
+            f"run.output_dir: {path} is the folder that the {path.name} is read from, "
+            "and the trained one is written there;"
             " name another folder, or set run.export=false"
         )
     names = os.listdir(path) if path.is_dir() else []
     if names and "config.json" not in names and not any(map(_WEIGHTS.fullmatch, names)):
         return (
-            f"run.output_dir: {path} holds something else than a model ({sorted(names)[0]}), and the trained {path.name} is written there;"
+            f"run.output_dir: {path} holds something else than a model ({sorted(names)[0]}), "
+            f"and the trained {path.name} is written there;"
             " move it away, or set run.export=false"
         )
     return None

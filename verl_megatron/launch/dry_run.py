@@ -1,4 +1,4 @@
-"""What a run would be, without ranks, GPUs and weights: its settings are checked as a run checks them, then its plan is said in words."""
+"""Dry run without ranks, GPUs or weights: check the settings as a run does, then print its plan."""
 
 import contextlib
 import copy
@@ -20,21 +20,21 @@ from verl_megatron.config import MISSING, SFTConfig, TrainerConfig
 from verl_megatron.planner import Case, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
-HOST_RANKS = 8  # of a host, where LOCAL_WORLD_SIZE does not say it
+HOST_RANKS = 8  # ranks per host, if LOCAL_WORLD_SIZE is not set
 PLANNED_SPEC = "te"  # parameter names and shapes of GPU runs
 
-Settings = dict[str, Any]  # by section, as a recipe and the command line give them
+Settings = dict[str, Any]  # by section, from the recipe and the command line
 
 
 def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
-    """Layouts, batch arithmetic, reshard and predicted memory and time of a reinforcement-learning run on the ranks of `world()`.
+    """Plan an RL run on the ranks of `world()`: layouts, batch arithmetic, weight sync, memory and time.
 
-    A path of actor, critic or reward that is no folder may be the name of a published shape (`parallel.weights.shapes`); with such
-    an actor data.train may be left out, and with any it may be empty. Weights, tokenizer and data that are there are checked,
-    of each data file the first `SAMPLE_ROWS` rows.
+    The path of actor, critic or reward may be the name of a built-in shape (`parallel.weights.shapes`). With
+    such an actor, data.train may be omitted; with any actor it may be empty. Weights, tokenizer and data are
+    checked if they exist, with the first `SAMPLE_ROWS` samples of each data file.
 
     Raises:
-        ValueError: everything that is wrong with the settings, at once, or a GPU that the planner does not know.
+        ValueError: lists all problems of the settings; or the planner does not know the GPU.
     """
     world_size, ranks_per_host = world()
     with _stand_ins(settings) as (complete, rows):
@@ -54,7 +54,10 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
 
 
 def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
-    """Layout, rows, predicted memory and time of a supervised run on the ranks of `world()`; stand-ins and errors as in `training_plan`."""
+    """Plan a supervised run on the ranks of `world()`: layout, samples, memory and time.
+
+    Built-in shapes and errors are as in `training_plan`.
+    """
     world_size, ranks_per_host = world()
     with _stand_ins(settings) as (complete, rows):
         config = structured(complete, SFTConfig)
@@ -72,10 +75,11 @@ def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
 
 
 def world() -> tuple[int, int]:
-    """Ranks of the run and of each of its hosts, from the variables in which launchers tell each rank.
+    """Return world size and ranks per host from the launcher's environment variables.
 
     Raises:
-        ValueError: WORLD_SIZE or LOCAL_WORLD_SIZE is no positive number, or the hosts do not share the ranks evenly.
+        ValueError: WORLD_SIZE or LOCAL_WORLD_SIZE is no positive number, or the hosts have unequal numbers of
+            ranks.
     """
     sizes = []
     for name, default in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", HOST_RANKS)):
@@ -86,16 +90,17 @@ def world() -> tuple[int, int]:
     world_size, ranks_per_host = sizes[0], min(sizes)
     if world_size % ranks_per_host:
         raise ValueError(
-            f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: every host starts as many ranks; change one of them"
+            f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: "
+            "every host starts as many ranks; change one of them"
         )
     return world_size, ranks_per_host
 
 
 @contextlib.contextmanager
 def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
-    """`settings` with a folder for each published shape that is named as a path, and with a file of prompts where none is needed.
+    """Replace built-in shapes by temporary model folders, and absent prompts by an empty file.
 
-    Also how many rows of its data files there are to check: none where the prompts are a stand-in.
+    Also yields the number of samples to check of each data file: 0 if the prompts are a stand-in.
     """
     complete, rows = copy.deepcopy(settings), SAMPLE_ROWS
     with TemporaryDirectory(prefix="dry_run_") as scratch:
@@ -106,7 +111,8 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
                 continue
             if name not in SHAPES:
                 raise ValueError(
-                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; give a folder with a config.json or one of {', '.join(SHAPES)}"
+                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; "
+                    f"give a folder with a config.json or one of {', '.join(SHAPES)}"
                 )
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
@@ -125,7 +131,7 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
 def _is_folder(name: str) -> bool:
     try:
         return Path(name).is_dir()
-    except OSError:  # too long a name
+    except OSError:  # the name is too long
         return False
 
 
@@ -134,20 +140,21 @@ def _title(world_size: int, ranks_per_host: int) -> str:
 
 
 def _layouts(case: Case, settings: Settings) -> list[str]:
-    """A line for each model, with its path as it was given, and one for vLLM."""
+    """Describe each model with its path as given, and vLLM, a line each."""
     lines = []
     for role in case.roles:
         own = settings.get(role.name, {}).get(
             "path", ""
-        )  # a critic without a folder of its own and the reference are the actor's
+        )  # the reference, and a critic without a folder, use the actor's
         lines.append(
-            f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, from {own or settings['actor']['path']}"
+            f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, "
+            f"from {own or settings['actor']['path']}"
         )
     return [*lines, f"  {'rollout':<10}{case.replicas} x tp{case.config.rollout.tp}"]
 
 
 def _reshard(case: Case) -> str:
-    """What moves between the actor and vLLM, in one line; ranks of a host read each other's memory, as they do on GPUs."""
+    """Describe the weight sync in one line; ranks of a host read each other's memory, as on GPUs."""
     arch, config = case.actor.arch, case.config
     served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(case.world_size)))
     train, rollout = place(arch, case.actor.layout, served_by, ranks_per_host=case.ranks_per_host)
@@ -166,7 +173,7 @@ def _reshard(case: Case) -> str:
         host_of=lambda rank: rank // case.ranks_per_host,
         peer_memory=True,
     )
-    # Where Megatron's parameters lie is known only when they are there; what a rank receives does not depend on it.
+    # Addresses of Megatron's parameters are known only at run time; the bytes received do not depend on them.
     overlaid = (
         "" if config.reshard.mode == "keep" else ", counted before vLLM's weights are laid over Megatron's"
     )

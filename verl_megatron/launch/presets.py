@@ -1,4 +1,4 @@
-"""Settings from a few numbers, for the Python interface."""
+"""Trainer configuration from a few numbers, for the Python interface."""
 
 from parallel.runtime.environment import MOST_RANKS
 from parallel.runtime.refusal import shown
@@ -24,15 +24,18 @@ def get_trainer_config(
     enable_recompute: bool | str = False,
     mixed_precision: bool | str = "auto",
 ) -> TrainerConfig:
-    """A configuration whose actor and critic share `dp_size * tp_size * pp_size` ranks; all else is the defaults, to be changed by attribute.
+    """Return a configuration whose actor and critic share `dp_size * tp_size * pp_size` ranks.
+
+    All other settings are defaults, which can be changed as attributes.
 
     Args:
-        hybrid_engine: vLLM on the actor's ranks, replicas of `tp_size` ranks. There is no other way yet.
+        hybrid_engine: vLLM on the actor's ranks, in replicas of `tp_size` ranks. Must be True.
         enable_recompute: True recomputes whole layers ("full"); also "selective" or "none".
-        mixed_precision: True is bfloat16 with float32 master weights, False float32, "auto" the first on GPUs and the second on CPUs.
+        mixed_precision: True is bfloat16 with float32 master weights, False is float32; "auto" is bfloat16 on
+            GPUs and float32 on CPUs.
 
     Raises:
-        ValueError: a size below 1, a value that is not known, or `hybrid_engine=False`.
+        ValueError: a size below 1, an unknown value, or `hybrid_engine=False`.
     """
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
     for name, size in sizes.items():
@@ -44,15 +47,18 @@ def get_trainer_config(
         raise ValueError(f"hybrid_engine={shown(hybrid_engine)} must be True")
     if not hybrid_engine:
         raise ValueError(
-            "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, which shares the actor's ranks"
+            "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, "
+            "which shares the actor's ranks"
         )
     if not isinstance(enable_recompute, bool | str) or enable_recompute not in RECOMPUTE:
         raise ValueError(
-            f"enable_recompute={shown(enable_recompute)} is not known; choose one of {', '.join(map(str, RECOMPUTE))}"
+            f"enable_recompute={shown(enable_recompute)} is not known; "
+            f"choose one of {', '.join(map(str, RECOMPUTE))}"
         )
     if not isinstance(mixed_precision, bool | str) or mixed_precision not in MIXED_PRECISION:
         raise ValueError(
-            f"mixed_precision={shown(mixed_precision)} is not known; choose one of {', '.join(map(str, MIXED_PRECISION))}"
+            f"mixed_precision={shown(mixed_precision)} is not known; "
+            f"choose one of {', '.join(map(str, MIXED_PRECISION))}"
         )
     layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"
     return TrainerConfig(

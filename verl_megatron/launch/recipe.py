@@ -1,4 +1,4 @@
-"""Looks at a recipe file before Hydra does: what YAML allows and no recipe means is refused with its line."""
+"""Checks of a recipe file before Hydra reads it: refuse YAML that no recipe needs, with its line."""
 
 from pathlib import Path
 
@@ -11,13 +11,15 @@ MOST_BYTES = 1 << 20
 TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 }
-MOST_VALUES = 100_000  # with aliases written out: a few lines of them can stand for billions
+MOST_VALUES = 100_000  # with aliases expanded: a few lines can expand to billions
 
 
 def check_recipe(path: Path) -> None:
-    """
+    """Check a recipe file.
+
     Raises:
-        ValueError: a file that is too large, no UTF-8, no YAML, no mapping of sections or that names a setting twice; the message names the line.
+        ValueError: names the line; the file is too large, not UTF-8, not YAML, not a mapping of sections, or
+            names a setting twice.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"recipe {path} is no regular file; name a .yaml file")
@@ -30,7 +32,8 @@ def check_recipe(path: Path) -> None:
         ) from None
     if len(raw) > MOST_BYTES:
         raise ValueError(
-            f"recipe {path} has more than {MOST_BYTES:,} bytes; a recipe holds settings only, put data into files of their own"
+            f"recipe {path} has more than {MOST_BYTES:,} bytes; a recipe holds settings only, "
+            "put data into files of their own"
         )
     try:
         document = yaml.compose(raw.decode("utf-8"), Loader=yaml.SafeLoader)
@@ -38,7 +41,8 @@ def check_recipe(path: Path) -> None:
             return
         if not isinstance(document, MappingNode):
             raise ValueError(
-                f"recipe {path} must be sections with settings, such as `actor:` and below it `  lr: 1e-6`, and is a {document.id}"
+                f"recipe {path} must be sections with settings, such as `actor:` and below it `  lr: 1e-6`, "
+                f"and is a {document.id}"
             )
         _check(document, path, {})
     except UnicodeDecodeError as error:
@@ -48,7 +52,8 @@ def check_recipe(path: Path) -> None:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         raise ValueError(
-            f"recipe {path}{where}: not valid YAML ({reason}); mend it there: sections, and their settings indented by two spaces"
+            f"recipe {path}{where}: not valid YAML ({reason}); mend it there: sections, "
+            "and their settings indented by two spaces"
         ) from None
     except RecursionError:
         raise ValueError(
@@ -57,24 +62,27 @@ def check_recipe(path: Path) -> None:
 
 
 def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
-    """How many values `node` stands for; `sizes` has those of the nodes that were met before."""
+    """Return the number of values that `node` expands to; `sizes` caches those of visited nodes."""
     if id(node) in sizes:
         return sizes[id(node)]
-    sizes[id(node)] = 1  # of one that holds itself, which Hydra refuses
+    sizes[id(node)] = 1  # for recursive aliases, which Hydra refuses
     if node.tag not in TAGS:
         raise ValueError(
-            f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a recipe's; write plain values"
+            f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a "
+            "recipe's; write plain values"
         )
     if isinstance(node, MappingNode):
         names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, ScalarNode):
                 raise ValueError(
-                    f"recipe {path}, line {key.start_mark.line + 1}: a setting's name must be a word; write NAME: VALUE"
+                    f"recipe {path}, line {key.start_mark.line + 1}: a setting's name must be a word; "
+                    "write NAME: VALUE"
                 )
             if key.value in names:
                 raise ValueError(
-                    f"recipe {path}, line {key.start_mark.line + 1}: {shown(key.value)} stands there twice; leave one of them"
+                    f"recipe {path}, line {key.start_mark.line + 1}: {shown(key.value)} stands there twice; "
+                    "leave one of them"
                 )
             names.add(key.value)
     children = (
@@ -87,6 +95,7 @@ def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
     sizes[id(node)] = size = 1 + sum(_check(child, path, sizes) for child in children)
     if size > MOST_VALUES:
         raise ValueError(
-            f"recipe {path} stands for more than {MOST_VALUES:,} values, aliases (*name) written out; shorten it"
+            f"recipe {path} stands for more than {MOST_VALUES:,} values, aliases (*name) written out; "
+            "shorten it"
         )
     return size

@@ -1,4 +1,4 @@
-"""The models of a run: one engine, and what each role asks of it."""
+"""Models of a run: the Megatron-Core engine and the roles that use it."""
 
 from parallel import device
 

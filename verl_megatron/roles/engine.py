@@ -1,4 +1,4 @@
-"""One Megatron-Core model on the ranks of its layout: weights in, forward passes, optimizer steps, weights out."""
+"""A Megatron-Core model on the ranks of its layout: loading, forward passes, optimizer steps, export."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,20 +36,20 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.learning_rate import make_scheduler
 from verl_megatron.roles.schedule import run_schedule
 
-Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the tokens asked about
+Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the selected tokens
 
 
 class Loss(Protocol):
-    """Outputs of a micro-batch and what is known about its N tokens → the loss of each [N] float32, and metrics."""
+    """Loss function: outputs and fields of N tokens → per-token loss [N] float32, and metrics."""
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]: ...
 
 
 def compute_of(config: EngineConfig) -> Compute:
-    """The settings resolved for this machine: bfloat16 and transformer-engine on GPUs, float32 on a CPU.
+    """Resolve `auto` settings for this machine: bfloat16 and transformer-engine on GPUs, float32 on CPUs.
 
     Raises:
-        ValueError: fp8 where there is no GPU for it, or without transformer-engine.
+        ValueError: fp8 without a GPU that supports it, or without transformer-engine.
     """
     dtype = {"auto": torch.bfloat16 if device.is_gpu() else torch.float32, "float32": torch.float32}.get(
         config.dtype, torch.bfloat16
@@ -61,13 +61,17 @@ def compute_of(config: EngineConfig) -> Compute:
         compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)
     ):
         raise ValueError(
-            "engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); use bfloat16 here"
+            "engine.dtype=fp8 needs transformer-engine and GPUs that compute in fp8 (Hopper or newer); "
+            "use bfloat16 here"
         )
     return compute
 
 
 class Engine:
-    """A model on its ranks. Every rank of the world constructs it; what non-members call returns nothing."""
+    """A model on the ranks of its layout.
+
+    Every rank of the world constructs it; on non-members the methods do nothing.
+    """
 
     def __init__(
         self,
@@ -83,14 +87,14 @@ class Engine:
     ):
         """
         Args:
-            folder: a Hugging Face folder with the weights; None keeps them as initialised and reads no files.
+            folder: Hugging Face folder with the weights; None keeps the initial weights and reads no files.
             progress: called before each micro-batch.
         """
         self.progress = progress
         self.arch, self.groups, self.config, self.head = arch, groups, config, head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
         self.optimizer, self.scattered = None, False
-        self.offload = Offload(device.device())  # of optimizer state
+        self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
         self.chunks = []
@@ -116,10 +120,10 @@ class Engine:
             with CheckpointFolder(folder) as files:
                 load_parameters(files, self.parameters, self.tensors)
 
-    # ---- learning -----------------------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------------
 
     def prepare_training(self, *, lr: float, total_steps: int) -> None:
-        """Add gradient buffers, the optimizer and its schedule. Every rank of the world calls this."""
+        """Create gradient buffers, the optimizer and its schedule. Collective over the world."""
         if self.groups.is_member:
             self._wrap()
         config = self.config
@@ -141,7 +145,7 @@ class Engine:
         if not self.groups.is_member:
             return
         self.model_config.grad_scale_func = self.optimizer.scale_loss
-        # Parameters may have moved into the distributed optimizer's buffers: resharding and export read these tensors.
+        # The distributed optimizer may have moved parameters into its buffers; weight sync reads them there.
         self.tensors = {
             (i, name): parameter.data
             for i, chunk in enumerate(self.chunks)
@@ -151,7 +155,10 @@ class Engine:
 
     @property
     def _gathers_late(self) -> bool:
-        """Whether a step leaves each data-parallel rank with its own share of the new weights, and the next forward pass gathers them layer by layer."""
+        """Whether parameters stay sharded over data-parallel ranks after a step.
+
+        The next forward pass then gathers them layer by layer (overlap_param_gather).
+        """
         return self.config.distributed_optimizer and self.layout.dp * self.layout.cp > 1
 
     def _wrap(self) -> None:
@@ -165,7 +172,7 @@ class Engine:
         for module in (module for chunk in self.chunks for module in chunk.modules()):
             if hasattr(
                 module, "fuse_wgrad_accumulation"
-            ):  # transformer-engine adds weight gradients straight into the buffer
+            ):  # transformer-engine accumulates weight gradients in the buffer
                 module.fuse_wgrad_accumulation = True
         view = megatron.collection(self.groups)
         self.chunks = [
@@ -181,7 +188,7 @@ class Engine:
             )
             self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self.model_config.grad_sync_func = start if len(start) > 1 else start[0]
-        # The loss is divided by the global token count before the backward pass: nothing is left to scale.
+        # No gradient scaling: the loss is divided by the global token count before the backward pass.
         self.model_config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: (
             finalize_model_grads(chunks, None, **kwargs)
         )
@@ -195,18 +202,20 @@ class Engine:
         fields: tuple[str, ...],
         scale: LossScale,
     ) -> Sums:
-        """One optimizer step on the mean of a loss, of whose rows this rank's data-parallel share is in `batch`.
+        """Take one optimizer step on the mean of a loss over all data-parallel ranks.
 
         Args:
-            micro_batches: rows of `batch` that go together; equal on all ranks that share this data-parallel index.
+            batch: this rank's data-parallel share of the samples.
+            micro_batches: sample indices into `batch` of each micro-batch; equal on all ranks of one
+                data-parallel index.
             fields: per-token fields of `batch` that `loss` reads.
-            scale: how the tokens' losses become a mean over all data-parallel ranks.
+            scale: weights and divisor that turn per-token losses into a mean over all data-parallel ranks.
 
         Returns:
-            The loss function's metrics (on the last stage; elsewhere empty) and the gradient norm.
+            The loss function's metrics (last stage only) and the gradient norm.
 
         Raises:
-            ValueError: the gradient's norm is no finite number.
+            ValueError: the gradient norm is not finite.
         """
         sums = Sums()
         if not self.groups.is_member:
@@ -229,28 +238,30 @@ class Engine:
             [self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False
         ):
             sums.merge(metrics)
-        self.scheduler.step(1)  # before the step: the first of a warm-up has a rate above 0
+        self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
         role = "policy" if self.head == "lm" else "critic"
-        if not math.isfinite(grad_norm := float(grad_norm or 0.0)):  # alike on all members
+        if not math.isfinite(grad_norm := float(grad_norm or 0.0)):  # the same on all members
             raise ValueError(
-                f"{role}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, so the run ends, and checkpoints stay as they are;"
-                f" lower {'actor' if role == 'policy' else role}.lr or engine.clip_grad, or look at the rewards and ratios before it"
+                f"{role}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
+                "so the run ends, and checkpoints stay as they are;"
+                f" lower {'actor' if role == 'policy' else role}.lr or engine.clip_grad, "
+                "or look at the rewards and ratios before it"
             )
         sums.max(f"{role}/grad_norm", grad_norm)
         self.scattered = self._gathers_late
         return sums
 
     def gather_weights(self) -> None:
-        """All of `tensors` is up to date on every rank. After steps whoever reads them calls this first, on all ranks of the layout."""
+        """Gather `tensors` on every rank; call it before reading them. Collective over the layout."""
         if self.scattered:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         self.scattered = False
 
     def weight_source(self) -> WeightSource:
-        """The weights, for a reshard; ask after `prepare_training`, which may move them."""
+        """Return the source of a weight sync; call after `prepare_training`, which may move the weights."""
         return WeightSource(
             arch=self.arch,
             tensors=self.tensors if self.groups.is_member else {},
@@ -270,14 +281,15 @@ class Engine:
             shards[rank] = known[place.tp, place.pp]
         return shards
 
-    # ---- memory -------------------------------------------------------------------------------------------------------
+    # ---- memory --------------------------------------------------------------------------------------------
 
     def offload_async(self, what: str) -> None:
-        """Begin to move what only learning needs off the GPU; the weights stay. Nothing if it is on its way or gone.
+        """Start to offload training-only state; the weights stay on the GPU. No-op if already offloaded.
 
         Args:
-            what: "none"; "grads", the gradient buffers, which no step reads from the last: PyTorch has their memory at once; "optimizer",
-                the float32 master weights and Adam's moments, kept in pinned host memory; "all", both.
+            what: "none"; "grads", gradient buffers, which are dropped and whose memory PyTorch reuses at
+                once; "optimizer", float32 master weights and Adam's moments, moved to pinned host memory;
+                "all", both.
         """
         if self.optimizer is None:
             return
@@ -292,26 +304,29 @@ class Engine:
             )
 
     def wait_offload(self, *, for_others: bool = True) -> None:
-        """Wait until what is leaving has left and free its memory. Forward passes and resharding go on; learning comes after a restore.
+        """Wait for the offload and free its GPU memory. Forward passes and weight sync still work.
 
         Args:
-            for_others: other allocators get the memory, too; False leaves it to PyTorch.
+            for_others: release the memory to other allocators; False keeps it in PyTorch's cache.
         """
         self.offload.wait_offload(for_others=for_others)
 
     def onload_async(self) -> None:
-        """Take the optimizer's memory again and begin to fill it. A step or a checkpoint waits for the rest, and starts it if nobody has."""
+        """Start to load the optimizer state back; steps and checkpoints wait for it or start it."""
         self.offload.onload_async()
 
     def _restore(self) -> None:
         self.offload.onload_async()
         self.offload.wait()
 
-    # ---- state --------------------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """What this rank holds for its data-parallel group (float32 tensors on the CPU, as `checkpoint.gather` gives them) and the
-        place in the schedule; brings back what was released. Collective over the layout's ranks; empty on others."""
+        """Return this rank's share of the training state, and the scheduler's state.
+
+        Tensors are float32 on the CPU, as from `checkpoint.gather`. Offloaded state is loaded back.
+        Collective over the layout's ranks; empty on others.
+        """
         if not self.groups.is_member:
             return {}
         self._restore()
@@ -320,9 +335,9 @@ class Engine:
         return {"tensors": tensors, "optimizer_step": step, "scheduler": self.scheduler.state_dict()}
 
     def snapshot(self) -> tuple[checkpoint.Snapshot, dict]:
-        """Weights and optimizer state as they are now, to be written for any layout to load, and what `load` needs besides (JSON values).
+        """Snapshot weights and optimizer state, loadable under any layout, and JSON metadata for `load`.
 
-        Every rank of the world calls this. The snapshot is of this state until the next one is made.
+        Collective over the world. A snapshot is valid until the next one is made.
         """
         state = self.state_dict()
         snapshot = checkpoint.Snapshot(state.pop("tensors", {}), self.chunks, self.optimizer, self.groups)
@@ -331,13 +346,13 @@ class Engine:
         return snapshot, told[0]
 
     def reserve_copies(self) -> int:
-        """Take the host memory that snapshots need, once and for all; its bytes on this rank."""
+        """Allocate the host memory of all snapshots; return its bytes on this rank."""
         if self.groups.is_member:
             self.copies.reserve(self.chunks, self.optimizer, self.groups)
         return self.copies.num_bytes
 
     def norms(self) -> dict[str, float]:
-        """Norms of the weights and of Adam's moments, the same under every layout, on every rank of the world."""
+        """Return norms of the weights and of Adam's moments; they do not depend on the layout or the rank."""
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
@@ -346,17 +361,17 @@ class Engine:
         return told[0]
 
     def load(self, folder: Path, state: dict) -> None:
-        """Continue from what a snapshot wrote into `folder` and told, under whatever layout, in place. Every rank of the world calls this."""
+        """Load a snapshot from `folder` with its metadata, under any layout. Collective over the world."""
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
         checkpoint.read(folder, self.chunks, self.optimizer, self.groups, step=state["optimizer_step"])
         if self.groups.is_member:
-            self.scheduler.num_steps = 0  # Megatron-Core adds the saved steps to those taken
+            self.scheduler.num_steps = 0  # Megatron-Core adds the saved steps to this counter
             self.scheduler.load_state_dict(state["scheduler"])
 
     def export(self, folder: Path, *, template: str) -> None:
-        """Write a Hugging Face folder with the config and tokenizer of `template`; collective over the layout's ranks."""
+        """Export a Hugging Face folder; config and tokenizer are `template`'s. Collective over the layout."""
         if not self.groups.is_member:
             return
         self.gather_weights()
@@ -381,21 +396,21 @@ class Engine:
             ),
         )
 
-    # ---- forward passes -----------------------------------------------------------------------------------------------
+    # ---- forward passes ------------------------------------------------------------------------------------
 
     def infer(
         self, batch: RolloutBatch, micro_batches: Sequence[list[int]], *, last_token: bool = False
     ) -> dict[str, Tensor] | None:
-        """Per-token outputs [B, T] float32 on the CPU, 0 where nothing was asked; None on ranks without the last stage.
+        """Return per-token outputs [B, T] float32 on the CPU; None on ranks without the last stage.
 
-        A language head gives "logprobs" and "entropy", a value head "values". With context parallelism each rank fills in its
-        own tokens and the results are summed.
+        Unselected tokens have 0. A language-model head returns "logprobs" and "entropy", a value head
+        "values". With context parallelism each rank fills in its own tokens and the results are summed.
         """
         names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
         return infer_models([self], batch, micro_batches, names, last_token=last_token)[0]
 
     def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
-        """The head's answers [N] for the tokens asked about, from the last chunk's output [1, P, H or 1]."""
+        """Compute head outputs [N] of the selected tokens from the last chunk's output [1, P, H or 1]."""
         asked = output.squeeze(0).index_select(0, micro.index)
         if self.head != "lm":
             return {"values": asked.squeeze(-1)}
@@ -418,7 +433,7 @@ def infer_models(
     *,
     last_token: bool = False,
 ) -> list[dict[str, Tensor] | None]:
-    """The named outputs of several models under the same layout, in one pass over the rows; see `Engine.infer`."""
+    """Run `Engine.infer` of several models under the same layout, in one pass over the samples."""
     groups = engines[0].groups
     if not groups.is_member:
         return [None] * len(engines)

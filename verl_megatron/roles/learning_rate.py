@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step: warm-up, then a constant, linear or cosine schedule."""
+"""Learning-rate schedule: warm-up, then constant, linear or cosine decay."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from verl_megatron.config import EngineConfig
 def make_scheduler(
     optimizer: Any, config: EngineConfig, *, lr: float, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Make the scheduler of a run of `total_steps` optimizer steps; call `step(1)` before each of them.
+    """Build the scheduler of `total_steps` optimizer steps; call `step(1)` before each of them.
 
-    Step k of a warm-up of w steps has the rate lr * k / w, so that the first is above 0 and the last has the full rate. Decay starts
-    from there and reaches min_lr_ratio * lr one step after the run's last, so that no step has a rate of 0.
+    Step k of w warm-up steps has the rate lr * k / w: the first is above 0 and the last has the full rate.
+    Decay starts there and reaches min_lr_ratio * lr one step after the last, so that no step has a rate of 0.
 
     Args:
         optimizer: Megatron-Core's, or any object with `param_groups`.
@@ -32,5 +32,5 @@ def make_scheduler(
         wd_incr_steps=0,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run takes its place from the checkpoint and its rates from the settings
+        override_opt_param_scheduler=True,  # resume: step from the checkpoint, rates from the settings
     )

@@ -1,4 +1,4 @@
-"""A role: an engine that gets samples from their owners, works on them under its own layout and sends the results back."""
+"""Role: an engine with dispatch of samples to its layout, and return of results to the owner ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,28 +20,28 @@ from verl_megatron.models.build import Head
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.engine import Engine, Loss, infer_models
 
-TOKENS = ("generated_ids", "attention_mask", "response_mask")  # what every pass over the samples needs
+TOKENS = ("generated_ids", "attention_mask", "response_mask")  # fields that every pass needs
 
 
 @dataclass(slots=True)
 class DispatchedBatch:
-    """The samples of this rank's data-parallel index and how they are packed."""
+    """Samples of this rank's data-parallel index and their micro-batches."""
 
     batch: RolloutBatch
-    dp_of_row: Tensor  # [R] int64, the data-parallel index that works on each sample of the iteration
+    dp_of_row: Tensor  # [R] int64, data-parallel index of each sample of the iteration
     micro_batches: list[
         list[list[int]]
-    ]  # of each mini-batch; the same for forward passes and updates, so ratios start at 1
+    ]  # per mini-batch; the same for forward passes and updates, so that ratios start at 1
 
 
 class Role:
-    """Actor, critic, reference or reward model. Every rank of the world calls its methods together."""
+    """Actor, critic, reference or reward model. Methods are collective over the world."""
 
     def __init__(self, engine: Engine, collector: DataCollector):
         self.engine, self.collector = engine, collector
 
     def dispatch(self, batch: RolloutBatch, rows: RowTable) -> DispatchedBatch:
-        """Send every sample's tokens to the ranks that work on it; once an iteration is enough for all passes under this layout."""
+        """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
         layout = self.engine.layout
         dp_of_row = rows.assign(layout.dp)
         fields = self.collector.to_role(batch, dp_of_row, TOKENS)
@@ -56,7 +56,7 @@ class Role:
         return DispatchedBatch(here, dp_of_row, micro)
 
     def send_fields(self, dispatched: DispatchedBatch, batch: RolloutBatch, names: Sequence[str]) -> None:
-        """Send per-token fields after the tokens; those that are not set are left out."""
+        """Send per-token fields of dispatched samples; fields that are None are skipped."""
         fields = self.collector.to_role(batch, dispatched.dp_of_row, names)
         assert torch.equal(fields.pop("row_id"), dispatched.batch.row_id), (
             "fields follow the samples that were dispatched"
@@ -67,7 +67,10 @@ class Role:
     def infer(
         self, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False
     ) -> dict[str, Tensor]:
-        """The named per-token results [B, T] float32 for the samples owned here: "logprobs" and "entropy", or "values"."""
+        """Return per-token results [B, T] float32 of the samples owned by this rank.
+
+        `names` are "logprobs" and "entropy", or "values".
+        """
         return infer_together([self], self.dispatch(batch, rows), batch, rows, names, last_token=last_token)[
             0
         ]
@@ -83,11 +86,11 @@ class Role:
         epochs: int,
         stop: Callable[[Sums], bool] | None = None,
     ) -> tuple[Sums, int]:
-        """Optimizer steps over all mini-batches, `epochs` times; returns the metrics and the number of steps taken.
+        """Run optimizer steps over all mini-batches for `epochs`; return metrics and the number of steps.
 
         Args:
-            normalizer: what the losses of a mini-batch are divided by.
-            stop: asked after each step with its metrics, on every rank; True leaves the rest out.
+            normalizer: computes the loss scale of a mini-batch.
+            stop: called after each step with its metrics, on every rank; True skips the remaining steps.
         """
         sums, steps = Sums(), 0
         for _ in range(epochs):
@@ -112,7 +115,7 @@ def infer_together(
     *,
     last_token: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """`Role.infer` of several roles under the same layout, in one pass over the samples and one exchange."""
+    """Run `Role.infer` of several roles under the same layout, in one pass and one exchange."""
     flat = [micro for mini_batch in dispatched.micro_batches for micro in mini_batch]
     results = infer_models(
         [role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token
@@ -128,7 +131,7 @@ def infer_together(
 
 
 def layout_of(model: ModelConfig) -> Layout:
-    """The layout as the settings give it, with ranks in their usual order."""
+    """Return the layout from the settings, with ranks in the default order."""
     return Layout.parse(
         model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers)
     )
@@ -146,7 +149,11 @@ def make_role(
     train_steps: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> Role:
-    """A role on its own layout; with `train_steps` above 0 it learns. `progress` is called before each micro-batch."""
+    """Build a role on its layout; it is trainable if `train_steps` is above 0.
+
+    Args:
+        progress: called before each micro-batch.
+    """
     groups = ProcessGroups(layout)
     made = Engine(
         arch=arch,

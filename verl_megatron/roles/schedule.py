@@ -20,18 +20,18 @@ from verl_megatron.models.heads import trunk
 
 
 class ScheduledModel(Protocol):
-    """A model on this rank, as far as a pipeline schedule goes."""
+    """The interface of a model to the pipeline schedule."""
 
     layout: Layout
     groups: ProcessGroups
     compute: Compute
-    chunks: list[Any]  # GPTModel, or what wraps it for training
+    chunks: list[Any]  # GPTModel, wrapped in DDP for training
     model_config: TransformerConfig
 
     def progress(self) -> None: ...
 
     def outputs(self, output: Tensor, micro: MicroBatch, model: Any) -> dict[str, Tensor]:
-        """The head's answers from the last chunk's output."""
+        """Compute head outputs from the last chunk's output."""
         ...
 
 
@@ -45,18 +45,25 @@ def run_schedule(
     fields: tuple[str, ...] = (),
     last_token: bool = False,
 ) -> list:
-    """What `on_last_stage(engine, outputs, micro_batch)` returned for each micro-batch and engine, on the last stage; elsewhere nothing.
+    """Run a pipeline schedule over micro-batches.
 
     Args:
-        engines: members of the same groups. Every micro-batch goes through them one after the other, so that stages wait for the first
-            and the last micro-batch of all of them together. Only one alone can learn.
-        micro_batches: rows of `batch` that go together; equal on all ranks that share a data-parallel index.
+        engines: models on the same groups. They alternate on each micro-batch, so that the pipeline fills and
+            drains once for all of them. Training takes a single engine.
+        micro_batches: sample indices into `batch` of each micro-batch; equal on all ranks of one
+            data-parallel index.
+        on_last_stage: called as `on_last_stage(engine, outputs, micro_batch)`.
         fields, last_token: as in `pack`.
+
+    Returns:
+        The results of `on_last_stage` for each micro-batch and engine, on the last stage; empty on others.
     """
     first = engines[0]
     layout, groups = first.layout, first.groups
     assert forward_only or len(engines) == 1, "one model learns at a time"
-    split = layout.tp if layout.sequence_parallel else 1  # of the tokens between stages
+    split = (
+        layout.tp if layout.sequence_parallel else 1
+    )  # sequence-parallel shards of the activations between stages
     multiple_of = first.compute.token_multiple * split
     shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
     packed = to_device(
@@ -86,10 +93,8 @@ def run_schedule(
             **pipeline,
         )
     for chunk in (chunk for engine in engines for chunk in engine.chunks):
-        trunk(chunk).set_input_tensor(None)  # the last activations received, with their gradient
-        drop_fp8_weights(
-            chunk
-        )  # Megatron has those of the first engine made anew in each pass, and of no other
+        trunk(chunk).set_input_tensor(None)  # free the last received activations and their gradient
+        drop_fp8_weights(chunk)  # Megatron rebuilds them in each pass for the first engine only
     return answers
 
 
@@ -99,7 +104,11 @@ def _forward_step(
     iterator: Iterator[tuple[ScheduledModel, MicroBatch]],
     chunk: torch.nn.Module,
 ):
-    """One micro-batch through one chunk: its output, and what makes the answers of it. Megatron gives `chunk` of the first engine what came in."""
+    """Run a micro-batch through a chunk; return its output and the loss function.
+
+    Megatron sets the received activations on the `chunk` of the first engine; other engines take them from
+    there.
+    """
     engine, micro = next(iterator)
     engine.progress()
     if engine is not first:

@@ -1,4 +1,4 @@
-"""Rows go to replicas as they get free: a queue that all of them draw from, and how much a replica draws at a time."""
+"""Dynamic load balancing of rollout: replicas draw samples from a shared queue as they have room."""
 
 import hashlib
 import itertools
@@ -14,23 +14,23 @@ from verl_megatron.rollout.sampling import Generation, Request, token_budget
 
 ContinueTurn = Callable[
     [Generation], Sequence[int] | None
-]  # tokens that follow a turn, such as a tool's answer; None: it was the last
+]  # tokens to append after a turn, such as a tool's output; None: stop
 
 _queue_number = (
     itertools.count()
-)  # every rank makes its queues in the same order, so a number names the same queue everywhere
+)  # the same on every rank, as all ranks construct their queues in the same order
 
 
 class WorkQueue:
-    """The numbers 0 .. total-1, each given to one caller of one replica.
+    """A work queue of the indices 0 .. total-1, each drawn by exactly one replica.
 
-    The replicas share a counter in the store of the default process group (its `add` is atomic); alone it is a local
-    number. Every rank of the world constructs it (the name comes from counting constructions); one rank of each replica
+    Replicas share an atomic counter in the store of the default process group; a single replica uses a local
+    one. Every rank of the world constructs the queue (its key counts constructions); one rank per replica
     draws.
 
     Args:
-        total: how many numbers there are.
-        num_replicas: how many will draw, each until it was given nothing.
+        total: number of indices.
+        num_replicas: number of replicas that draw, each until a draw is empty.
     """
 
     def __init__(self, total: int, *, num_replicas: int = 1):
@@ -40,27 +40,27 @@ class WorkQueue:
         self._store = dist.distributed_c10d._get_default_store() if num_replicas > 1 else dist.HashStore()
 
     def take(self, count: int) -> range:
-        """The next `count` numbers, fewer at the end; empty exactly once for each replica, as its last draw."""
+        """Draw the next `count` indices, fewer at the end; the last draw of each replica is empty."""
         assert count > 0
         start = self._store.add(self._key, count) - count
         taken = range(min(start, self.total), min(start + count, self.total))
         if not taken and self._store.add(self._key + "/finished", 1) == self.num_replicas:
-            self._store.delete_key(self._key)  # the last to find it empty clears up
+            self._store.delete_key(self._key)  # the last replica deletes the keys
             self._store.delete_key(self._key + "/finished")
         return taken
 
 
 class Dispatcher:
-    """Decides when a replica draws from the queue, and tells all its TP ranks what it drew.
+    """Draws from the queue for a replica and broadcasts the result to its TP ranks.
 
-    A replica first draws its fair share, or as many as it decodes at once; then one row for each that finished. Nothing
-    is held back for those that get free early: a decoding step takes about as long with more rows, so that a row which
-    starts late ends late. Only TP rank 0 asks the queue; a broadcast is spent only when there is room for rows and the
-    queue is not known to be empty.
+    A replica first draws its fair share, up to the number of samples that it decodes concurrently. Then it
+    draws one for each that finishes. Nothing is reserved for replicas that finish early: a decoding step
+    takes about as long with more samples, so a sample that starts late ends late. Only TP rank 0 accesses the
+    queue. It broadcasts only if there is room for samples and the queue may not be empty.
 
     Args:
         queue: on every rank, used by the first of `group`.
-        limit: rows a replica decodes at once.
+        limit: maximum number of samples that a replica decodes concurrently.
         group: CPU group of the replica's TP ranks; None: the replica is one rank.
     """
 
@@ -71,7 +71,7 @@ class Dispatcher:
         self.exhausted = False
 
     def draw(self, running: int) -> range:
-        """Numbers of the rows to start now that `running` rows are under way; the same on all ranks of `group`. Collective."""
+        """Draw the samples to start while `running` are in flight. Collective over `group`."""
         room = self.target - running
         if self.exhausted or room <= 0:
             return range(0)
@@ -99,20 +99,20 @@ def generate(
     continue_turn: ContinueTurn | None = None,
     shared: bool = True,
 ) -> list[Generation]:
-    """Generate the rows of `requests`, divided among the replicas as they get free. Collective: every rank passes the same.
+    """Generate `requests`, load-balanced over the replicas. Collective: every rank passes the same requests.
 
     Args:
-        on_finish: called with each row as it finishes, on the replica's home rank only.
-        on_step: called on every rank as tokens are added to its rows.
-        continue_turn: asked on the home rank after every turn.
-        shared: False: every replica generates all of the rows it is given.
+        on_finish: called with each finished sample, on the replica's owner rank only.
+        on_step: called on every rank before each decoding step.
+        continue_turn: called on the owner rank after every turn.
+        shared: False: every replica generates all requests.
 
     Returns:
-        The rows that this replica took, in the order of `requests`; the same on each of its ranks.
+        The samples that this replica generated, in the order of `requests`; the same on each of its ranks.
 
     Raises:
-        ValueError: a prompt that is empty, too long or of another vocabulary, or stop strings without a tokenizer;
-            before anything is generated.
+        ValueError: before generation, if a prompt is empty, too long or has ids outside the vocabulary, or
+            there are stop strings without a tokenizer.
     """
     for request in requests:
         _check_request(request, engine)
@@ -144,17 +144,21 @@ def generate(
 
 
 class _Turns:
-    """Joins the turns of rows that go on after the model has stopped."""
+    """Joins the turns of multi-turn samples."""
 
     def __init__(self, engine: RolloutEngine, continue_turn: ContinueTurn | None):
         self._engine, self._continue_turn = engine, continue_turn
         self._earlier: dict[
             int, tuple[Generation, Sequence[int]]
-        ] = {}  # of unfinished rows: their turns so far, and what follows them
+        ] = {}  # unfinished samples: their turns so far and the tokens to append
         self._num_turns: dict[int, int] = {}
 
     def add(self, request: Request, generation: Generation) -> tuple[Generation, Request | None]:
-        """The row so far and the request of its next turn; None: it was the last. `request` is that of the first turn."""
+        """Return the sample so far and the request of its next turn, or None after the last.
+
+        Args:
+            request: of the first turn.
+        """
         if generation.row_id in self._earlier:
             earlier, between = self._earlier.pop(generation.row_id)
             generation = earlier.then(between, generation)
@@ -172,7 +176,7 @@ class _Turns:
         return generation, Request(request.row_id, prompt, request.seed + turn, sampling)
 
     def _ask(self, generation: Generation) -> Sequence[int] | None:
-        """Only the home rank asks: an answer may differ from one call to the next."""
+        """Call `continue_turn` on the owner rank and broadcast the result: calls may not be deterministic."""
         answer = [self._continue_turn(generation) if self._engine.is_home else None]
         if self._engine.tp_group is not None:
             dist.broadcast_object_list(answer, group=self._engine.tp_group, group_src=0)
@@ -183,13 +187,14 @@ def _check_request(request: Request, engine: RolloutEngine) -> None:
     stop = request.sampling.stop
     if stop and not engine.has_tokenizer:
         raise ValueError(
-            f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; add its files or use rollout.stop_token_ids"
+            f"rollout.stop={list(stop)!r} needs a tokenizer, and the model's folder has none; "
+            "add its files or use rollout.stop_token_ids"
         )
     token_budget(request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
 
 
 def _check_same_rows(rows: list[Generation], engine: RolloutEngine) -> None:
-    """The ranks of a replica sample for themselves: prove that they agreed."""
+    """Check that the ranks of a replica, which sample independently, generated the same tokens."""
     if engine.tp_group is None:
         return
     text = json.dumps([(row.row_id, row.token_ids) for row in rows]).encode()

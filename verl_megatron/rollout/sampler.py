@@ -1,4 +1,4 @@
-"""Prompts in, samples out: what the rollout engine generated on this rank, scored while it was being generated.
+"""Sampler: generates responses to prompts and scores them concurrently with generation.
 
 Letters: B samples on this rank.
 """
@@ -22,37 +22,35 @@ from verl_megatron.rollout.dispatch import ContinueTurn, generate
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
 
-KeepGroup = Callable[
-    [Sequence[float]], bool
-]  # the rewards of a prompt's samples → whether they are trained on
+KeepGroup = Callable[[Sequence[float]], bool]  # rewards of a prompt's samples → whether to train on them
 
 
 class PromptSource(Protocol):
-    """Where prompts come from; the same on every rank."""
+    """Source of prompts; the same on every rank."""
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How many prompts a collection draws, and how they are answered."""
+    """Number of prompts and samples of a collection, and their sampling parameters."""
 
     num_prompts: int
     samples_per_prompt: int
     sampling: Sampling
-    quota: int | None = None  # prompts to keep where `keep_group` leaves some out; None: num_prompts
-    max_rounds: int = 10  # of drawing further prompts in place of those that were not kept
+    quota: int | None = None  # prompts to collect with `keep_group`; None: num_prompts
+    max_rounds: int = 10  # maximum number of rounds with `keep_group`
 
 
 class Sampler:
-    """Draws prompts, keeps the engine full and hands finished samples to the reward workers. Its methods are collective over the world.
+    """Draws prompts, generates samples and sends them to the reward workers. Collective over the world.
 
     Args:
-        pool: reward workers, on the home rank of each replica; None: no reward function.
-        seed: of the run; each sample's own comes from it, the policy version and the sample's number.
-        on_step: called as tokens are added.
+        pool: reward workers, on the owner rank of each replica; None: no reward function.
+        seed: of the run; each sample's seed is derived from it, the iteration and the sample's number.
+        on_step: called before each decoding step, and while waiting for rewards.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Sampler:
             seed,
             on_step,
         )
-        self._results: dict[int, Reward] = {}  # of the samples last collected, where they are known already
+        self._results: dict[int, Reward] = {}  # known rewards of the last collected samples
         self._shown_failures: set[str] = set()
 
     def collect(
@@ -84,18 +82,18 @@ class Sampler:
         continue_turn: ContinueTurn | None = None,
         keep_group: KeepGroup | None = None,
     ) -> RolloutBatch:
-        """Samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
+        """Collect samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
 
         Args:
-            iteration: number of the collection; together with the run's seed and a sample's number it fixes the sample's seed.
-            version: of the policy that the engine runs.
-            continue_turn: what follows a turn of the model, such as a tool's answer.
-            keep_group: which prompts' samples to keep; others are drawn in place of the rest until `draw.quota` or `draw.max_rounds`
-                is reached.
+            iteration: number of the collection, from which the samples' seeds are derived.
+            version: policy version of the engine.
+            continue_turn: tokens to append after a turn, such as a tool's output.
+            keep_group: selects the prompts whose samples to keep; further prompts are drawn until
+                `draw.quota` or `draw.max_rounds` is reached.
 
         Returns:
-            The samples that this rank owns (the first of its replica; the other ranks own none), ordered by number.
-            `score` has their rewards.
+            The samples owned by this rank (the first of its replica; other ranks own none), ordered by
+            number. Call `score` for their rewards.
         """
         self._results = {}
         wanted, num_drawn, parts, num_kept = draw.quota or draw.num_prompts, 0, [], 0
@@ -121,7 +119,7 @@ class Sampler:
     def _requests(
         self, prompts: list[Prompt], draw: Draw, *, iteration: int, first_group: int
     ) -> list[Request]:
-        """A request for each sample of these prompts, of which the first has the number `first_group`."""
+        """Build a request for each sample of these prompts, numbered from group `first_group` on."""
         n, first = draw.samples_per_prompt, first_group * draw.samples_per_prompt
         return [
             Request(
@@ -136,7 +134,7 @@ class Sampler:
     def _generate(
         self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
     ) -> list[Generation]:
-        """The samples that this rank owns, by number; each goes to the reward workers as it finishes."""
+        """Generate this rank's samples, ordered by number; submit each for reward as it finishes."""
         first = requests[0].row_id
 
         def score(row: Generation) -> None:
@@ -150,14 +148,14 @@ class Sampler:
         return sorted(rows, key=lambda row: row.row_id) if self.engine.is_home else []
 
     def _text(self, row: Generation) -> str:
-        """What the reward reads: the whole response, a tool's answers included."""
+        """Return the response text passed to the reward, including tool outputs."""
         return self.tokenizer.decode(row.token_ids)
 
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
-        """[B] float32: what the reward function gives the samples of the last collection; 0 without a function.
+        """Return the rewards of the last collection, [B] float32; 0 without a reward function.
 
         Raises:
-            ValueError: the function failed on all samples, or reports metrics without end; the same on every rank.
+            ValueError: on every rank, if the function failed on all samples or reports too many metrics.
         """
         rewards_B = torch.zeros(len(batch))
         self._wait_for_rewards()
@@ -181,7 +179,7 @@ class Sampler:
         self._check_rewards()
 
     def _check_rewards(self) -> None:
-        """ValueError, the same on every rank, where the reward function failed on all samples or reports metrics without end."""
+        """Raise ValueError on every rank if all reward calls failed or there are too many metrics."""
         pool = self.pool
         here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
         failed, calls, names = all_sum(torch.tensor(here)).tolist()
@@ -193,7 +191,10 @@ class Sampler:
                 raise ValueError(said[0])
 
     def _kept_groups(self, batch: RolloutBatch, keep_group: KeepGroup) -> list[int]:
-        """The groups of this round to keep, in order; the same on every rank. A group's samples may lie on several ranks."""
+        """Return the groups of this round to keep, in order; the same on every rank.
+
+        The samples of a group may be on several ranks.
+        """
         self._wait_for_rewards()
         mine = [
             (group, self._results[row].score)
@@ -209,7 +210,7 @@ class Sampler:
     def _renumbered(
         self, batch: RolloutBatch, kept: list[int], *, first_group: int, samples_per_prompt: int
     ) -> RolloutBatch:
-        """The samples of the kept groups, which are numbered from `first_group` on; their rewards follow them."""
+        """Return the samples of kept groups, renumbered from `first_group` on, with their rewards."""
         number = {group: first_group + i for i, group in enumerate(kept)}
         places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))

@@ -1,17 +1,17 @@
-"""What is asked of a generator and what comes back: plain records, and the seed of every row."""
+"""Records of rollout: sampling parameters, request, generation; and the seed of each sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verl_megatron.config import RolloutConfig
 
-_SEED_BITS = 63  # the largest that fits vLLM's signed 64-bit seeds
+_SEED_BITS = 63  # vLLM's seeds are signed 64-bit
 _SEED_MASK = (1 << _SEED_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are drawn. Field meanings as in `RolloutConfig`."""
+    """Sampling parameters; fields as in `RolloutConfig`."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -42,31 +42,31 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row to generate. Rows of the same prompt differ in `row_id` and `seed` only."""
+    """A sample to generate. Samples of the same prompt differ in `row_id` and `seed` only."""
 
-    row_id: int  # number of the row in the iteration
+    row_id: int  # number of the sample in the iteration
     prompt_token_ids: Sequence[int]
-    seed: int  # of this row's sampling, see `row_seed`
+    seed: int  # sampling seed, see `row_seed`
     sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One finished row."""
+    """A finished sample."""
 
     row_id: int
     prompt_token_ids: Sequence[int]
-    token_ids: list[int]  # response, the stop token included
+    token_ids: list[int]  # response, including the stop token
     logprobs: list[
         float
-    ]  # of each response token under the distribution it was drawn from (after temperature, top-p, top-k, min-tokens)
+    ]  # per response token, under the sampling distribution (after temperature, top-p, top-k, min-tokens)
     finish_reason: str  # "stop" (a stop token or string), "length" or "abort"
     is_sampled: list[bool] | None = (
-        None  # for each response token: the model's own, not a tool's; None: all of them
+        None  # per response token: sampled by the model, not appended; None: all sampled
     )
 
     def then(self, other_token_ids: Sequence[int], following: "Generation") -> "Generation":
-        """This turn, tokens that the model did not sample (of log-probability 0 here), and the turn that followed them."""
+        """Join this turn, appended tokens (not sampled, with log-probability 0 here) and the next turn."""
         given, own = len(other_token_ids), self.is_sampled or [True] * len(self.token_ids)
         return Generation(
             row_id=self.row_id,
@@ -79,11 +79,11 @@ class Generation:
 
 
 def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
-    """Seed in [0, 2^63) of one row, the same whatever replica generates it.
+    """Return the seed of a sample in [0, 2^63), independent of the replica that generates it.
 
-    (iteration, row_id) is one number below 2^63; an odd multiple of the run's seed is added and the bits are mixed by
-    steps that can be undone (multiply by an odd number, xor with the upper bits), so within a run no two rows share a
-    seed, and neighbouring rows differ in about half of the bits.
+    (iteration, row_id) is packed into one number below 2^63, and an odd multiple of the run's seed is added.
+    The bits are mixed by invertible steps (multiplication by an odd number, xor with the upper bits). So
+    within a run all samples have different seeds, and neighbouring samples differ in about half of the bits.
 
     Args:
         iteration: below 2^31.
@@ -97,10 +97,10 @@ def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
 
 
 def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> int:
-    """Response tokens this row may have: its `sampling.max_tokens`, less what does not fit behind its prompt.
+    """Return the maximum response length of a sample: `sampling.max_tokens`, limited by `max_model_len`.
 
     Raises:
-        ValueError: the prompt is empty, leaves no room for a response, or holds ids that the model does not have.
+        ValueError: the prompt is empty, leaves no room for a response, or has ids outside the vocabulary.
     """
     length, row = len(request.prompt_token_ids), request.row_id
     if not length:
@@ -109,11 +109,13 @@ def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> in
         )
     if length >= max_model_len:
         raise ValueError(
-            f"row {row}: a prompt of {length} tokens leaves no room for a response within max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
+            f"row {row}: a prompt of {length} tokens leaves no room for a response within "
+            f"max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
         )
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}; use the model's own tokenizer"
+            f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of "
+            f"{vocab_size}; use the model's own tokenizer"
         )
     return min(request.sampling.max_tokens, max_model_len - length)

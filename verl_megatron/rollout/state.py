@@ -1,4 +1,4 @@
-"""What a library may change in the process while it works, put back afterwards."""
+"""Context managers that restore process state which a library may change."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def preserved_environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables of `defaults` that are not set; at the end the environment is as it was."""
+    """Set the variables of `defaults` that are not set; restore the environment on exit."""
     before = dict(os.environ)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -28,7 +28,7 @@ def preserved_environment(defaults: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """At the end the generators of random, numpy and torch (CPU and the current GPU) are as they were."""
+    """Restore the generators of random, numpy and torch (CPU and the current GPU) on exit."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
@@ -43,10 +43,10 @@ def preserved_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """No garbage collection of what exists or comes: importing or building much is a third faster without it."""
+    """Disable garbage collection and freeze existing objects: large imports take a third less time."""
     enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()  # so that collections asked for by name are quick, too
+    gc.freeze()  # so that explicit collections are fast, too
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""vLLM inside this process: alone, or as one tensor-parallel rank of a replica in every rank of a torchrun world."""
+"""In-process vLLM engine: standalone, or one tensor-parallel rank of a replica per torchrun rank."""
 
 import contextlib
 import os
@@ -23,41 +23,44 @@ from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_se
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: its weights are written in place
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in-process engine: weights are written in place
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is optional
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent anywhere
+    "VLLM_NO_USAGE_STATS": "1",  # no usage statistics are sent
 }
 
 
 class VLLMActor:
     """A vLLM engine, or this rank's part of one.
 
-    Without torchrun (no RANK and no process group) it generates alone. In a torchrun world every rank constructs it;
-    `tensor_parallel_size` ranks that follow each other in `ranks` are one replica, and all replicas draw rows from one queue.
+    Without torchrun (no RANK and no process group) it is standalone. In a torchrun world every rank
+    constructs it. Each `tensor_parallel_size` consecutive entries of `ranks` form a replica; all replicas
+    draw from one queue.
 
     Args:
         model_name: Hugging Face folder.
-        config: how vLLM is set up; `config.tp` is not read, sampling is given to `generate`.
-        max_model_len: tokens of prompt and response together; None: what the model allows.
-        dtype: of the weights; "auto": `config.dtype`, and if that is auto too bfloat16 on GPUs and float32 on CPUs.
+        config: engine settings; `config.tp` is not read, and sampling parameters are passed to `generate`.
+        max_model_len: maximum length of prompt and response together; None: the model's maximum.
+        dtype: of the weights; "auto": `config.dtype`, or if that is auto too, bfloat16 on GPUs and float32 on
+            CPUs.
         seed: of dummy weights and of `generate_text`.
         load_weights: False starts from random weights without reading files; the trainer writes them later.
-        ranks: all ranks of the world, replica by replica and in each by tensor-parallel slot, where they increase;
-            None: 0, 1, ... (2, 3, 0, 1) with two slots: replica 0 is ranks 2 and 3.
-        shared_weights: tensors on this rank's device, the memory of which vLLM's parameters of these names (as in
-            `parameters`) use in place of their own: what is written into them is in vLLM. Their contents stay as they
-            are, `sleep` leaves them alone, and gpu_memory_utilization does not count them. Needs load_weights=False.
+        ranks: all ranks of the world, ordered by replica and then by tensor-parallel index, increasing within
+            a replica; None: 0, 1, ... Example: (2, 3, 0, 1) with size 2: replica 0 is ranks 2 and 3.
+        shared_weights: tensors on this rank's device by vLLM's parameter names (as in `parameters`). vLLM's
+            parameters alias their memory, so writing into them updates vLLM. Construction keeps their
+            contents, `sleep` does not free them, and gpu_memory_utilization excludes them. Needs
+            load_weights=False.
 
     Raises:
-        ValueError: `tensor_parallel_size` does not divide the world or the model's heads, the folder has no config.json,
-            `ranks` is no such order or not that of the process's other engines, or a tensor of `shared_weights` has no
-            parameter of that name, shape, dtype, strides and device.
+        ValueError: `tensor_parallel_size` does not divide the world size or the model's heads, the folder has
+            no config.json, `ranks` is not such an order or differs from that of the process's other engines,
+            or a tensor of `shared_weights` matches no parameter in name, shape, dtype, strides and device.
     """
 
-    _open = 0  # engines of this process; they share vLLM's process groups, so their tensor parallel sizes are alike
-    _open_ranks: tuple[int, ...] = ()  # the `ranks` of these
-    _groups_are_ours = False  # vLLM made the default process group, too
+    _open = 0  # open engines of this process; they share vLLM's process groups and so their TP size
+    _open_ranks: tuple[int, ...] = ()  # `ranks` of the open engines
+    _groups_are_ours = False  # vLLM also created the default process group
 
     def __init__(
         self,
@@ -82,11 +85,13 @@ class VLLMActor:
         self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
         if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
             raise ValueError(
-                f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, and engines of a process share their groups; close it first"
+                f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, "
+                "and engines of a process share their groups; close it first"
             )
         if shared_weights and load_weights:
             raise ValueError(
-                "shared_weights would be overwritten by the files' weights; pass load_weights=False and write them yourself"
+                "shared_weights would be overwritten by the files' weights; "
+                "pass load_weights=False and write them yourself"
             )
         self.num_replicas = world // self.tp
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
@@ -102,7 +107,7 @@ class VLLMActor:
             try:
                 self._llm = self._start(options, shared_weights or {})
             except Exception:
-                if not VLLMActor._open:  # groups that were made already may not be those of the next engine
+                if not VLLMActor._open:  # existing groups may not fit the next engine
                     _release_groups(ours=not self._in_world)
                 raise
         model_config = self._llm.llm_engine.model_config
@@ -140,12 +145,12 @@ class VLLMActor:
                 skip_tokenizer_init=not self.has_tokenizer,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
+                logprobs_mode="processed_logprobs",  # under the sampling distribution
                 seed=self.seed,
                 use_tqdm_on_load=False,
                 **options,
             )
-        # Newer engines destroy the default process group when they are collected or the process ends: here it is the caller's.
+        # Newer engines destroy the default process group, the caller's, on garbage collection and at exit.
         finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
@@ -164,35 +169,35 @@ class VLLMActor:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """How many tokens this replica's KV cache holds."""
+        """Capacity of this replica's KV cache, tokens."""
         cache = self._llm.llm_engine.vllm_config.cache_config
         return cache.num_gpu_blocks * cache.block_size
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that are decoded at once."""
+        """Maximum number of requests decoded concurrently."""
         return self.config.max_num_seqs
 
     @property
     def is_home(self) -> bool:
-        """Whether this rank is the home of its replica's rows."""
+        """Whether this rank is the owner rank of its replica's samples."""
         return self.tp_rank == 0
 
     def weight_target(self) -> dict[str, Tensor]:
-        """This rank's shards by vLLM's names. Writing into them changes the model; call `reset_cache` afterwards."""
+        """Return this rank's shards by vLLM's names. After writing into them, call `reset_cache`."""
         return _parameters(self._llm)
 
-    # ---- requests -----------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The block around `submit`, `step` and `abort`; see `RolloutEngine`."""
+        """Context required for `submit`, `step` and `abort`; see `RolloutEngine`."""
         assert not self._asleep, f"vLLM sleeps: wake {sorted(self._asleep)} first"
         with self._guarded():
             try:
                 yield
             finally:
-                if self._running:  # something was raised: leave a usable engine behind
+                if self._running:  # after an exception: leave the engine usable
                     self._drop(list(self._running))
 
     def submit(self, request: Request) -> None:
@@ -207,11 +212,11 @@ class VLLMActor:
         self._running[request.row_id] = request
 
     def step(self) -> list[Generation]:
-        """Decode one more token of every running request; the requests that finished by it."""
+        """Decode one token of every running request; return the requests that finished."""
         return [self._finished(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
-        """End running requests; what each has so far, with finish_reason "abort"."""
+        """Abort running requests; return their partial generations, with finish_reason "abort"."""
         outputs = [
             _partial_output(self._llm.llm_engine.output_processor, str(row_id)) for row_id in request_ids
         ]
@@ -237,11 +242,11 @@ class VLLMActor:
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, **options) -> list[Generation]:
-        """All of `requests`, sampled alike; options, result and errors are those of `dispatch.generate`."""
+        """Generate `requests`, all with `sampling`; options, result and errors as in `dispatch.generate`."""
         return generate(self, [replace(request, sampling=sampling) for request in requests], **options)
 
     def generate_text(self, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-        """Responses to `prompts` in their order, with the folder's tokenizer; in a world every replica generates all.
+        """Generate responses to `prompts`, in order, with the folder's tokenizer, on every replica.
 
         Raises:
             ValueError: the folder has no tokenizer, or as in `generate`.
@@ -260,20 +265,23 @@ class VLLMActor:
         return texts
 
     def sleep(self) -> None:
-        """Give weights (not the shared ones) and KV cache back to the GPU; their contents are lost. Nothing on a CPU or without `config.sleep`."""
+        """Free the GPU memory of weights (except shared ones) and KV cache; their contents are lost.
+
+        No-op on CPUs or without `config.sleep`.
+        """
         if device.is_gpu() and self.config.sleep and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = set(TAGS)
 
     def has_room(self, tag: Tag) -> bool:
-        """Whether `wake(tag)` is known to find enough memory, which PyTorch gives back for it if need be."""
+        """Whether there is certainly enough memory for `wake(tag)`; empties PyTorch's cache if needed."""
         return tag not in self._asleep or vllm_weights.make_room(tag)
 
     def wake(self, tag: Tag) -> None:
-        """Memory for the weights or the KV cache again, at the same addresses.
+        """Allocate the memory of weights or KV cache again, at the same addresses.
 
         Raises:
-            ValueError: the GPU has too little memory beside the models.
+            ValueError: the GPU has too little free memory.
         """
         if tag not in self._asleep:
             return
@@ -285,16 +293,17 @@ class VLLMActor:
                 raise
             share, used = self.config.gpu_memory_utilization, device.used_memory_bytes() / 2**30
             raise ValueError(
-                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} beside the models, {used:.0f} GiB are in use; lower it, or raise tp or pp"
+                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} beside the models, "
+                f"{used:.0f} GiB are in use; lower it, or raise tp or pp"
             ) from error
         self._asleep.remove(tag)
 
     def reset_cache(self) -> None:
-        """Forget cached prompts; needed after the weights changed."""
+        """Clear the prefix cache; required after the weights have changed."""
         assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests are still under way"
 
     def close(self) -> None:
-        """Free the engine; the last one also frees vLLM's process groups. The caller's stay as they are. Collective."""
+        """Free the engine; the last one also destroys vLLM's process groups, not the caller's. Collective."""
         if self._llm is None:
             return
         with self._guarded():
@@ -307,11 +316,9 @@ class VLLMActor:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Environment, random states and threads as they were, whatever vLLM does to them."""
+        """Restore environment, random states and thread count on exit."""
         environment = dict(_ENVIRONMENT)
-        if (
-            self._in_world
-        ):  # the external launcher reads these; a world that torchrun did not start may lack them
+        if self._in_world:  # read by the external launcher; only torchrun sets them
             environment |= dict(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
             environment |= dict(
                 LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else dist.get_rank())
@@ -323,7 +330,7 @@ class VLLMActor:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Around imports and construction of vLLM: quicker, and without other authors' deprecation notes."""
+    """Context for importing and constructing vLLM: faster, and without third-party deprecation warnings."""
     with (
         paused_collector(),
         warnings.catch_warnings(),
@@ -335,7 +342,7 @@ def _starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Around the start of an engine: the places 0, 1, ... from which vLLM forms its groups stand for these ranks."""
+    """Context for starting an engine: map the positions 0, 1, ... of vLLM's groups to `ranks`."""
     from vllm.distributed import parallel_state
 
     initialize = parallel_state.init_model_parallel_group
@@ -344,7 +351,7 @@ def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
         return initialize([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
 
     parallel_state.init_model_parallel_group = initialize_in_order
-    # Here vLLM wants the place: it computes with it, and keeps what it compiled for a slot on the disk under this number.
+    # vLLM needs the position here: it computes with it, and it is the key of the compile cache on disk.
     os.environ["RANK"] = str(ranks.index(dist.get_rank()))
     try:
         yield
@@ -354,14 +361,14 @@ def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
 
 
 def _release_groups(*, ours: bool) -> None:
-    """vLLM's process groups; with `ours` the default group as well."""
+    """Destroy vLLM's process groups; with `ours` the default group as well."""
     from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
 
     cleanup_dist_env_and_memory() if ours else destroy_model_parallel()
 
 
 def _partial_output(processor, request_id: str):
-    """What vLLM would say of a running request if it ended now; newer versions give requests internal ids."""
+    """Return the output of a running request so far; newer vLLM versions use internal request ids."""
     from vllm.v1.engine import FinishReason
 
     internal_id = getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
@@ -381,9 +388,12 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
         raise ValueError(f"ranks={tuple(ranks)} must name each of the world's {world} ranks once")
     for first in range(0, world, tp):
         replica = list(ranks[first : first + tp])
-        if replica != sorted(replica):  # torch sorts the ranks of a group, and vLLM asks it for the slot
+        if replica != sorted(
+            replica
+        ):  # torch sorts the ranks of a group, and vLLM takes the TP index from it
             raise ValueError(
-                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; write {sorted(replica)}"
+                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; "
+                f"write {sorted(replica)}"
             )
     return tuple(ranks)
 
@@ -391,7 +401,8 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
 def _check_split(model_name: str, tp: int, world: int) -> None:
     if tp < 1 or world % tp:
         raise ValueError(
-            f"rollout.tp={tp} must divide the world of {world} ranks; choose a divisor or start vLLM in a torchrun world of tp ranks"
+            f"rollout.tp={tp} must divide the world of {world} ranks; "
+            "choose a divisor or start vLLM in a torchrun world of tp ranks"
         )
     heads = read_config(model_name).get("num_attention_heads", tp)
     if is_count(heads) and heads % tp:
@@ -399,7 +410,7 @@ def _check_split(model_name: str, tp: int, world: int) -> None:
 
 
 def _resolve_dtype(*wishes: str) -> str:
-    """The first that is not "auto", else this machine's usual one."""
+    """Return the first dtype that is not "auto", or else the default of this machine."""
     return next((wish for wish in wishes if wish != "auto"), "bfloat16" if device.is_gpu() else "float32")
 
 
@@ -416,8 +427,8 @@ def _sampling_params(sampling: Sampling, *, seed: int, max_tokens: int):
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        seed=seed,  # always: the ranks of a replica would otherwise draw from their own global generators, and differ
-        logprobs=0,  # the sampled token's only
+        seed=seed,  # required: without it each rank would draw from its own global generator
+        logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,4 +1,4 @@
-"""vLLM's weights in memory that belongs to somebody else, and room for what it wakes."""
+"""vLLM weights that alias external memory, and free memory for waking up."""
 
 import contextlib
 import functools
@@ -11,27 +11,28 @@ from torch import Tensor, nn
 from parallel import device
 from verl_megatron.rollout.engine import TAGS
 
-_ALIGNMENT_BYTES = 16  # what vector loads of the kernels need, and what torch.compile assumes
-_OWN_ALIGNMENT_BYTES = 256  # as if each had an allocation of its own
-_MARGIN_BYTES = 2**28  # beside what wakes: workspaces that CUDA's libraries take by themselves
+_ALIGNMENT_BYTES = 16  # required by vector loads of kernels, assumed by torch.compile
+_OWN_ALIGNMENT_BYTES = 256  # as for separate allocations
+_MARGIN_BYTES = 2**28  # extra free memory for workspaces of CUDA libraries
 
 
 @contextlib.contextmanager
 def sharing(weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around the start of one engine with load_format="dummy": its parameters of these names use these tensors' memory.
+    """Context for starting an engine with load_format="dummy" whose parameters alias `weights`.
 
-    Parameters have no memory of their own from the end of their module's construction until all modules exist, so the
-    model never exists twice. The tensors are not written to; the other parameters get one allocation together (vLLM wakes one
-    after the other, and hundreds take longer than one) and random values.
+    A parameter's own memory is freed once its module is constructed, so the model is never allocated twice.
+    `weights` are not written to. The other parameters get random values and share one allocation: vLLM wakes
+    allocations one by one, and one is faster than hundreds.
 
     Raises:
-        ValueError: while the engine starts: a name that vLLM lacks, or a tensor of another shape, dtype, stride or device.
+        ValueError: while the engine starts, for an unknown parameter name, or another shape, dtype, stride or
+            device.
     """
     from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
     loader = _loader_class()
     loader.weights = weights
-    # No format of its own: in several places vLLM knows that "dummy" reads no files (a tied head stays tied for that).
+    # Not a new format: vLLM checks for "dummy" in several places (to keep a tied head tied, for example).
     register_model_loader("dummy")(loader)
     try:
         yield
@@ -57,7 +58,7 @@ def _loader_class():
                 self._hook.remove()
 
         def load_weights(self, model: nn.Module, model_config) -> None:
-            """Called between the model's construction and everything that reads its parameters."""
+            """Alias the parameters; vLLM calls this after construction, before anything reads them."""
             self._hook.remove()
             for parameter in share(model, self.weights, self._emptying.emptied):
                 initialize_single_dummy_weight(parameter)
@@ -68,13 +69,14 @@ def _loader_class():
 class Emptying:
     """A parameter registration hook that frees the memory of parameters.
 
-    Not at once, but when the next module registers a parameter: constructors write initial values after registering.
+    It does so when the next module registers a parameter, because constructors write initial values after
+    registration.
     """
 
     def __init__(self):
         self.emptied: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
-        self._parameters: list[nn.Parameter] = []  # of that module, which may still be under construction
+        self._parameters: list[nn.Parameter] = []  # of `_module`, which may still be under construction
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if module is not self._module:
@@ -88,36 +90,38 @@ class Emptying:
         storage = parameter.untyped_storage()
         if (
             storage.nbytes() == parameter.nbytes
-        ):  # neither a part of another tensor nor emptied before (a tied one comes twice)
+        ):  # not a view, and not freed before (tied parameters register twice)
             self.emptied.add(parameter)
             storage.resize_(0)
 
 
 def share(model: nn.Module, weights: Mapping[str, Tensor], emptied: Set[nn.Parameter]) -> list[nn.Parameter]:
-    """Let the parameters that `weights` names use those tensors' memory, and give the others one allocation together.
+    """Alias the parameters named in `weights` to their memory, and put the others into one allocation.
 
     Args:
-        weights: names as in `model.named_parameters()`.
-        emptied: those whose memory was freed.
+        weights: by name as in `model.named_parameters()`.
+        emptied: parameters whose memory was freed.
 
     Returns:
-        The parameters that `weights` does not name; the contents of those in `emptied` are undefined.
+        The parameters not in `weights`; the contents of those in `emptied` are undefined.
 
     Raises:
-        ValueError: as `sharing`; nothing is changed.
+        ValueError: as in `sharing`; nothing is changed.
     """
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         if name not in parameters:
             raise ValueError(
-                f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); choose from {', '.join(parameters)}"
+                f"shared_weights: vLLM has no parameter {name} (tied ones go by the first of their names); "
+                f"choose from {', '.join(parameters)}"
             )
         given, wanted = _describe(tensor), _describe(parameters[name])
         if given != wanted:
             raise ValueError(f"shared_weights: {name} is {given}, and vLLM's parameter is {wanted}")
         if tensor.data_ptr() % _ALIGNMENT_BYTES:
             raise ValueError(
-                f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} bytes; pad what stands before it"
+                f"shared_weights: {name} starts at an address that is no multiple of {_ALIGNMENT_BYTES} "
+                "bytes; pad what stands before it"
             )
     own = [
         parameter for name, parameter in parameters.items() if name not in weights and parameter in emptied
@@ -140,16 +144,16 @@ def _describe(tensor: Tensor) -> str:
 
 
 def make_room(tag: str) -> bool:
-    """Before vLLM wakes `tag` on a GPU: PyTorch gives its cached blocks back if there is no room without that; is there room then?
+    """Empty PyTorch's cache if vLLM needs the memory to wake `tag`; return whether there is enough then.
 
-    Emptying the cache always would cost the trainer its blocks, which take time to get again. (Newer engines empty it
-    whenever they wake something, all the same.)
+    The cache is not always emptied, because the trainer would have to reallocate its blocks, which takes
+    time. (Newer vLLM versions empty it at every wake-up.)
     """
     try:
         from vllm.device_allocator import get_mem_allocator_instance
 
         needed_bytes = sleeping_bytes(get_mem_allocator_instance().pointer_to_data.values(), tag)
-    except (ImportError, AttributeError, TypeError, LookupError):  # a vLLM that keeps other records
+    except (ImportError, AttributeError, TypeError, LookupError):  # another vLLM version with other records
         needed_bytes = None
     if needed_bytes is None or needed_bytes + _MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
         device.release_cached_memory()
@@ -157,7 +161,7 @@ def make_room(tag: str) -> bool:
 
 
 def sleeping_bytes(allocations: Iterable, tag: str) -> int:
-    """Bytes that waking `tag` takes from the GPU.
+    """Return the bytes of GPU memory that waking `tag` allocates.
 
     Args:
         allocations: vLLM's records (vllm.device_allocator.AllocationData).

@@ -1,4 +1,4 @@
-"""Weights from the trained model's shards into the rollout engine's, in place, and back where the latter lie over the former."""
+"""Weight sync from the trained model's shards to the rollout engine's, and back for aliased memory."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -25,39 +25,39 @@ from verl_megatron.rollout.engine import RolloutEngine
 
 
 class WeightChannel(Protocol):
-    """How the rollout engine gets the policy's versions, which count its updates. Collective over the world."""
+    """Channel of policy versions, which count updates, to the rollout engine. Collective over the world."""
 
     def publish(self, version: int) -> None:
-        """The trained model has become this version."""
+        """Announce that the trained model has this version."""
         ...
 
     def adopt(self) -> int:
-        """The engine runs the newest version from here on; its number."""
+        """Switch the engine to the newest version; return its number."""
         ...
 
 
 class ColocatedChannel:
-    """Training and rollout take turns on the same GPUs: weights move in place when the engine's turn comes."""
+    """Alternating training and rollout on the same GPUs; weights are synced when rollout starts."""
 
     def __init__(self, residency: Residency):
         self._residency, self._version = residency, 0
-        self.report = ReshardReport()  # what the latest `adopt` moved
+        self.report = ReshardReport()  # report of the latest sync
 
     def publish(self, version: int) -> None:
-        """The trained model has become this version; nothing moves yet, and what only training needs may begin to leave the GPU."""
+        """Announce a new version; weights are not moved yet, but training-only state may start to offload."""
         self._version = version
         self._residency.mark_weights_stale()
 
     def adopt(self) -> int:
-        """Give the GPU and the newest weights to the engine."""
+        """Give the GPU and the newest weights to the engine; return their version."""
         self.report = self._residency.enter_rollout()
         return self._version
 
 
 class WeightSync:
-    """Planned once; `run()` writes the model's present weights into the engine in place. All methods are collective over the world.
+    """In-place weight sync into the engine, planned once. All methods are collective over the world.
 
-    In the modes `share` and `swap` vLLM has to be built with `shared_weights`, the views of Megatron's memory that it uses.
+    In the modes `share` and `swap`, vLLM must be built with `shared_weights`: views of Megatron's memory.
     """
 
     def __init__(self, source: WeightSource, rollout: Layout, config: ReshardConfig, *, dtype: torch.dtype):
@@ -85,7 +85,7 @@ class WeightSync:
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
         if self.peers is not None and not single_host:
-            self.peers = None  # in place a window's order holds for all ranks together: by messages
+            self.peers = None  # in-place windows are ordered across all hosts: use messages
         found = overlay(
             **common,
             memory=dict(enumerate(memory)),
@@ -97,17 +97,17 @@ class WeightSync:
         self.shared_weights = {name: tensor for (_, name), tensor in views.items()}
 
     def attach(self, engine: RolloutEngine) -> None:
-        """Resolve the plans on the engine's parameters.
+        """Bind the plans to the engine's parameters.
 
         Raises:
-            ValueError: vLLM keeps parameters in a form that the weight map does not know.
+            ValueError: vLLM's parameters are not those of the weight map.
         """
         held = {(0, name): tensor for name, tensor in engine.weight_target().items()}
         check_parameters(self.destination[self.rank], held, self.dtype)
         common = dict(
             rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify
         )
-        if self.back is not None:  # one way at a time
+        if self.back is not None:  # shared by both directions, which alternate
             staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.back))
             common["staging"] = torch.empty(
                 staged // self.dtype.itemsize, dtype=self.dtype, device=device.device()
@@ -121,10 +121,12 @@ class WeightSync:
         )
 
     def run(self, meanwhile: Callable[[], None] = lambda: None) -> ReshardReport:
-        """Move, prove, and forget what vLLM cached with the old weights. In mode `swap` Megatron's weights are gone until `restore()`.
+        """Sync and verify the weights, and clear vLLM's prefix cache.
+
+        In mode `swap`, Megatron's weights are overwritten until `restore()`.
 
         Args:
-            meanwhile: what the host does while the GPUs move weights.
+            meanwhile: called on the host while the GPUs transfer weights.
         """
         self.gather()
         self.forward.start()
@@ -134,7 +136,7 @@ class WeightSync:
         return report
 
     def restore(self) -> bool:
-        """Bring back what vLLM's weights lie over, and say whether there was something; call it before vLLM sleeps."""
+        """Restore weights overwritten by vLLM's; return whether there were any. Call before vLLM sleeps."""
         if self.backward is None:
             return False
         self.backward.run()
@@ -142,20 +144,23 @@ class WeightSync:
 
 
 def rollout_shards(arch: Architecture, rollout: Layout) -> Shards:
-    """The rollout engine's parameters on every rank."""
+    """Return the rollout engine's parameters on every rank."""
     by_tp_rank = [vllm_parameters(arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
     return {rank: by_tp_rank[rollout.coordinates(rank).tp] for rank in rollout.ranks}
 
 
 def _mapped_everywhere(source: Parameters) -> dict[int, Mapped] | None:
-    """The sources of the ranks of this host, if every host can map its own: all ranks have to plan alike. Collective over the world."""
+    """Return IPC tensors of this host's source ranks; None unless all hosts can map theirs.
+
+    All ranks must use the same plan. Collective over the world.
+    """
     peers, outcomes = map_tensors(source, _host_group()), [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, peers is not None)
     return peers if all(outcomes) else None
 
 
 def _host_group() -> dist.ProcessGroup:
-    """The ranks of this host. Collective over the world."""
+    """Return the process group of this host's ranks. Collective over the world."""
     hosts: dict[int, list[int]] = {}
     for rank in range(dist.get_world_size()):
         hosts.setdefault(device.host_of(rank), []).append(rank)
@@ -164,10 +169,12 @@ def _host_group() -> dist.ProcessGroup:
 
 
 def check_parameters(described: list[ShardedParameter], held: Parameters, dtype: torch.dtype) -> None:
-    """Refuse a model whose vLLM parameters are not those that the map describes (quantised, repacked or of another architecture).
+    """Check vLLM's parameters against the weight map.
+
+    They differ if they are quantised, repacked or of another architecture.
 
     Raises:
-        ValueError: names the first of them, with the share of bytes that the map covers.
+        ValueError: names the first mismatch and the fraction of bytes that the map covers.
     """
     expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
     known = {
@@ -184,6 +191,8 @@ def check_parameters(described: list[ShardedParameter], held: Parameters, dtype:
     )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
-        f"vLLM holds {name} as {found} where the weight map has {wanted}; the map covers {covered:.1%} of the bytes of vLLM's weights."
-        " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, and use a model without quantisation"
+        f"vLLM holds {name} as {found} where the weight map has {wanted}; "
+        f"the map covers {covered:.1%} of the bytes of vLLM's weights."
+        " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, "
+        "and use a model without quantisation"
     )
