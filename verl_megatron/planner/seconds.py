@@ -1,4 +1,4 @@
-"""Predicted seconds of each phase of an iteration (verl_megatron/ppo.py), and how well the GPUs are used."""
+"""Predicted seconds of each phase of an iteration (verl_megatron/iteration.py), and how well the GPUs are used."""
 
 from dataclasses import dataclass
 
