@@ -1,4 +1,4 @@
-"""Every setting with its meaning, unit and default; `checks/settings.py` refuses what contradicts.
+"""Every setting with its meaning, unit and default; `checks.py` refuses what contradicts.
 
 Two levels: a section, a setting. Each part of the program receives only its own section.
 """

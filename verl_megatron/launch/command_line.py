@@ -181,7 +181,7 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def _override(argument: str) -> str:
-    """Recipes hold only differences, so every setting given here may be new to them: checks/settings.py tells which exist."""
+    """Recipes hold only differences, so every setting given here may be new to them: checks.py tells which exist."""
     is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
     return "++" + argument if is_setting else argument
 
