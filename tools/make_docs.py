@@ -56,7 +56,14 @@ def meanings(source: str) -> dict[tuple[str, str], str]:
     }
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     settings = [(kind, node) for kind in classes for node in kind.body if isinstance(node, ast.AnnAssign)]
-    return {(kind.name, node.target.id): comments.get(node.end_lineno, "") for kind, node in settings}
+
+    def beside(node: ast.AnnAssign) -> str:
+        lines = range(
+            node.lineno, node.end_lineno + 1
+        )  # a formatter may put value and comment inside brackets
+        return " ".join(comments[line] for line in lines if line in comments)
+
+    return {(kind.name, node.target.id): beside(node) for kind, node in settings}
 
 
 def spelled(value: Any) -> str:

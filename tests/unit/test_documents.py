@@ -23,7 +23,7 @@ PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "tools/README.md", *ROO
 FOLDERS = ("parallel", "verl_megatron", "recipes", "tools", "tests", "docs")
 MOST_WORDS = 35  # of a sentence; 25 are aimed at
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FILE_ENDINGS = {"py", "sh", "md", "json", "jsonl", "yaml", "png", "csv"}
+FILE_ENDINGS = {"py", "sh", "md", "json", "jsonl", "yaml", "png", "csv", "lock"}
 
 
 def each_page(test):
