@@ -1,8 +1,9 @@
-"""torchrun for recipes: `python -m parallel.launch` takes torchrun's arguments and starts the same agent and the same ranks.
+"""torchrun for recipes: `python -m parallel.launch` takes torchrun's arguments and starts the same ranks.
 
-What differs: on one host nothing listens but on the loopback, on several on the interface of MASTER_ADDR; the exit status is that
-of the rank that failed first; on SIGTERM the ranks save and end by themselves, and so does this process, with their status; Ctrl-C
-ends them in one line; what they have left in shared folders is removed.
+What differs: on one host nothing listens but on the loopback, on several on the interface of MASTER_ADDR;
+the exit status is that of the rank that failed first; on SIGTERM the ranks save and end by themselves, and
+so does this process, with their status; Ctrl-C ends them in one line; what they have left in shared folders
+is removed.
 """
 
 import logging
@@ -18,7 +19,10 @@ from parallel import leftovers, process
 OTHERS_S = 10.0  # between the ends of two nodes' ranks that are asked to end
 BACKEND = "listening_where_told"  # torchrun's name for our rendezvous
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TELLING = (2, 75)  # what is wrong with the settings, and a rank that is stuck: other ranks fail by it, with other statuses
+TELLING = (
+    2,
+    75,
+)  # what is wrong with the settings, and a rank that is stuck: other ranks fail by it, with other statuses
 PARENT = "LAUNCH_PARENT"  # environment: process id of a shell without which this process has to end, too
 
 
@@ -29,7 +33,9 @@ def main(arguments: list[str]) -> int:
     _Asked.listen()
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's shared store listens on every interface, and `Rendezvous` has one
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # torch's shared store listens on every interface, and `Rendezvous` has one
+    )
     try:
         return _run(arguments)
     finally:
@@ -38,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Asked:
-    """What this process was asked by signals: SIGTERM goes on to the ranks, each of which ends by itself; SIGINT ends them."""
+    """What signals asked for: SIGTERM goes on to the ranks, each of which ends by itself; SIGINT ends them."""
 
     by: signal.Signals | None = None
 
@@ -66,7 +72,7 @@ class _Asked:
 
 
 def _end_without_others() -> None:
-    """When this node's ranks have ended as they were asked to, do not wait for nodes that may be gone: torchrun does, for five minutes."""
+    """End when this node's ranks have: torchrun waits for other nodes, which may be gone, for five minutes."""
     gone_at = None
     while True:
         gone_at = None if children() else gone_at or time.monotonic()
@@ -109,7 +115,9 @@ def _run(arguments: list[str]) -> int:
         register()
         config, command, its_arguments = config_from_args(parse_args(arguments))
         config.rdzv_backend = BACKEND
-        config.signals_to_handle = "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"  # nohup's wish counts
+        config.signals_to_handle = (
+            "SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP"
+        )  # nohup's wish counts
         try:
             elastic_launch(config, command)(*its_arguments)
         except ChildFailedError as error:
@@ -125,15 +133,17 @@ def _run(arguments: list[str]) -> int:
 
 
 def _status(error) -> int:
-    """What the first rank to fail ended with, or one of those that ended by a reason of their own; said in a line."""
-    rank, failure = min(error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp))
+    """What the first rank to fail ended with, or one that had a reason of its own; said in a line."""
+    rank, failure = min(
+        error.failures.items(), key=lambda found: (found[1].exitcode not in TELLING, found[1].timestamp)
+    )
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     why = f"on {_Asked.by.name}: " if _Asked.by else ""
     print(f"{why}rank {rank} (process {failure.pid}) ended with {status}", file=sys.stderr, flush=True)
     return status
 
 
-# ---- where the ranks meet ---------------------------------------------------------------------------------------------
+# ---- where the ranks meet ---------------------------------------------------------------------------------
 
 
 def register() -> None:
@@ -145,7 +155,10 @@ def register() -> None:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
         store = _meeting_point(params)
-        return _rendezvous(create_handler(store, C10dRendezvousBackend(store, params.run_id), params), one_host=params.max_nodes == 1)
+        return _rendezvous(
+            create_handler(store, C10dRendezvousBackend(store, params.run_id), params),
+            one_host=params.max_nodes == 1,
+        )
 
     rendezvous_handler_registry.register(BACKEND, create)
 
@@ -174,7 +187,7 @@ def _rendezvous(inner, *, one_host: bool):
     from parallel.store import serve
 
     class Rendezvous(RendezvousHandler):
-        """torch's own, with a store for the ranks of each attempt in the first agent: it answers whichever rank is stopped."""
+        """torch's own, with the store of each attempt in the first agent, which no stopped rank takes along."""
 
         store = None
         use_agent_store = True
@@ -191,7 +204,13 @@ def _rendezvous(inner, *, one_host: bool):
         def get_backend(self) -> str:
             return BACKEND
 
-        get_run_id, is_closed, set_closed, num_nodes_waiting, shutdown = inner.get_run_id, inner.is_closed, inner.set_closed, inner.num_nodes_waiting, inner.shutdown
+        get_run_id, is_closed, set_closed, num_nodes_waiting, shutdown = (
+            inner.get_run_id,
+            inner.is_closed,
+            inner.set_closed,
+            inner.num_nodes_waiting,
+            inner.shutdown,
+        )
 
     return Rendezvous()
 

@@ -1,7 +1,7 @@
 """Names in shared folders (temporary files, shared memory, semaphores) that say which process they belong to.
 
-A process that is killed cannot remove what it has made. The next command of this program removes it, where the name proves that
-the owner was a process of this machine, since its start, that has ended.
+A process that is killed cannot remove what it has made. The next command of this program removes it, where
+the name proves that the owner was a process of this machine, since its start, that has ended.
 """
 
 import contextlib
@@ -18,14 +18,18 @@ from pathlib import Path
 PREFIX = "vmeg"
 OWNED = re.compile(rf"(?:sem\.)?{PREFIX}-(\d+)-(\d+)-([0-9a-f]{{8}})(?:-.*)?")
 SHARED_MEMORY = Path("/dev/shm")
-LONGEST = 107 - 37  # of a folder for vLLM's sockets: their names have 36 letters, and Linux takes 107 for the path of one
+LONGEST = (
+    107 - 37
+)  # of a folder for vLLM's sockets: their names have 36 letters, and Linux takes 107 for the path of one
 SHORT = Path("/tmp")  # for them where the folder of temporary files is longer
 
 _own_folders: list[Path] = []
 
 
 def begin(*, keep_folder: bool = False) -> None:
-    """Remove what ended processes have left; give what this process names from here on its mark, and temporary files a folder of their own.
+    """Remove what ended processes have left, and mark what this process names from here on.
+
+    Its temporary files get a folder of their own.
 
     Args:
         keep_folder: the launcher has made one for its ranks.
@@ -33,12 +37,16 @@ def begin(*, keep_folder: bool = False) -> None:
     shared = Path(tempfile.gettempdir())
     sweep(shared, SHORT)
     mark = mark_of(os.getpid())
-    multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # of semaphores that spawned processes open by their names
+    multiprocessing.current_process()._config["semprefix"] = (
+        f"/{mark}"  # of semaphores that spawned processes open by their names
+    )
     shared_memory._SHM_NAME_PREFIX, shared_memory._SHM_SAFE_NAME_LENGTH = f"/{mark}-", len(mark) + 10
     _mark_torchruns_folder(shared)
     if keep_folder:
         return
-    with contextlib.suppress(OSError):  # a full disk or a folder that cannot be written is for those to say who need it
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk or a folder that cannot be written is for those to say who need it
         folder = _make(shared / mark)
         _keep_compiled(shared)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -66,12 +74,14 @@ def sweep(*folders: Path) -> None:
             for path in folder.iterdir():
                 if has_ended(path.name):
                     _remove(path)
-                elif path.name.startswith("torchelastic_") and any(has_ended(inner.name) for inner in path.iterdir()):
+                elif path.name.startswith("torchelastic_") and any(
+                    has_ended(inner.name) for inner in path.iterdir()
+                ):
                     _remove(path)
 
 
 def mark_of(pid: int) -> str:
-    """The beginning of the names that the process gives: its id, when it was started, and in which numbering of processes."""
+    """How names of the process begin: its id, when it was started, and in which numbering of processes."""
     return f"{PREFIX}-{pid}-{_started(pid)}-{_numbering()}"
 
 
@@ -100,13 +110,13 @@ def _started(pid: int) -> int:
 
 @functools.cache
 def _numbering() -> str:
-    """Of the machine since its start and, in a container, of the container: only there a process id says who it is."""
+    """Tell this machine since its start, and this container: only there a process id says who it is."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return f"{zlib.crc32((boot + os.readlink('/proc/self/ns/pid')).encode()):08x}"
 
 
 def _mark_torchruns_folder(shared: Path) -> None:
-    """torchrun keeps a folder for its ranks' errors, which it never removes; its first rank leaves torchrun's mark there."""
+    """Leave torchrun's mark in the folder that it makes for its ranks' errors, and never removes."""
     inside = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     place = next((i for i, part in enumerate(inside) if part.startswith("torchelastic_")), None)
     if place is not None and Path(*inside[:place]) == shared:

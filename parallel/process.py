@@ -1,6 +1,6 @@
-"""What a command does first, before anything slow is imported: it ends with its launcher, and Ctrl-C ends it in a line.
+"""What a command does first: it ends with its launcher, and Ctrl-C ends it in a line.
 
-Needs only the standard library.
+Runs before anything slow is imported, and needs only the standard library.
 """
 
 import ctypes
@@ -19,24 +19,24 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def begin() -> None:
-    """End with the process that started this rank, take Ctrl-C, and give what is named in shared folders an owner. In the main thread, once."""
+    """End with the launcher, take Ctrl-C, mark names in shared folders; in the main thread, once."""
     end_with_launcher()
     _take_interrupts()
     leftovers.begin(keep_folder=LAUNCHER in os.environ)
 
 
 def end_with_launcher() -> None:
-    """SIGKILL comes when torchrun, or parallel.launch, is gone: a killed launcher leaves no rank that trains on.
+    """Have SIGKILL come when torchrun, or parallel.launch, is gone: it leaves no rank that trains on.
 
-    The signal comes at the end of the launcher's thread that started this process, which is its main thread. A rank that another
-    launcher started (Ray, Slurm) is left alone: that may have its own way.
+    The signal comes at the end of the launcher's thread that started this process, which is its main
+    thread. A rank that another launcher started (Ray, Slurm) is left alone: that may have its own way.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ:
         end_with(signal.SIGKILL, is_orphan=_has_lost_launcher)
 
 
 def end_with(number: signal.Signals, *, is_orphan) -> None:
-    """Have the kernel send this process the signal at its parent's end; `is_orphan` tells whether that was before."""
+    """Get the signal at the parent's end; `is_orphan` tells whether that was before."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if is_orphan():
         os._exit(128 + number)
@@ -56,7 +56,7 @@ def _has_lost_launcher() -> bool:
 
 
 def _take_interrupts() -> None:
-    """A thread ends the process: a handler in Python would wait for a collective of the main thread, and raise in the midst of something."""
+    """Let a thread end the process: a handler in Python would wait for a collective of the main thread."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background
         return
     reading, writing = os.pipe()

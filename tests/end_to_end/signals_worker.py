@@ -2,10 +2,11 @@
 
     python -m tests.end_to_end.signals_worker FOLDER --kills 50 --stops 6 [--seed 1]
 
-A kill (SIGKILL) strikes a rank, the launcher, all at once or a worker of the reward, at a random moment; the same command is started
-again each time, and learns what an undisturbed run learns, to the bit. A stop (SIGSTOP) strikes each rank in turn, under the recipes'
-launcher, under torchrun, and under torchrun with the store in a rank; it has to be named within run.stall_timeout_s + 5 s. Afterwards no process,
-shared memory or temporary file is left. Exits with 1 and says what is not as it should be.
+A kill (SIGKILL) strikes a rank, the launcher, all at once or a worker of the reward, at a random moment; the
+same command is started again each time, and learns what an undisturbed run learns, to the bit. A stop
+(SIGSTOP) strikes each rank in turn, under the recipes' launcher, under torchrun, and under torchrun with the
+store in a rank; it has to be named within run.stall_timeout_s + 5 s. Afterwards no process, shared memory or
+temporary file is left. Exits with 1 and says what is not as it should be.
 """
 
 import argparse
@@ -34,8 +35,21 @@ RECIPE = f"source {ROOT}/recipes/launch/local.sh\nworld 1 {NUM_RANKS}\nstart ver
 TARGETS = ("rank 0", "rank 1", "launcher", "all", "reward worker")
 MARK = "SIGNALS_WORKER"
 SETTINGS = [
-    *("run.save_interval=1", "data.prompts_per_iteration=16", "rollout.max_tokens=6", "rollout.tp=2", "actor.layout=tp2", "critic.layout=pp2"),
-    *("algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64", "run.async_save=true"),
+    *(
+        "run.save_interval=1",
+        "data.prompts_per_iteration=16",
+        "rollout.max_tokens=6",
+        "rollout.tp=2",
+        "actor.layout=tp2",
+        "critic.layout=pp2",
+    ),
+    *(
+        "algorithm.mini_batches=2",
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_target=0.01",
+        "algorithm.kl_horizon=64",
+        "run.async_save=true",
+    ),
 ]
 
 
@@ -59,7 +73,9 @@ class Running:
             try:
                 is_mine = f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes()
                 if is_mine and (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(path.name)] = (
+                        (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    )
             except OSError:
                 continue  # it has just ended
         return found
@@ -69,7 +85,10 @@ class Running:
         for pid in self.processes():
             try:
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and f"\0RANK={number}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                if (
+                    parent == self.process.pid
+                    and f"\0RANK={number}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+                ):
                     return pid
             except OSError:
                 continue
@@ -90,7 +109,9 @@ class Running:
         """
         begin = time.monotonic()
         while not re.search(pattern, self.text) and self.process.poll() is None:
-            assert time.monotonic() < begin + within_s, f"no {pattern!r} within {within_s} s:\n{self.text[-6000:]}"
+            assert time.monotonic() < begin + within_s, (
+                f"no {pattern!r} within {within_s} s:\n{self.text[-6000:]}"
+            )
             time.sleep(0.02)
         return time.monotonic() - begin
 
@@ -108,15 +129,45 @@ def start(folder: Path, toy: Path, *settings: str, launcher: str = "recipe", **e
     (folder / "recipe.sh").write_text(RECIPE)
     ranks = ["bash", str(folder / "recipe.sh")]
     if launcher == "torchrun":
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "-m", "verl_megatron.train"]
-    job = ["--config-path", str(ROOT / "recipes"), "--config-name", "ppo_toy_cpu", f"actor.path={toy}/model", f"data.train={toy}/train.jsonl", "data.validation="]
+        ranks = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={NUM_RANKS}",
+            "-m",
+            "verl_megatron.train",
+        ]
+    job = [
+        "--config-path",
+        str(ROOT / "recipes"),
+        "--config-name",
+        "ppo_toy_cpu",
+        f"actor.path={toy}/model",
+        f"data.train={toy}/train.jsonl",
+        "data.validation=",
+    ]
     mark = uuid.uuid4().hex
-    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    told = known | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), MARK: mark}
-    told |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VERL_MEGATRON_VENV": str(Path(sys.executable).parents[1]), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"} | environment
+    known = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    told = known | {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(folder / "tmp"),
+        MARK: mark,
+    }
+    told |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "VERL_MEGATRON_VENV": str(Path(sys.executable).parents[1]),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30",
+    } | environment
     with (folder / "output").open("w") as output:
         command = [*ranks, *job, *SETTINGS, f"run.output_dir={folder}/run", *settings]
-        process = subprocess.Popen(command, cwd=folder, env=told, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=told, stdout=output, stderr=output, start_new_session=True
+        )
     return Running(folder=folder, process=process, mark=mark)
 
 
@@ -130,7 +181,7 @@ def strike(running: Running, name: str) -> bool:
 
 
 def await_moment(running: Running, name: str, draw: random.Random) -> None:
-    """A random one of the imports, the building or the iterations; a worker of the reward is struck while it waits for rows."""
+    """Wait into the imports, the building or the iterations; until a worker of the reward waits for rows."""
     if name == "reward worker":
         running.wait_for(r"step \d+", within_s=120)
     elif draw.random() < 0.7:
@@ -166,14 +217,26 @@ def kills(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
     status = running.process.wait(3600)
     problems += [f"the last attempt ended with {status}: {running.text[-3000:]}"] if status else []
     print(f"{struck.total()} kills: {dict(struck)}", flush=True)
-    return problems + apart(folder / "whole/run", folder / "broken/run") + running.leftovers() + names_left(folder / "whole") + names_left(folder / "broken")
+    return (
+        problems
+        + apart(folder / "whole/run", folder / "broken/run")
+        + running.leftovers()
+        + names_left(folder / "whole")
+        + names_left(folder / "broken")
+    )
 
 
 def apart(whole: Path, broken: Path) -> list[str]:
     """In what two runs differ."""
     expected, found = metrics_of(whole), metrics_of(broken)
-    problems = [f"other metrics of step {one['step']}" for one, other in zip(expected, found) if one != other] + ["other steps"] * (len(expected) != len(found))
-    return problems + [f"other weights of the {role}" for role in ("actor", "critic") if not same_weights(whole / role, broken / role)]
+    problems = [
+        f"other metrics of step {one['step']}" for one, other in zip(expected, found) if one != other
+    ] + ["other steps"] * (len(expected) != len(found))
+    return problems + [
+        f"other weights of the {role}"
+        for role in ("actor", "critic")
+        if not same_weights(whole / role, broken / role)
+    ]
 
 
 def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
@@ -182,7 +245,14 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
     cases = [("recipe", {}), ("torchrun", {}), ("torchrun", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})]
     for i in range(count):
         (launcher, environment), rank = cases[i // NUM_RANKS % len(cases)], i % NUM_RANKS
-        running = start(folder / f"stop_{i}", toy, f"run.stall_timeout_s={STALL_S}", "run.iterations=1000", launcher=launcher, **environment)
+        running = start(
+            folder / f"stop_{i}",
+            toy,
+            f"run.stall_timeout_s={STALL_S}",
+            "run.iterations=1000",
+            launcher=launcher,
+            **environment,
+        )
         running.wait_for("step 1/", within_s=120)
         time.sleep(draw.uniform(0, 2))
         victim = running.rank(rank)
@@ -190,7 +260,9 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
         took_s = running.wait_for(rf"rank {rank} made no progress", within_s=STALL_S + 30)
         print(f"rank {rank} under {launcher} {environment or ''} was named after {took_s:.1f} s", flush=True)
         problems += [f"rank {rank} was named after {took_s:.1f} s"] * (took_s > STALL_S + 5)
-        problems += [f"not named:\n{running.text[-3000:]}"] * (f"rank {rank} made no progress" not in running.text)
+        problems += [f"not named:\n{running.text[-3000:]}"] * (
+            f"rank {rank} made no progress" not in running.text
+        )
         deadline = time.monotonic() + 40
         while running.rank(1 - rank) is not None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -206,13 +278,22 @@ def stops(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
 
 def names_left(folder: Path) -> list[str]:
     """Temporary files and shared memory of these runs, once no process is left."""
-    paths = [*(folder / "tmp").iterdir(), *(path for path in Path("/dev/shm").iterdir() if "vmeg-" in path.name or path.name.startswith(("psm_", "sem.mp-")))]
+    paths = [
+        *(folder / "tmp").iterdir(),
+        *(
+            path
+            for path in Path("/dev/shm").iterdir()
+            if "vmeg-" in path.name or path.name.startswith(("psm_", "sem.mp-"))
+        ),
+    ]
     return [f"left behind: {path}" for path in paths]
 
 
 def metrics_of(output_dir: Path) -> list[dict]:
     """Without the bytes that went to vLLM: after a restart it needs the weights again."""
-    return [{name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)]
+    return [
+        {name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)
+    ]
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -16,8 +16,20 @@ from tests.worlds import ROOT
 
 def worker(folder: Path, *arguments: str) -> str:
     """What tests.end_to_end.signals_worker says of a few kills or stops."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    ended = subprocess.run([sys.executable, "-m", "tests.end_to_end.signals_worker", folder, *arguments], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=550)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.signals_worker", folder, *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=550,
+    )
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     return ended.stdout
 
@@ -28,18 +40,24 @@ def test_kills_leave_nothing_and_change_nothing(tmp_path):
 
 def test_a_stopped_rank_is_named_in_time(tmp_path):
     """Rank 0, where the launcher holds the store of the ranks."""
-    (took_s,) = re.findall(r"rank 0 under recipe .* was named after (\S+) s", worker(tmp_path, "--stops", "1"))
+    (took_s,) = re.findall(
+        r"rank 0 under recipe .* was named after (\S+) s", worker(tmp_path, "--stops", "1")
+    )
     assert float(took_s) <= STALL_S + 5
 
 
 def test_a_rank_that_holds_the_store_is_named_in_time(toy, tmp_path, monkeypatch):
     """Where the launcher leaves the store to rank 0."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    running = start(tmp_path, toy, f"run.stall_timeout_s={STALL_S}", "run.iterations=1000", launcher="torchrun")
+    running = start(
+        tmp_path, toy, f"run.stall_timeout_s={STALL_S}", "run.iterations=1000", launcher="torchrun"
+    )
     running.wait_for("step 1/", within_s=120)
     victim = running.rank(0)
     os.kill(victim, signal.SIGSTOP)
-    assert running.wait_for("rank 0 made no progress", within_s=STALL_S + 30) <= STALL_S + 5, running.text[-4000:]
+    assert running.wait_for("rank 0 made no progress", within_s=STALL_S + 30) <= STALL_S + 5, running.text[
+        -4000:
+    ]
     os.kill(victim, signal.SIGKILL)
     assert running.process.wait(60) and not running.leftovers()
 
@@ -53,22 +71,35 @@ def listening(pids) -> set[str]:
                 inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
             except OSError:
                 continue
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 def test_sigterm_in_the_first_iteration_ends_with_0(toy, tmp_path):
     """Nothing has been validated and nothing logged; until then the run has listened on the loopback only."""
-    running = start(tmp_path, toy, "run.iterations=1000", "data.prompts_per_iteration=64", "rollout.max_tokens=24")
+    running = start(
+        tmp_path, toy, "run.iterations=1000", "data.prompts_per_iteration=64", "rollout.max_tokens=24"
+    )
     running.wait_for("KV cache", within_s=120)
     assert listening(running.processes()) == {"0100007F"}
     running.process.terminate()
     assert running.process.wait(60) == 0, running.text[-6000:]
-    assert "as SIGTERM asks for" in running.text and "Traceback" not in running.text and "Error" not in running.text
+    assert (
+        "as SIGTERM asks for" in running.text
+        and "Traceback" not in running.text
+        and "Error" not in running.text
+    )
     assert not running.leftovers() and not names_left(tmp_path)
 
 
-@pytest.mark.parametrize(("moment", "number", "status"), [("", signal.SIGINT, 130), ("", signal.SIGTERM, 143), ("step 1/", signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("moment", "number", "status"),
+    [("", signal.SIGINT, 130), ("", signal.SIGTERM, 143), ("step 1/", signal.SIGINT, 130)],
+)
 def test_an_end_that_saves_nothing_is_one_line(toy, tmp_path, moment, number, status):
     """Ctrl-C at any time, and SIGTERM while the ranks are being started."""
     running = start(tmp_path, toy, "run.iterations=1000")
@@ -94,4 +125,6 @@ def test_a_run_that_was_asked_to_end_does_not_speak_of_its_result(toy, tmp_path)
 
 def test_a_user_error_is_the_status_of_the_recipe(toy, tmp_path):
     running = start(tmp_path, toy, "actor.lr=fast")
-    assert running.process.wait(60) == 2 and running.text.count("error:") == 1 and running.text.count("\n") < 4, running.text
+    assert (
+        running.process.wait(60) == 2 and running.text.count("error:") == 1 and running.text.count("\n") < 4
+    ), running.text

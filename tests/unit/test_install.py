@@ -35,7 +35,7 @@ def place(tmp_path) -> Path:
     for name in ("tools/install.sh", "recipes/launch/local.sh"):
         (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "clone" / name)
-    (tmp_path / "clone/recipe.sh").write_text('source recipes/launch/local.sh\ncommand -v python\n')
+    (tmp_path / "clone/recipe.sh").write_text("source recipes/launch/local.sh\ncommand -v python\n")
     python(tmp_path / "system", name="python3")
     return tmp_path
 
@@ -51,9 +51,19 @@ def python(home: Path, *, name: str = "python", complete: bool = False) -> Path:
 
 
 def start(place: Path, *command: str, **more: str) -> subprocess.Popen:
-    known = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "VERL_MEGATRON_VENV")}
+    known = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "VERL_MEGATRON_VENV")
+    }
     told = known | {"PATH": f"{place}/system/bin:/usr/bin:/bin", "CALLS": str(place / "calls")} | more
-    return subprocess.Popen(["bash", *command], cwd=place / "clone", env=told, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        ["bash", *command],
+        cwd=place / "clone",
+        env=told,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def install(place: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
@@ -141,7 +151,9 @@ def test_what_is_no_environment_is_refused(place):
     (place / "data").mkdir()
     (place / "data/precious").touch()
     code, _, errors = install(place, VERL_MEGATRON_VENV=str(place / "data"))
-    assert code == 1 and errors.startswith("install: ") and "is no virtual environment and not empty" in errors
+    assert (
+        code == 1 and errors.startswith("install: ") and "is no virtual environment and not empty" in errors
+    )
     assert install(place, VERL_MEGATRON_VENV="/proc/nowhere/venv")[2].count("\n") == 1
     assert install(place, "find")[:2] == (1, "")
 

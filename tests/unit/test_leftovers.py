@@ -26,7 +26,9 @@ time.sleep(600)
 
 def owner(folder: Path, **more: str) -> tuple[subprocess.Popen, str]:
     told = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)} | more
-    process = subprocess.Popen([sys.executable, "-c", OWNER], env=told, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER], env=told, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     return process, process.stdout.readline().strip()
 
 
@@ -42,7 +44,11 @@ def test_what_a_killed_process_leaves_is_removed_and_what_a_living_one_has_stays
         killed.wait()
         assert (tmp_path / its_mark).is_dir() and names(its_mark)
         leftovers.sweep(tmp_path)
-        assert not names(its_mark) and [path.name for path in tmp_path.iterdir()] == [living_mark] and len(names(living_mark)) == 2
+        assert (
+            not names(its_mark)
+            and [path.name for path in tmp_path.iterdir()] == [living_mark]
+            and len(names(living_mark)) == 2
+        )
     finally:
         for process in (killed, living):
             if process.poll() is None:
@@ -59,15 +65,33 @@ def test_only_a_name_that_proves_its_owners_end_counts(tmp_path):
     gone = f"{prefix}-{pid}-{int(started) - 1}-{numbering}"  # the id was given again
     other_machine = f"{prefix}-{pid}-{int(started) - 1}-{'0' * 8}"
     assert leftovers.has_ended(gone) and leftovers.has_ended(f"sem.{gone}-abc")
-    for name in (mine, f"{mine}-abc", other_machine, f"x{gone}", "vmeg-1-2", f"{prefix}-{pid}--{numbering}", "psm_12345678"):
+    for name in (
+        mine,
+        f"{mine}-abc",
+        other_machine,
+        f"x{gone}",
+        "vmeg-1-2",
+        f"{prefix}-{pid}--{numbering}",
+        "psm_12345678",
+    ):
         assert not leftovers.has_ended(name), name
-    for folder, inside in (("torchelastic_gone", gone), ("torchelastic_here", mine), ("torchelastic_other", "error.json"), ("other", gone)):
+    for folder, inside in (
+        ("torchelastic_gone", gone),
+        ("torchelastic_here", mine),
+        ("torchelastic_other", "error.json"),
+        ("other", gone),
+    ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / inside).touch()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / gone).symlink_to(tmp_path / "elsewhere")
     leftovers.sweep(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"torchelastic_here", "torchelastic_other", "other", "elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "torchelastic_here",
+        "torchelastic_other",
+        "other",
+        "elsewhere",
+    }
 
 
 def test_torchruns_folder_gets_torchruns_mark(tmp_path):

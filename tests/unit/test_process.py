@@ -31,9 +31,15 @@ time.sleep(600)
 
 
 def start(*command: str, **more: str) -> subprocess.Popen:
-    known = {name: value for name, value in os.environ.items() if name not in ("RANK", process.LAUNCHER, "TORCHELASTIC_RUN_ID")}
+    known = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", process.LAUNCHER, "TORCHELASTIC_RUN_ID")
+    }
     told = known | {"PYTHONPATH": str(ROOT)} | more
-    return subprocess.Popen([sys.executable, "-c", *command], env=told, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", *command], env=told, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -77,11 +83,27 @@ def test_an_interrupt_ends_a_call_into_c_in_one_line(told, lines, tmp_path):
 
 
 def listening(port: int) -> list[str]:
-    found = [line.split()[1] for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").read().splitlines()[1:] if line.split()[3] == "0A"]
-    return [address for address, _, hexadecimal in (place.partition(":") for place in found) if int(hexadecimal, 16) == port]
+    found = [
+        line.split()[1]
+        for name in ("tcp", "tcp6")
+        for line in open(f"/proc/net/{name}").read().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    return [
+        address
+        for address, _, hexadecimal in (place.partition(":") for place in found)
+        if int(hexadecimal, 16) == port
+    ]
 
 
-@pytest.mark.parametrize(("address", "one_host", "expected"), [("example.invalid", True, "0100007F"), ("127.0.0.2", False, "0200007F"), ("localhost", False, "00000000")])
+@pytest.mark.parametrize(
+    ("address", "one_host", "expected"),
+    [
+        ("example.invalid", True, "0100007F"),
+        ("127.0.0.2", False, "0200007F"),
+        ("localhost", False, "00000000"),
+    ],
+)
 def test_a_store_listens_where_the_world_is(address, one_host, expected):
     """A name of several hosts that means the loopback here means another interface there."""
     listener = store.listen(address, 0, one_host=one_host)
@@ -96,7 +118,9 @@ def test_a_port_that_is_taken_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(OSError, match=f"port {taken.getsockname()[1]} of .* is taken; choose another MASTER_PORT"):
+        with pytest.raises(
+            OSError, match=f"port {taken.getsockname()[1]} of .* is taken; choose another MASTER_PORT"
+        ):
             store.listen("127.0.0.1", taken.getsockname()[1], one_host=True)
 
 
@@ -104,7 +128,9 @@ def test_a_store_of_a_stopped_rank_answers_and_ends_with_it():
     listener = store.listen("127.0.0.1", 0, one_host=True)
     port = listener.getsockname()[1]
     listener.close()
-    keeper = start(f"from parallel import store; import time; store.serve_apart('127.0.0.1', {port}, one_host=True); print('served', flush=True); time.sleep(600)")
+    keeper = start(
+        f"from parallel import store; import time; store.serve_apart('127.0.0.1', {port}, one_host=True); print('served', flush=True); time.sleep(600)"
+    )
     try:
         assert keeper.stdout.readline() == "served\n"
         keeper.send_signal(signal.SIGSTOP)
