@@ -97,7 +97,7 @@ class Running:
         if name.startswith("rank"):
             return [pid for pid in [self.rank(int(name.split()[1]))] if pid]
         if name == "reward worker":
-            return [pid for pid, command in self.processes().items() if "spawn_main" in command]
+            return [pid for pid, command in self.processes().items() if "rewards.worker" in command]
         return [self.process.pid] if name == "launcher" else list(self.processes())
 
     def wait_for(self, pattern: str, *, within_s: float) -> float:
@@ -120,6 +120,10 @@ class Running:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return [f"still running: {command}" for command in left.values()]
+
+
+def _take_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell ignores in what it runs in the background
 
 
 def start(folder: Path, toy: Path, *settings: str, launcher: str = "recipe", **environment: str) -> Running:
@@ -165,7 +169,13 @@ def start(folder: Path, toy: Path, *settings: str, launcher: str = "recipe", **e
     with (folder / "output").open("w") as output:
         command = [*ranks, *job, *SETTINGS, f"run.output_dir={folder}/run", *settings]
         process = subprocess.Popen(
-            command, cwd=folder, env=told, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=folder,
+            env=told,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=_take_interrupts,
         )
     return Running(folder=folder, process=process, mark=mark)
 

@@ -225,7 +225,6 @@ def test_critic_warmup_and_early_stop(toy, tmp_path):
         "actor.layout=tp2",
         "critic.layout=pp2",
         "rollout.tp=2",
-        "rollout.top_p=0.9",
         "data.validation=",
         "run.iterations=2",
         "run.export=false",

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from parallel.checkpoint.folders import tell
 from tests.end_to_end.conftest import TRAIN, adaptive_settings
 from tests.end_to_end.launch import start
 from tests.end_to_end.measured import learned
@@ -121,7 +122,8 @@ def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
 def test_verify_names_what_differs(undisturbed, toy, tmp_path):
     """The first iteration after a checkpoint is repeated on its rows: every number is the recorded one, but for the one that was changed."""
     shutil.copytree(undisturbed / "checkpoint/step_2", tmp_path / "run/checkpoint/step_2")
-    recorded = json.loads((path := tmp_path / "run/checkpoint/step_2/recorded.json").read_text())
+    path = tmp_path / "run/checkpoint/step_2"
+    recorded = json.loads((path / "recorded.json").read_text())["told"]
     assert {
         "policy/loss",
         "critic/grad_norm",
@@ -129,7 +131,7 @@ def test_verify_names_what_differs(undisturbed, toy, tmp_path):
         "actor/norm/value",
         "critic/norm/exp_avg_sq",
     } <= recorded.keys()
-    path.write_text(json.dumps(recorded | {"actor/norm/exp_avg": recorded["actor/norm/exp_avg"] * 1.001}))
+    tell(path, "recorded", recorded | {"actor/norm/exp_avg": recorded["actor/norm/exp_avg"] * 1.001})
     ended = start(
         2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *PLACES, "--verify", folder=tmp_path
     ).wait(timeout_s=300)
