@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from parallel import device
+from parallel.runtime.refusal import shown
 from parallel.weights.architecture import FAMILIES, HEADS, TABLE, Architecture, read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, has_weights
-from parallel.weights.json_files import is_count, read_object, reason_of, shown
+from parallel.weights.json_files import is_count, read_object, reason_of
 from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.values import check_tied, not_finite
 from verl_megatron.config import TrainerConfig
