@@ -129,7 +129,7 @@ def test_a_store_of_a_stopped_rank_answers_and_ends_with_it():
     port = listener.getsockname()[1]
     listener.close()
     keeper = start(
-        f"from parallel import store; import time; store.serve_apart('127.0.0.1', {port}, one_host=True); print('served', flush=True); time.sleep(600)"
+        f"from parallel.runtime import store; import time; store.serve_apart('127.0.0.1', {port}, one_host=True); print('served', flush=True); time.sleep(600)"
     )
     try:
         assert keeper.stdout.readline() == "served\n"
