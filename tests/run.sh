@@ -11,6 +11,7 @@ export PATH="$(dirname "$PYTHON"):$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONP
 
 if [[ ${1:-} == long ]]; then
   FOLDER=${2:-$(mktemp -d)} status=0
+  "$PYTHON" -m pytest -ra -m long tests/distributed tests/end_to_end || status=$?
   "$PYTHON" -m tests.end_to_end.kill_worker "$FOLDER/forked" --moments 60 --settings run.async_save=true || status=$?
   "$PYTHON" -m tests.end_to_end.signals_worker "$FOLDER/signals" --kills 50 --stops 12 || status=$?
   for seed in 1 2 3; do "$PYTHON" -m tests.fuzz --seed "$seed" --cases 1000 || status=$?; done
@@ -20,7 +21,7 @@ fi
 
 run() { # pytest's arguments; whatever fails, the other suites run too
   local code=0
-  "$PYTHON" -m pytest -ra --durations=10 "$@" || code=$?
+  "$PYTHON" -m pytest -ra --durations=10 -m "not long" "$@" || code=$?
   ((code == 5)) || any=1 # 5: none of the tests asked for is in these suites
   ((code == 0 || code == 5)) || status=$code
 }

@@ -9,6 +9,7 @@ It starts the same agent and the same ranks as torchrun, with these differences:
 - Files that ranks leave in shared folders are removed.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from parallel.runtime import leftovers, process
 
@@ -101,8 +103,8 @@ def children() -> list[int]:
     """Return the process ids of the ranks."""
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
-            found += map(int, file.read().split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
     return found
 
 

@@ -3,6 +3,8 @@
 import csv
 import json
 
+import pytest
+
 from parallel.weights.shapes import shape
 from tests.tiny import write_hf
 from tests.worlds import run_world
@@ -44,6 +46,7 @@ def handed_over(folder, nproc, *options):
     return output, rows
 
 
+@pytest.mark.long
 def test_the_ways_are_measured_and_the_tokens_the_same_in_every_mode_and_layout(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape("qwen2.5-7b") | SIZES))
     output, swapped = handed_over(

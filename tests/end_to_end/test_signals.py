@@ -34,6 +34,7 @@ def worker(folder: Path, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.long
 def test_kills_leave_nothing_and_change_nothing(tmp_path):
     assert re.search("^[45] kills", worker(tmp_path, "--kills", "4"), re.MULTILINE)
 
@@ -46,6 +47,7 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
     assert float(took_s) <= STALL_S + 5
 
 
+@pytest.mark.long
 def test_a_rank_that_holds_the_store_is_named_in_time(toy, tmp_path, monkeypatch):
     """Where the launcher leaves the store to rank 0."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
