@@ -168,7 +168,7 @@ def _case(
     names = (
         ()
         if expected != REFUSED
-        else (("config.json", f"{role}.path", str(job.model())), *((key,) if key else ()))
+        else (("config.json", f"{role}.path", f"{role}.layout", str(job.model())), *((key,) if key else ()))
     )
     return Case(
         name=f"{role}: {what}"[:160],

@@ -55,13 +55,13 @@ BROKEN = {
     "a segmentation fault": "import ctypes; ctypes.string_at(0)\n",
     "endless recursion": "def f(): f()\nf()\n",
     "much memory": "x = bytearray(1 << 40)\n",
-    "argparse": "import argparse; argparse.ArgumentParser().parse_args()\n",
     "an endless loop": "while True: pass\n",
     "an endless sleep": "import time; time.sleep(10_000)\n",
     "standard input": "import sys\nif not sys.stdin.readline(): raise EOFError('nothing to read')\n",
 }
 # Files that do more than they should when they are imported, and can be.
 ODD = {
+    "argparse": "import argparse; argparse.ArgumentParser().parse_args()\n",  # of no arguments there
     "a torch default": "import torch; torch.set_default_dtype(torch.float64)\n",
     "print": "print('hello')\n",
     "much print": "print('hello ' * 1_000_000)\n",
