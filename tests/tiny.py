@@ -39,7 +39,8 @@ FAMILIES = {
     "qwen3_tied": ("Qwen3", dict(tie_word_embeddings=True, head_dim=16)),
 }
 
-# Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...; num_key_value_heads may stay below tp.
+# Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...;
+# num_key_value_heads may stay below tp.
 SERVED = {
     family: dict(
         hidden_size=64 if "head_dim" in differences else 128,

@@ -37,7 +37,8 @@ with rollout._starting():
     import vllm.v1.engine.llm_engine  # noqa: F401
 
 NUM_RANKS = 2
-# Operations of a run, how often they begin before an attempt is at its end, and seconds that they may take: a kill comes in this time.
+# Operations of a run, how often they begin before an attempt is at its end, and seconds that they may take:
+# a kill comes in this time.
 OPERATIONS = {
     "build": (1, 3.0), "resume": (1, 0.2), "reshard": (2, 0.05), "rollout": (2, 0.3), "return": (2, 0.02), "reward": (2, 0.05), "log_probs": (2, 0.2),
     "values": (2, 0.1), "advantages": (2, 0.02), "critic_update": (2, 0.3), "actor_update": (2, 0.3), "record": (2, 0.05), "save": (2, 0.2), "validation": (1, 0.1),

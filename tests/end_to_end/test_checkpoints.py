@@ -33,11 +33,13 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
 
     assert ended.stdout.count("is damaged and not used") == 1 and f"{damaged} has" in ended.stdout, ended.text
     assert re.search(
-        r"settings changed since .*/step_2: actor.layout: \"tp2pp2\" -> \"pp2\", .*run.resume: \"newest\" -> \"verify\"",
+        r"settings changed since .*/step_2: actor.layout: \"tp2pp2\" -> \"pp2\", .*run.resume: "
+        r"\"newest\" -> \"verify\"",
         ended.stdout,
     ), ended.text
     assert re.search(
-        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step, with the rows",
+        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from "
+        r"run.seed and the step, with the rows",
         ended.stdout,
     ), ended.text
     assert re.search(

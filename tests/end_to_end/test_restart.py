@@ -80,7 +80,10 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
         "advantages",
         "actor_update",
     ]
-    named = r"rank 0 made no progress for \d+ s: it is in advantages \(iteration 3\), at struck .*, rank 1 waits for it in advantages"
+    named = (
+        r"rank 0 made no progress for \d+ s: it is in advantages \(iteration 3\), at struck .*, "
+        r"rank 1 waits for it in advantages"
+    )
     assert len(re.findall(named, ended.stderr)) == 1, ended.text
     assert (
         " in struck\n" in (tmp_path / "run/stacks/rank_0.txt").read_text()

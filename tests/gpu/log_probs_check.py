@@ -19,7 +19,8 @@ from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, token_log_probs
 # Letters: N tokens, H hidden size, V vocabulary rows.
 
 VOCABULARIES = (64128, 128256)  # Llama 3's, whole and on each of two ranks
-# Of a gradient of size 1: exponents of about 20 in float32, whose powers of two the hardware takes to 2 ulp; one rounding to bfloat16.
+# Of a gradient of size 1: exponents of about 20 in float32, whose powers of two the hardware takes to 2
+# ulp; one rounding to bfloat16.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 
 
@@ -138,7 +139,8 @@ def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, 
             dtype
         ]  # bfloat16: logits of size 6 are rounded by up to 2^-7
         assert off < limit, (
-            f"{name} in {dtype} at temperature {temperature}, {chunk_tokens} tokens a chunk: off by {off:.2e} of its norm, allowed {limit}"
+            f"{name} in {dtype} at temperature {temperature}, {chunk_tokens} tokens a chunk: off by "
+            f"{off:.2e} of its norm, allowed {limit}"
         )
     assert not results[0][3][vocab_size:].any()
 
@@ -166,7 +168,7 @@ def check(device: torch.device) -> None:
             check_head(device, dtype, temperature=temperature, chunk_tokens=chunk_tokens)
 
 
-# ---- speed ---------------------------------------------------------------------------------------------------------------
+# ---- speed -----------------------------------------------------------------------------------------------
 
 STATS_VARIANTS = [
     STATS,
@@ -245,7 +247,8 @@ def time_kernel(
     for tuning in variants:
         times.append(milliseconds(partial(by_triton, *arguments, tuning)))
         print(
-            f"{by_triton.__name__:<24} V={arguments[0].size(1):<7} {tuning} {times[-1]:8.3f} ms {num_bytes / times[-1] / 1e6:7.0f} GB/s",
+            f"{by_triton.__name__:<24} V={arguments[0].size(1):<7} {tuning} {times[-1]:8.3f} ms "
+            f"{num_bytes / times[-1] / 1e6:7.0f} GB/s",
             flush=True,
         )
     return milliseconds(partial(by_torch, *arguments)), times[0]

@@ -118,7 +118,8 @@ def check_family(folder: Path, family: str) -> None:
             ]
             if bool(kept) != (spec == "te") or any(kept):
                 FAILURES.append(
-                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of the weights, or holds them elsewhere now"
+                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of "
+                    f"the weights, or holds them elsewhere now"
                 )
 
 

@@ -227,7 +227,8 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print(
-            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}"
+            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several "
+            f"windows: {IN_WINDOWS}"
         )
     dist.destroy_process_group()
 

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 def needs(count: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         GPUS < count,
-        reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest tests/gpu` where there are more",
+        reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest "
+        f"tests/gpu` where there are more",
     )
 
 

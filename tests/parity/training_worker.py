@@ -189,7 +189,7 @@ def check_layouts() -> None:
             )
 
 
-# ---- the same in plain PyTorch ----------------------------------------------------------------------------------------
+# ---- the same in plain PyTorch ---------------------------------------------------------------------------
 
 
 def plain_policy_loss(
@@ -297,7 +297,7 @@ def check_plain() -> None:
             check(f"plain {head} {family} {text} on {count}", limit=1e-5, weights=moved, relative_norm=norm)
 
 
-# ---- memory given up between steps ------------------------------------------------------------------------------------
+# ---- memory given up between steps -----------------------------------------------------------------------
 
 
 def leaves_of(value) -> list:
@@ -408,7 +408,8 @@ def check_offload() -> None:
         away = engine.offload.device_bytes + engine.idle_gradients.device_bytes
         refuses_no_number(engine, *share_of(batch, layout, 64))
         say(
-            f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit"
+            f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of "
+            f"them on the host, equal bit by bit"
         )
 
 

@@ -507,7 +507,10 @@ def test_random_weights_without_room_are_refused_before_anything_is_written(tmp_
     )
     with pytest.raises(SystemExit) as ended:
         make_random.main([str(out)])
-    expected = f"error: {out}/model has {needed - 1:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
+    expected = (
+        f"error: {out}/model has {needed - 1:,} bytes free and the random weights need "
+        f"{needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
+    )
     assert ended.value.code == 2 and capsys.readouterr().err == expected and not out.exists()
     with pytest.raises(SystemExit):
         make_random.main([str(out), "--layers", "1", "--prompt-tokens", "0"])

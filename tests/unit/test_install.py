@@ -11,7 +11,8 @@ import pytest
 
 from tests.worlds import ROOT
 
-# Knows `-` (has it everything?), `-m venv FOLDER`, `-m pip`; pip waits while ../hold exists and fails where ../fail does.
+# Knows `-` (has it everything?), `-m venv FOLDER`, `-m pip`; pip waits while ../hold exists and fails where
+# ../fail does.
 PYTHON = """#!/usr/bin/env bash
 home=$(cd "$(dirname "$0")/.." && pwd)
 case "$*" in

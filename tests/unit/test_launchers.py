@@ -193,7 +193,8 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
 
 SLURM = {
     "scontrol": "#!/bin/sh\n[ \"$*\" = 'show hostnames gpu[1-2]' ] && printf 'gpu1\\ngpu2\\n'\n",
-    "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nfor node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=gpu$((node + 1)) "$@"; done\n',
+    "srun": "#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\n"
+    'for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=gpu$((node + 1)) "$@"; done\n',
 }
 
 

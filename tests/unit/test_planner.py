@@ -27,7 +27,7 @@ from verl_megatron.planner.search import configured
 from verl_megatron.planner.serving import own_rollout_bytes
 from verl_megatron.planner.training import infer_seconds, layer_flops, passes, step_seconds
 
-# ---- what was measured ------------------------------------------------------------------------------------------------
+# ---- what was measured -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,11 @@ def long_responses() -> TrainerConfig:
     return config
 
 
-# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 rows of 512 + 512 tokens, the others medians (tests/gpu/check.sh: ppo, grpo,
-# offload, long). Rows that share a prompt of 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for each.
-# weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's weights only.
+# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 rows of 512 + 512 tokens,
+# the others medians (tests/gpu/check.sh: ppo, grpo, offload, long). Rows that share a prompt of 15,360
+# tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for
+# each. weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's
+# weights only.
 MEASURED = {
     "tp2pp2": Measured(
         gpus=4,
@@ -200,7 +202,8 @@ def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
     )
 
 
-# tools/bench_handover.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no optimizer: it does not learn.
+# tools/bench_handover.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no
+# optimizer: it does not learn.
 HANDOVERS = [
     ("llama3-8b", "tp2sp", 2, 2, "keep", True, 81.0, 73.3),
     ("llama3-8b", "tp2sp", 2, 2, "share", True, 73.8, 73.0),
@@ -244,7 +247,8 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
-# tools/bench_engine.py on two H200, an 8B model: 32 rows of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
+# tools/bench_engine.py on two H200, an 8B model: 32 rows of 512 + 512 tokens a data-parallel rank, seconds
+# of log-probs and of a step, GiB that a step takes on its way.
 ENGINES = [
     ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
     ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),
@@ -278,7 +282,7 @@ def test_layers_of_transformer_engine_reach_the_measured_share():
     assert flops / (one.forward + one.backward) / H200.peak_flops == pytest.approx(0.56, rel=0.10)
 
 
-# ---- search, refusal, text --------------------------------------------------------------------------------------------
+# ---- search, refusal, text -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gpu", "gpus"), [("h200", 8), ("h100", 8), ("h200", 2)])
@@ -398,7 +402,7 @@ def test_the_report_tells_memory_seconds_and_the_verdict(folder):
         report(config, world_size=4, gpu="tpu")
 
 
-# ---- machines ---------------------------------------------------------------------------------------------------------
+# ---- machines --------------------------------------------------------------------------------------------
 
 
 def test_a_machine_file_changes_what_it_names(tmp_path):

@@ -45,7 +45,8 @@ FILES = {
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL",
     "import time; time.sleep(100)": "takes longer than 1 s",
     "while True: pass": "takes longer than 1 s",
-    "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('needed')\nparser.parse_args()": "SystemExit: 2",
+    "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('needed')\n"
+    "parser.parse_args()": "SystemExit: 2",
     "import os; os.closerange(3, 100)": "ends its process",
     "def f(:": "SyntaxError",
     "1 / 0": "ZeroDivisionError: division by zero; mend the file",

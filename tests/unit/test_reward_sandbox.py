@@ -66,7 +66,8 @@ CALLS = {
     "os.kill(0, signal.SIGKILL)": "killed by SIGKILL",
     "os.kill(os.getpid(), signal.SIGSTOP)": "no answer within 1 s",
     "os.closerange(3, 100)": "worker died",
-    "[os.write(int(fd), b'5\\n') for fd in os.listdir('/proc/self/fd') if os.path.realpath(f'/proc/self/fd/{fd}').find('socket:') >= 0]": "worker died",
+    "[os.write(int(fd), b'5\\n') for fd in os.listdir('/proc/self/fd') if "
+    "os.path.realpath(f'/proc/self/fd/{fd}').find('socket:') >= 0]": "worker died",
     "fail(ValueError('x' * 10_000_000))": "ValueError: xxx",
     "fail(ValueError('\\ud800 \\x1b[31m\\n'))": r"ValueError: \ud800 \x1b[31m\n",
     "fail(HostileError())": "HostileError: (no text: SystemExit)",

@@ -123,8 +123,10 @@ def test_pool_scores_equal_direct_calls(functions):
 def test_workers_import_neither_torch_nor_the_main_script(functions, tmp_path):
     script = tmp_path / "main.py"  # without the usual guard: importing it again would start a second pool
     script.write_text(
-        f"import numpy\nMARK = 1\nfrom verl_megatron.rewards.pool import RewardPool\nwith RewardPool({functions + ':modules'!r}) as pool:\n"
-        "    pool.submit(0, '', '', '')\n    reward = pool.results()[0]\n    print(reward.failure, reward.score, reward.metrics['main_imported'])\n"
+        f"import numpy\nMARK = 1\nfrom verl_megatron.rewards.pool import RewardPool\n"
+        f"with RewardPool({functions + ':modules'!r}) as pool:\n"
+        "    pool.submit(0, '', '', '')\n    reward = pool.results()[0]\n"
+        "    print(reward.failure, reward.score, reward.metrics['main_imported'])\n"
     )
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
@@ -191,8 +193,10 @@ def test_close_ends_workers_in_the_middle_of_a_call(functions):
 def test_workers_die_with_a_killed_parent(functions):
     root = str(Path(__file__).resolve().parents[2])
     script = (
-        f"from verl_megatron.rewards.pool import RewardPool\npool = RewardPool({functions + ':misbehave'!r}, workers=2, timeout_s=300)\n"
-        "for row_id in range(2):\n    pool.submit(row_id, '', 'hang', None)\nprint('ready', flush=True)\npool.results()\n"
+        f"from verl_megatron.rewards.pool import RewardPool\n"
+        f"pool = RewardPool({functions + ':misbehave'!r}, workers=2, timeout_s=300)\n"
+        "for row_id in range(2):\n    pool.submit(row_id, '', 'hang', None)\n"
+        "print('ready', flush=True)\npool.results()\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script],

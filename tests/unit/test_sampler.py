@@ -160,7 +160,7 @@ def test_what_was_generated_before_an_abort_is_there():
     assert partial.token_ids == [7] and partial.finish_reason == "abort"
 
 
-# ---- residency --------------------------------------------------------------------------------------------------------
+# ---- residency -------------------------------------------------------------------------------------------
 
 
 class Recorded:
