@@ -53,7 +53,7 @@ SERVED = {
 
 
 def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes):
-    """A float32 model of the family; `head` may also be ForTokenClassification or ForSequenceClassification (one label)."""
+    """A float32 model; `head` may also be ForTokenClassification or ForSequenceClassification (one label)."""
     import transformers
 
     stem, differences = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""The watchdog names the rank that the others wait for, and a pre-emption ends all ranks at the same iteration."""
+"""The watchdog names the rank that others wait for; preemption ends all ranks at one iteration."""
 
 import dataclasses
 import json

@@ -1,4 +1,7 @@
-"""Checkpoints of whole runs: from another layout, past damage, and on a disk that does not take them. The same layout is in test_ppo.py."""
+"""Checkpoints of whole runs: another layout, damage, a full disk.
+
+Resuming under the same layout is tested in test_ppo.py.
+"""
 
 import json
 import os
@@ -14,7 +17,7 @@ from verl_megatron.observe.tracking import read_metrics
 
 
 def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, tmp_path):
-    """Saved on four ranks with distributed optimizers, resumed on two without; the newest checkpoint is damaged."""
+    """Saved on four ranks with distributed optimizers, resumed on two without; the newest is damaged."""
     folder = tmp_path / "run/checkpoint"
     shutil.copytree(whole_run.output_dir / "checkpoint", folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_4"]

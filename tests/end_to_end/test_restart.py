@@ -62,7 +62,7 @@ def undisturbed(toy, tmp_path_factory):
 
 
 def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
-    """One attempt hangs, two are killed; weights, optimizer, schedule, KL coefficient, random states and data order go on."""
+    """One attempt hangs, two are killed; weights, optimizer, schedules and random states continue."""
     kills = [
         {"rank": 0, "operation": "advantages", "entry": 3, "delay_s": None},
         {"rank": 1, "operation": "actor_update", "entry": 1, "delay_s": 0},
@@ -123,7 +123,10 @@ def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
 
 
 def test_verify_names_what_differs(undisturbed, toy, tmp_path):
-    """The first iteration after a checkpoint is repeated on its rows: every number is the recorded one, but for the one that was changed."""
+    """The first iteration after a checkpoint, repeated on its rows, gives the recorded metrics.
+
+    The one metric that was changed in the record is reported.
+    """
     shutil.copytree(undisturbed / "checkpoint/step_2", tmp_path / "run/checkpoint/step_2")
     path = tmp_path / "run/checkpoint/step_2"
     recorded = json.loads((path / "recorded.json").read_text())["told"]

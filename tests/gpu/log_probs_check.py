@@ -1,4 +1,7 @@
-"""Log-probabilities from logits on a GPU: against float64, then eager PyTorch's and the kernels' speed: python tests/gpu/log_probs_check.py [--only-check]"""
+"""Log-probabilities of logits on a GPU against float64, then the speed of PyTorch and the kernels.
+
+python tests/gpu/log_probs_check.py [--only-check]
+"""
 
 import argparse
 import sys
@@ -26,7 +29,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 
 @dataclass
 class Case:
-    """Random logits, columns wide in a buffer with `padding` more, and labels; one in four belongs to another rank."""
+    """Random logits in a buffer with `padding` more columns, and labels; one in four is another rank's."""
 
     tokens: int
     columns: int
@@ -54,7 +57,7 @@ class Case:
 
 
 def truth(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The label's log-probability and the entropy [N], the factors [4, N] of `grad_logits_` and the gradient [N, V], in float64 by autograd."""
+    """Float64 truth by autograd: log-probability and entropy [N], factors [4, N], gradient [N, V]."""
     logits_NV = case.logits_NV.double().detach().requires_grad_()
     scaled_NV = logits_NV / case.temperature
     log_z_N, log_p_NV = scaled_NV.logsumexp(1), scaled_NV.log_softmax(1)
@@ -111,7 +114,7 @@ def check_far_rows(device: torch.device) -> None:
 
 
 def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, chunk_tokens: int) -> None:
-    """token_log_probs and its gradients against log_softmax of the whole logits, both from the rounded inputs; an odd vocabulary."""
+    """token_log_probs and its gradients against log_softmax of the whole logits; an odd vocabulary."""
     torch.manual_seed(3)
     hidden, weight = (
         torch.randn(300, 256, device=device).to(dtype),
@@ -191,7 +194,10 @@ GRAD_VARIANTS = [
 
 
 def time_all(device: torch.device, *, hidden_size: int) -> None:
-    """One chunk of bfloat16 logits at a time, then the whole head on four chunks. Floors: bytes at the copy's rate, and the products alone."""
+    """Chunks of bfloat16 logits, then the whole head on four.
+
+    Lower bounds: bytes at the copy's rate, and the products alone.
+    """
     rate = copy_rate(device)
     print(f"copying moves {rate / 1e6:.0f} GB/s; {hidden_size} hidden channels", flush=True)
     table = []
@@ -257,7 +263,7 @@ def time_kernel(
 def time_head(
     device: torch.device, *, tokens: int, columns: int, hidden_size: int, rate: float
 ) -> list[tuple[str, None, float, float]]:
-    """Forward and backward passes of token_log_probs; their floors are the matrix products, and the logits' bytes at `rate`."""
+    """Both passes of token_log_probs; lower bounds are the products, and the logits' bytes at `rate`."""
     hidden = torch.randn(tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(columns, hidden_size, device=device) / hidden_size**0.5).bfloat16().requires_grad_()
     labels, chunk, logit_bytes = (

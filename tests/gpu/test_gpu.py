@@ -1,4 +1,4 @@
-"""What only GPUs reach: kernels, peers' memory, transformer-engine, half precision, NCCL. Each test is skipped where there are too few GPUs."""
+"""Kernels, peers' memory, transformer-engine, half precision and NCCL, which only GPUs reach."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which checkpoint is used, what makes one complete and sound, and which go; a world of one rank in this process."""
+"""Which checkpoint is resumed, when one is complete and sound, which are deleted; a world of one rank."""
 
 import json
 import math

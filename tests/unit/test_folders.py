@@ -1,4 +1,4 @@
-"""Model folders against their roles: what is missing, foreign or not served is refused before anything is built, by name."""
+"""Model folders against their roles: missing, foreign or unserved parts are refused by name up front."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which Python tools/install.sh takes, and what a broken installation leaves; with stand-ins for python and pip."""
+"""Choice of a Python by tools/install.sh, and broken installations; python and pip are stand-ins."""
 
 import os
 import shutil

@@ -199,7 +199,7 @@ SLURM = {
 
 
 def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
-    """With a scontrol and an srun that stand in for two nodes; the batch script runs from a copy elsewhere, as Slurm runs it."""
+    """Slurm's batch script, run from a copy as Slurm does; scontrol and srun stand in for two nodes."""
     (tmp_path / "bin").mkdir()
     for name, text in SLURM.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -229,7 +229,7 @@ def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
 
 
 def test_pods_agree_on_the_world(tmp_path):
-    """Replicas, ranks of a pod and its GPUs are one world, and the command of each pod finds its place in it."""
+    """Replicas, ranks of a pod and its GPUs are one world, in which each pod's command finds its place."""
     job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
     gpus = int(job["spec"]["nprocPerNode"])

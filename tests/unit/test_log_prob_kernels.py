@@ -1,4 +1,4 @@
-"""The PyTorch path against autograd in float64 on the logits as they are, and the kernels against PyTorch in Triton's interpreter, where there is Triton."""
+"""The PyTorch path against float64 autograd; the kernels against PyTorch in Triton's interpreter."""
 
 from itertools import product
 

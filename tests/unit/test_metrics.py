@@ -22,7 +22,7 @@ def alone(sums: Sums) -> dict[str, float]:
 
 
 def over_ranks(parts: list[Sums]) -> dict[str, float]:
-    """What every rank gets from `reduce`, with the collectives done by hand: the vectors of a first pass, then their sum and maximum."""
+    """What every rank gets from `reduce`: collectives by hand, names first, then sums and maxima."""
     union = [name for part in parts for name in [*part._totals, *part._maxima]]
     sent_sums, sent_maxima = [], []
     for part in parts:

@@ -148,7 +148,8 @@ MEASURED = {
         seconds=dict(rollout=2.54, log_probs=1.91, actor_update=3.23),
         iteration=7.84,
     ),
-    "grpo, tp2, 256 rows": Measured(  # tools/bench_offload.py: iterations in which the rollout was not disturbed
+    # tools/bench_offload.py: iterations in which the rollout was not disturbed.
+    "grpo, tp2, 256 rows": Measured(
         gpus=2,
         config=grpo_config("tp2sp", 32, rollout=2, share=0.3),
         gib=dict(rollout=124.3, log_probs=83.0, actor_update=100.0),
@@ -238,7 +239,11 @@ OWN_COPIES = [
 
 @pytest.mark.parametrize(("model", "layout", "rollout", "gpus", "copies"), OWN_COPIES)
 def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
-    """Not planned: swap's gaps between parameters (0.3 GiB for TP4 to TP2), and slots whose queries happen to stand before their keys (Qwen, share)."""
+    """Memory that vLLM holds of its own.
+
+    Not planned: swap's gaps between parameters (0.3 GiB for TP4 to TP2), and slots whose queries happen to
+    stand before their keys (Qwen, share).
+    """
     for mode, expected in zip(("keep", "share", "swap"), copies):
         config = run_config(layout, model=model, rollout=rollout)
         config.reshard.mode = mode
@@ -274,7 +279,7 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
 
 
 def test_layers_of_transformer_engine_reach_the_measured_share():
-    """56 % MFU forward and backward, Llama-8B layers, 4096 tokens on one GPU; with the gradients' accumulation."""
+    """56 % MFU of both passes: Llama-8B layers, 4096 tokens on one GPU, gradient accumulation included."""
     case = case_of(run_config("tp1", rows=4, tokens=2048, rollout=1), 1)
     layers = replace(case.actor, head="token")
     (one,) = passes(case, H200, layers)

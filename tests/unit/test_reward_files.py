@@ -58,7 +58,8 @@ FILES = {
     "import sys; sys.stdout.close()": "",
     "import sys; sys.stdout = None": "",
     "import argparse; argparse.ArgumentParser().parse_args()": "",
-    "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int": "",
+    "from __future__ import annotations\nimport dataclasses\n"
+    "@dataclasses.dataclass\nclass A:\n    x: int": "",
 }
 
 

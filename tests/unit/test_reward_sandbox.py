@@ -203,7 +203,7 @@ def test_the_trainer_cannot_be_signalled(functions, call):
 
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_children_end_with_their_worker(functions, namespaces):
-    """Also those that left its session, and also where the system has no namespaces for it; no zombie is left."""
+    """Descendants end, those in other sessions and without PID namespaces, too; no zombie is left."""
     script = """
         import os, time
         with RewardPool(SPEC, timeout_s=1) as pool:

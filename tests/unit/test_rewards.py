@@ -16,7 +16,8 @@ FUNCTIONS = """
 import os, re, sys
 
 def length(prompt, response, ground_truth, extra):
-    return {"score": len(response) + extra.get("bonus", 0), "words": len(response.split()), "note": "text", "odd": float("nan")}
+    score = len(response) + extra.get("bonus", 0)
+    return {"score": score, "words": len(response.split()), "note": "text", "odd": float("nan")}
 
 def modules(prompt, response, ground_truth, extra):
     heavy = [name for name in ("torch", "megatron", "vllm", "transformers", "numpy") if name in sys.modules]
@@ -31,7 +32,10 @@ def misbehave(prompt, response, ground_truth, extra):
         sys.exit(3)
     if response == "die":
         os._exit(7)
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "no score": {"reward": 1.0}, "good": 1}[response]
+    return {
+        "nan": float("nan"), "inf": float("inf"), "none": None,
+        "text": "1.0", "no score": {"reward": 1.0}, "good": 1,
+    }[response]
 """
 
 

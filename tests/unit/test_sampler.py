@@ -1,4 +1,4 @@
-"""Collecting samples with a scripted engine: numbering, seeds, turns, groups that are left out; and what lies on the GPU when."""
+"""Sampler with a scripted engine: numbering, seeds, turns, dropped groups, and residency."""
 
 import contextlib
 from collections import Counter
