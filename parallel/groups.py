@@ -1,5 +1,7 @@
 """The torch process groups of a `Layout`: created once, passed on as arguments."""
 
+from typing import Any, cast
+
 import torch.distributed as dist
 
 from parallel import device
@@ -14,9 +16,8 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     Every rank of the world must call this, in the same order.
     """
     if ranks not in _made:
-        _made[ranks] = dist.new_group(
-            list(ranks), backend=device.backend(), timeout=device.COLLECTIVE_TIMEOUT
-        )
+        made = dist.new_group(list(ranks), backend=device.backend(), timeout=device.COLLECTIVE_TIMEOUT)
+        _made[ranks] = cast(dist.ProcessGroup, made)
     return _made[ranks]
 
 
@@ -26,6 +27,16 @@ class ProcessGroups:
     Every rank of the world constructs it, in the same order. A rank outside the layout has `is_member` False
     and no groups.
     """
+
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
+    world: dist.ProcessGroup
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -50,7 +61,8 @@ class ProcessGroups:
         ends = [sorted({stages[0], stages[-1]}) for stages in pipelines]
         self.embedding = self._mine(ends + [[rank] for stages in pipelines for rank in stages[1:-1]])
 
-    def _mine(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+    def _mine(self, lists: list[list[int]]) -> Any:
+        """Return this rank's group, None outside the layout; members need not look for None."""
         groups = {tuple(ranks): group_of(tuple(ranks)) for ranks in lists}
         return next((group for ranks, group in groups.items() if self.rank in ranks), None)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,12 @@ class Background:
     """
 
     def __init__(self, *, enabled: bool):
-        self._group = dist.new_group(backend="gloo", timeout=device.COLLECTIVE_TIMEOUT) if enabled else None
-        on_this_gpu = dict(initializer=_begin, initargs=(device.device(),)) if device.is_gpu() else {}
+        self._group: Any = None
+        if enabled:
+            self._group = dist.new_group(backend="gloo", timeout=device.COLLECTIVE_TIMEOUT)
+        on_this_gpu: dict[str, Any] = {}
+        if device.is_gpu():
+            on_this_gpu = dict(initializer=_begin, initargs=(device.device(),))
         self._executor = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu)
             if enabled
@@ -38,8 +43,8 @@ class Background:
         previous = self._jobs[-1] if self._jobs else None
 
         def work() -> None:
-            if previous is not None and previous.exception() is not None:
-                raise previous.exception()
+            if previous is not None and (error := previous.exception()) is not None:
+                raise error
             job(self._group)
 
         self._jobs.append(self._executor.submit(work))

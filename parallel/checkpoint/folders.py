@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def step_of(path: Path) -> int:
 Group = dist.ProcessGroup | None
 
 
-def from_first(value, group: Group = None):
+def from_first(value: Any, group: Group = None) -> Any:
     """Return the first rank's value on every rank."""
     values = [value]
     dist.broadcast_object_list(values, group=group)
@@ -271,10 +272,8 @@ def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> No
     if dist.get_rank() or not keep_last:
         return
     paths = [path for path in complete(folder) if step_of(path) <= step]
-    best = sorted(
-        (path for path in paths if _accuracy(path) is not None),
-        key=lambda path: (-_accuracy(path), -step_of(path)),
-    )
+    measured = [(accuracy, path) for path in paths if (accuracy := _accuracy(path)) is not None]
+    best = [path for _, path in sorted(measured, key=lambda pair: (-pair[0], -step_of(pair[1])))]
     for path in set(paths) - set(paths[:keep_last]) - set(best[:keep_best]):
         shutil.rmtree(gone := path.with_name(path.name + REPLACED), ignore_errors=True)
         with contextlib.suppress(OSError):  # an extra checkpoint does no harm

@@ -12,10 +12,12 @@ writer, which starts processes, is not used either.
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +79,7 @@ class Learned:
         """Return the optimizer's part of the value or of a moment on this rank."""
         return (
             self.value
-            if kind == VALUE or self.value is None
+            if kind == VALUE or self.value is None or self.inner is None
             else self.inner.state.get(self.value, {}).get(kind)
         )
 
@@ -229,6 +231,12 @@ def _whole(one: Learned, kind: str, groups: ProcessGroups) -> Tensor:
     return whole
 
 
+def _of_first_data_rank(sharded: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...]:
+    """Return a replica id without the data-parallel rank: each element has one owner among those."""
+    assert isinstance(sharded.replica_id, tuple)
+    return (*sharded.replica_id[:-1], 0)
+
+
 def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
     """Return Euclidean norms of the values and of Adam's moments of the whole model.
 
@@ -238,7 +246,7 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
     is_split = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
     squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
     for one in learned(chunks, optimizer, groups):
-        is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (
+        is_counted = is_main_replica(_of_first_data_rank(one.sharded)) and (
             is_split or one.holder == groups.dp_cp.rank()
         )
         for place, kind in enumerate((VALUE, *MOMENTS)):
@@ -263,7 +271,7 @@ def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
                 key = sharded.key if kind == VALUE else f"optimizer.state.{kind}.{sharded.key}"
                 dtype = {"dtype": tensor.dtype} if isinstance(sharded, ShardedTensor) else {}
                 described[f"{one.name}/{kind}"] = replace(
-                    sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype
+                    sharded, key=key, data=tensor, replica_id=_of_first_data_rank(sharded), **dtype
                 )
     return described
 
@@ -297,6 +305,11 @@ class Snapshot:
         )
 
 
+def _sizes(item: WriteItem) -> Sequence[int]:
+    assert item.tensor_data is not None, f"{item.index} is no tensor"
+    return item.tensor_data.chunk.sizes
+
+
 class _Writer(FileSystemWriter):
     """Writes a rank's host tensors without copies; torch's writer copies each and holds all copies at once.
 
@@ -306,7 +319,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         count, largest_first = (
             writing_threads(),
-            sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes)),
+            sorted(plan.items, key=lambda item: -math.prod(_sizes(item))),
         )
         shares = {
             f"{plan.storage_data.prefix}{i}.distcp": share
@@ -324,7 +337,7 @@ class _Writer(FileSystemWriter):
         with (Path(self.path) / name).open("wb") as file:
             for item in items:
                 begin = file.tell()
-                torch.save(_alone(planner.resolve_data(item)), file)
+                torch.save(_alone(cast(Tensor, planner.resolve_data(item))), file)
                 length = file.tell() - begin
                 results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
         return results
@@ -407,6 +420,7 @@ def _put(one: Learned, kind: str, whole: Tensor) -> None:
         one.weight.copy_(whole.view(one.weight.shape))
     if one.value is None:
         return
+    assert one.inner is not None
     part, state = whole[one.start : one.stop].view(one.value.shape), one.inner.state
     if kind == VALUE:
         one.value.copy_(part)
@@ -417,7 +431,7 @@ def _put(one: Learned, kind: str, whole: Tensor) -> None:
 
 
 def _set_step(one: Learned, step: int) -> None:
-    if one.inner is None or not step:
+    if one.inner is None or one.value is None or not step:
         return
     if isinstance(one.inner, torch.optim.Adam | torch.optim.AdamW):
         # one per parameter, on the CPU wherever the parameter is

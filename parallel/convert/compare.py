@@ -68,7 +68,7 @@ def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) 
     ]
 
 
-def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
+def compare(job: CompareJob, report: Callable[[int], object]) -> tuple[str, str]:
     """Return the tensor's name and how the two sides differ, or ""."""
     sides = [_opened(side) for side in job.sides]
     first_row = None
@@ -86,7 +86,7 @@ def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
 def _digest(side: Source, job: CompareJob) -> str:
     digest = hashlib.sha256()
     for _, part in slabs(side, job.name, job.budget):
-        digest.update(memoryview(part.view(-1).view(torch.uint8).numpy()))
+        digest.update(part.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -9,6 +9,7 @@ ones, need another compiled kernel, with one launch each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -419,12 +420,14 @@ if triton:
 
 
 def _launch_copy(tiles: Tiles, tuning: Tuning) -> None:
-    copy_kernel[(len(tiles.table),)](tiles.table, **_constants(tiles, tuning))
+    kernel: Any = copy_kernel  # Triton's launch, which types do not know
+    kernel[(len(tiles.table),)](tiles.table, **_constants(tiles, tuning))
 
 
 def _launch_checksum(tiles: Tiles, tuning: Tuning, sums_N: Tensor) -> None:
+    kernel: Any = checksum_kernel
     factors = dict(ROW_FACTOR=ROW_FACTOR, COLUMN_FACTOR=COLUMN_FACTOR)
-    checksum_kernel[(len(tiles.table),)](
+    kernel[(len(tiles.table),)](
         tiles.table, sums_N, STAGES=tuning.stages, **factors, **_constants(tiles, tuning)
     )
 

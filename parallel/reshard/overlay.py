@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import networkx
 
@@ -99,7 +100,7 @@ def overlay(
         ValueError: as `compile_plan`.
     """
     # Without a window limit transfers stay whole; `_Schedule` cuts them, so that the pieces of a cycle match.
-    common = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)
+    common: dict[str, Any] = dict(element_bytes=element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)
     forth = compile_plan(source=source, destination=destination, peer_memory=peer_memory, **common)
     back = compile_plan(source=destination, destination=source, **common) if in_place else None
     best, least = None, _NO_LIMIT

@@ -8,6 +8,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def map_tensors(tensors: Mapped, group: dist.ProcessGroup | None) -> dict[int, M
     exported = _exported(tensors)
     everyone: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (dist.get_rank(), exported), group=group)
-    opened = None
+    opened: Any = None
     if all(exports is not None for _, exports in everyone):
         opened = {rank: _opened(*exports) for rank, exports in everyone if rank != dist.get_rank()}
     failed = opened is None or any(mapped is None for mapped in opened.values())

@@ -280,7 +280,7 @@ class _Sources:
                 self.held[rank] += area((*block.rows, *block.cols))
 
     def wanted(self, parameter: ShardedParameter) -> _Wanted:
-        blocks = []
+        blocks: list[_WantedBlock] = []
         for block in parameter.blocks:
             rect = (*block.rows, *block.cols)
             holders = sorted(
@@ -337,7 +337,8 @@ class _Sources:
 
 def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Piece]:
     """Cut `block` into pieces that cover it exactly once, preferring the nearest holders."""
-    missing, pieces = [block.rect], []
+    missing = [block.rect]
+    pieces: list[_Piece] = []
     for distance, (whole, replicas) in sorted(
         zip(distances, block.holders), key=lambda entry: (entry[0], entry[1][0])
     ):

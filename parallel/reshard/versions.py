@@ -16,7 +16,7 @@ a report.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,8 @@ def background_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     Every rank of the world must call this.
     """
-    return dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo")
+    made = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo")
+    return cast(dist.ProcessGroup, made)
 
 
 class VersionedReshard:

@@ -79,7 +79,8 @@ def agree(check: Callable[[], T]) -> T:
     """
     import torch.distributed as dist
 
-    result, problem = None, ""
+    result: Any = None
+    problem = ""
     try:
         result = check()
     except ValueError as error:

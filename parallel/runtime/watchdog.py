@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -198,15 +198,16 @@ class Watchdog:
         self.timeout_s, self.stacks = timeout_s, Path(folder) / "stacks"
         self.iteration = 0  # for messages; the caller sets it
         self.on_beat: Callable[[], None] = lambda: None  # called by `beat`; the caller sets it
-        self._file: IO[str] | None = None
+        self._file: IO[str] | None = None  # of the stacks; open within the context
         self._position = Position(timeout_s=timeout_s)
         self._progress_at = self._armed_at = time.monotonic()
         if timeout_s == 0:
             return
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         prefix = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_number)}"
-        self._store = dist.PrefixStore(prefix, store or dist.distributed_c10d._get_default_store()).clone()
-        self._main = threading.main_thread().ident
+        shared: Any = dist.PrefixStore(prefix, store or dist.distributed_c10d._get_default_store())
+        self._store = shared.clone()  # a connection of its own
+        self._main = threading.main_thread().ident or 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._reports: dict[int, Report] = {}
@@ -229,6 +230,7 @@ class Watchdog:
             self._leaving.set()
             self._thread.join(timeout=INTERVAL_S + FAREWELL_S)
             faulthandler.cancel_dump_traceback_later()
+            assert self._file is not None
             self._file.close()
             with contextlib.suppress(OSError):  # the last rank to leave removes the empty folder
                 if not Path(self._file.name).stat().st_size:
@@ -389,6 +391,7 @@ class Watchdog:
                 _leave()
 
     def _dump(self, text: str) -> None:
+        assert self._file is not None
         try:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._file.flush()

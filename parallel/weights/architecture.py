@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from parallel.weights.config_keys import FIXED, HARMLESS, class_names, lengths, refusals
 from parallel.weights.json_files import is_count, read_object, shown, shown_key
@@ -244,6 +244,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_object(path)
 
 
+def _is_number(value: Any, *, whole: bool) -> TypeGuard[float]:
+    return type(value) in ((int,) if whole else (int, float))
+
+
 def _typed(
     key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False, whole: bool = False
 ) -> Any:
@@ -261,7 +265,7 @@ def _typed(
         return None
     elif kind is bool and isinstance(value, bool):
         return value
-    elif kind is not bool and type(value) in ((int,) if whole else (int, float)) and 0 < value < math.inf:
+    elif kind is not bool and _is_number(value, whole=whole) and 0 < value < math.inf:
         if value <= most:
             return kind(value)
         problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")

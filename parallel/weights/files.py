@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -123,7 +123,7 @@ class CheckpointFolder:
         return matrix.to(dtype)
 
     def check_shapes(
-        self, expected: Mapping[str, tuple[int, ...]], *, optional: set[str] = frozenset()
+        self, expected: Mapping[str, tuple[int, ...]], *, optional: Collection[str] = ()
     ) -> None:
         """Compare the folder's tensors with those that its configuration describes (`rules.hf_shapes`).
 

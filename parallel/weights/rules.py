@@ -4,7 +4,7 @@ Letters of tensor dimensions: V vocabulary, H hidden, Q query heads x head size,
 size, D head size, F feed-forward, L labels (one).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
@@ -241,7 +241,7 @@ def _shape(dims: str, arch: Architecture) -> tuple[int, ...]:
 
 
 def _shard(
-    rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, *, tp: int, tp_rank: int, vocab: int
+    rule: Rule, arch: Architecture, pieces: Iterable[Piece], prefix: str, *, tp: int, tp_rank: int, vocab: int
 ):
     """Return shape and blocks of a rank's shard, from the pieces of all ranks' rows in rank order."""
     pieces = list(pieces)
