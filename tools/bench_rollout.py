@@ -24,7 +24,7 @@ import torch.distributed as dist
 from bench_case import model_folder, say
 
 from parallel import device
-from parallel.collectives import all_max
+from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.config import RolloutConfig
@@ -97,7 +97,7 @@ def measure(actor: VLLMActor, requests: list[Request], sampling: Sampling, repet
             home = float(actor.is_home)
             totals = torch.tensor([tokens * home])
             dist.all_reduce(totals)
-            last, first = all_max(torch.tensor([seconds, -seconds], dtype=torch.float64)).tolist()
+            last, first = world().all_max(torch.tensor([seconds, -seconds], dtype=torch.float64)).tolist()
             if repetition:
                 found.setdefault(name, []).append((last, int(totals), 1 + first / last))
     return [

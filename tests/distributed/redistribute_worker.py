@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from parallel import rank_set
 from parallel.layout import Layout
 from parallel.redistribute import exchange_rows
 from verl_megatron.data.batch import RolloutBatch
@@ -32,7 +33,7 @@ def targets(rank: int, row: int, world: int) -> list[int]:
 def check_exchange(rank: int, world: int) -> None:
     mine = rows_of(rank)
     count = len(mine["scalar"])
-    received = exchange_rows(mine, [targets(rank, row, world) for row in range(count)], None)
+    received = exchange_rows(mine, [targets(rank, row, world) for row in range(count)], rank_set.world())
     everything = [rows_of(source) for source in range(world)]
     assert list(received) == list(mine)
     for name in mine:
@@ -66,7 +67,7 @@ def check_collector(rank: int, world: int, layout: Layout) -> None:
     home_of_row = torch.tensor([1 if r % 3 else 3 for r in range(num_rows)])
     dp_of_row = torch.tensor([(r * r) % layout.dp for r in range(num_rows)])
     home = make_rows([r for r in reversed(range(num_rows)) if home_of_row[r] == rank])
-    collector = DataCollector(layout, rank=rank)
+    collector = DataCollector(layout, rank_set.world())
     fields = collector.to_role(home, dp_of_row)
     borrowed = RolloutBatch(**fields)
     mine = [

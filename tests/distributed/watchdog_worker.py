@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallel.rank_set import world
 from parallel.runtime.preemption import Preemption
 from parallel.runtime.watchdog import Watchdog
 
@@ -136,7 +137,7 @@ def iterate(watchdog: Watchdog, rank: int, on_third: Callable[[], None]) -> None
                 if rank == VICTIM and iteration == 3:
                     on_third()
                 time.sleep(0.1)
-            if preemption.requested():
+            if preemption.requested(world()):
                 print(f"rank {rank} ends after iteration {iteration}", flush=True)
                 return
 
@@ -150,7 +151,7 @@ def run_rank(name: str, folder: Path) -> None:
     """The life of a rank."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with Watchdog(0 if name == "off" else TIMEOUT_S, folder) as watchdog:
+    with Watchdog(0 if name == "off" else TIMEOUT_S, folder, world()) as watchdog:
         watchdog.iteration = 5
         (SCENARIOS | UNDER_TORCHRUN)[name](watchdog, rank)
     dist.destroy_process_group()
