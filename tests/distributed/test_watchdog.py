@@ -231,6 +231,16 @@ def test_every_rank_that_can_leaves_its_stacks_and_ends(folder, name):
             )  # the main thread and the watching one
 
 
+def test_each_set_of_ranks_has_a_watchdog_of_its_own(folder):
+    codes, output = ended(folder, "halves")
+    said = HANGS.findall(output)
+    expected = r"rank 2 made no progress for \d+ s: it is in rollout .*, rank 1 waits for it in actor_update"
+    assert len(said) == 1 and re.match(expected, said[0]), output
+    assert codes == [0, EXIT_STATUS, EXIT_STATUS, 0]
+    stacks = {path.name for path in (folder / "halves/stacks").iterdir()}
+    assert stacks == {"rank_1.txt", "rank_2.txt"}
+
+
 @pytest.mark.parametrize("name", ["slow", "off"])
 def test_slow_ranks_are_left_alone(folder, name):
     codes, output = ended(folder, name)

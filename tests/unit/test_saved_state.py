@@ -95,7 +95,9 @@ def test_only_the_first_attempt_begins_anew(state, monkeypatch):
     """With run.resume=never; what torchrun starts again looks for the checkpoints of this run."""
     calls = []
     state.config.run.resume = "never"
-    monkeypatch.setattr("parallel.checkpoint.resume.put_aside_all", lambda folder, ranks: calls.append("anew") or [])
+    monkeypatch.setattr(
+        "parallel.checkpoint.resume.put_aside_all", lambda folder, ranks: calls.append("anew") or []
+    )
     monkeypatch.setattr(
         "parallel.checkpoint.resume.newest_sound", lambda folder, ranks, say, check: calls.append("newest")
     )
