@@ -62,7 +62,7 @@ def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters"
 
 
 def adaptive_settings(toy: Path, output_dir: Path) -> list[str]:
-    """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2 on the same ranks; everything that a checkpoint has to hold changes."""
+    """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2; everything that a checkpoint holds changes."""
     learning = [
         "algorithm.num_mini_batches=2",
         "algorithm.kl_coef=0.1",

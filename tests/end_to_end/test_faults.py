@@ -1,4 +1,4 @@
-"""What a user or a machine can do wrong: bad inputs are refused at once and by name, and nothing is left behind."""
+"""Faults of users and machines: bad inputs are refused at once and by name, and nothing is left."""
 
 import json
 import os

@@ -99,7 +99,7 @@ def test_metrics_have_their_keys(whole_run):
 
 
 def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
-    """Actor on ranks 0-1, critic on 2-3, a reward model on rank 1 beside a reward function; Hugging Face gives the same scores."""
+    """Actor on ranks 0-1, critic on 2-3, a reward model on rank 1; Hugging Face gives the same scores."""
     torch.manual_seed(7)
     config = LlamaConfig.from_pretrained(toy / "model", num_labels=1)
     model = AutoModelForSequenceClassification.from_config(config).float().eval()
@@ -138,7 +138,7 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
 
 
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):
-    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs its rows the score and is said, not the run."""
+    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs only its rows' scores."""
     questions = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()[:4]]
     lines = [
         json.dumps(question | {"kind": kind})
@@ -213,7 +213,10 @@ def test_profiles_without_other_metrics(toy, tmp_path):
 
 
 def test_critic_warmup_and_early_stop(toy, tmp_path):
-    """The actor waits for the critic, then leaves its remaining updates out as soon as it has moved: the first step's KL is 0, the second's is not."""
+    """The actor waits for the critic, then skips its remaining updates as soon as it has moved.
+
+    The KL of its first step is 0, that of the second is not.
+    """
     algorithm = [
         "algorithm.critic_warmup=1",
         "algorithm.epochs=2",

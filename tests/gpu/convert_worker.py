@@ -1,6 +1,8 @@
-"""On GPUs: Megatron-Core loads what the converter wrote into models of transformer-engine's layers, strictly, and what it saves converts back.
+"""Megatron-Core on GPUs loads converted checkpoints into transformer-engine's layers, strictly.
 
-Strictly: a key that such a model asks for and that is not there, an `_extra_state` too, ends Megatron-Core's load with an error.
+What it saves converts back.
+
+Strictly: a missing key that such a model asks for, `_extra_state` included, fails Megatron-Core's load.
 """
 
 import sys

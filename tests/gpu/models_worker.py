@@ -1,4 +1,7 @@
-"""On GPUs: both layer specs, and fp8, against Hugging Face, under every layout that fits the ranks; training equals one rank."""
+"""Both layer specs and fp8 on GPUs against Hugging Face, under every layout that fits the ranks.
+
+Training equals that of one rank.
+"""
 
 import os
 from pathlib import Path
@@ -64,7 +67,7 @@ def with_fp8_layers(model):
 
 
 def computed_in() -> list[tuple[str, str]]:
-    """Spec and dtype of all that this device can compute in; without transformer-engine a CPU tries the rest of this file."""
+    """Specs and dtypes of this device; a CPU without transformer-engine still runs the rest of the file."""
     if not torch.cuda.is_available():
         return [("local", "float32"), ("local", "bfloat16")]
     return [("local", "float32"), ("local", "bfloat16"), ("te", "bfloat16")] + [("te", "fp8")] * (
@@ -79,7 +82,10 @@ def report(what: str, error: float, limit: float) -> None:
 
 
 def check_family(folder: Path, family: str) -> None:
-    """Mean log-prob error: float32 local spec under 1e-4; bfloat16 and fp8 under one and a half times Hugging Face's own when rounded so."""
+    """Largest mean error of log-probs: 1e-4 for float32 and the local spec.
+
+    For bfloat16 and fp8: one and a half times Hugging Face's own when rounded so.
+    """
     model = write_once(folder, family, **SIZES).cuda()
     arch = read_architecture(folder)
     batch = make_batch(arch.vocab_size)
@@ -118,7 +124,8 @@ def check_family(folder: Path, family: str) -> None:
             ]
             if bool(kept) != (spec == "te") or any(kept):
                 FAILURES.append(
-                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of the weights, or holds them elsewhere now"
+                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of "
+                    f"the weights, or holds them elsewhere now"
                 )
 
 

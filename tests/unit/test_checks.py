@@ -313,13 +313,15 @@ def test_batch_arithmetic_is_one_line(folder):
         algorithm__epochs=3,
     )
     assert batch_arithmetic(config, 4) == (
-        "64 prompts x 4 samples = 256 rows = 2 mini-batches of 128; actor tp2pp2: 128 rows of a mini-batch a data-parallel rank; "
-        "critic pp2dp2: 64 rows of a mini-batch a data-parallel rank; micro-batches of at most 8192 tokens; 3 epochs: 6 optimizer steps an iteration; "
+        "64 prompts x 4 samples = 256 rows = 2 mini-batches of 128; actor tp2pp2: 128 rows of a "
+        "mini-batch a data-parallel rank; "
+        "critic pp2dp2: 64 rows of a mini-batch a data-parallel rank; micro-batches of at most 8192 "
+        "tokens; 3 epochs: 6 optimizer steps an iteration; "
         "rollout 2 replicas of tp2"
     )
 
 
-# ---- names and types --------------------------------------------------------------------------------------------------
+# ---- names and types -------------------------------------------------------------------------------------
 
 
 def test_overrides_are_put_in():
@@ -448,7 +450,7 @@ def test_a_section_of_another_type_is_named(value):
     assert problem.startswith("rollout=") and problem.endswith("give a RolloutConfig")
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -531,7 +533,7 @@ def test_sections_survive_copies_and_hydra():
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config and TrainerConfig().rollout.stop == []
 
 
-# ---- presets ----------------------------------------------------------------------------------------------------------
+# ---- presets ---------------------------------------------------------------------------------------------
 
 
 def test_a_configuration_from_a_few_numbers(folder):

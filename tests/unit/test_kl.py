@@ -7,7 +7,7 @@ from verl_megatron.data.batch import RolloutBatch
 
 
 def test_estimators_average_to_the_divergence_of_known_distributions():
-    """Exact expectation over a small vocabulary: k1 and k3 are unbiased; near q = p, k2 agrees to second order."""
+    """Exact expectation over a small vocabulary: k1, k3 are unbiased; k2 to second order near q = p."""
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
     q = (p + 0.02 * torch.randn(7, generator=generator, dtype=torch.float64)).log_softmax(-1)

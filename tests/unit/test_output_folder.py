@@ -28,7 +28,8 @@ def test_a_new_folder_and_that_of_an_earlier_run_are_free(tmp_path):
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, name):
     (tmp_path / name).write_text("")
     assert problems(tmp_path) == [
-        f"run.output_dir: {tmp_path / name} is no folder, and the run writes one there; move it away or name another folder"
+        f"run.output_dir: {tmp_path / name} is no folder, and the run writes one there; move it away "
+        f"or name another folder"
     ]
 
 
