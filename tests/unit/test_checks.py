@@ -528,6 +528,7 @@ def test_former_names_lead_to_settings_that_exist():
 def test_sections_survive_copies_and_hydra():
     config = TrainerConfig(algorithm=AlgorithmConfig(gae_lambda=0.5))
     config.rollout.stop.append("a")
+    config.data.train = "a.jsonl"
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
         assert copied == config
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config and TrainerConfig().rollout.stop == []
