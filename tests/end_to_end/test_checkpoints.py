@@ -76,7 +76,8 @@ def test_the_manifest_tells_the_run(whole_run):
         "critic": "pp2dp2 on ranks [0, 1, 2, 3]",
     }
     assert (
-        manifest["settings"]["algorithm"]["kl_target"] == 0.01 and manifest["models"]["actor"]["hidden_size"]
+        manifest["settings"]["algorithm"]["kl_ctrl_target"] == 0.01
+        and manifest["models"]["actor"]["hidden_size"]
     )
     assert {"verl-megatron", "torch", "megatron-core"} <= manifest["versions"].keys()
     assert manifest["validation"]["step"] == 4 and 0 <= manifest["validation"]["validation/accuracy"] <= 1

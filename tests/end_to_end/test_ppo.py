@@ -114,7 +114,7 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
     more = [
         "run.iterations=1",
         "data.validation_temperature=0",
-        "algorithm.mini_batches=1",
+        "algorithm.num_mini_batches=1",
         "algorithm.kl_coef=0",
         f"reward.path={tmp_path}/reward_model",
     ]
@@ -151,7 +151,7 @@ def test_grpo_with_a_reward_that_fails(toy, tmp_path):
         "algorithm.kl_in=loss",
         "algorithm.kl_estimator=k3",
         "algorithm.kl_coef=0.05",
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
     ]
     job = [
         f"data.train={tmp_path}/train.jsonl",
@@ -220,9 +220,9 @@ def test_critic_warmup_and_early_stop(toy, tmp_path):
     algorithm = [
         "algorithm.critic_warmup=1",
         "algorithm.epochs=2",
-        "algorithm.mini_batches=2",
-        "algorithm.stop_kl=1e-7",
-        "algorithm.importance_cap=2",
+        "algorithm.num_mini_batches=2",
+        "algorithm.target_kl=1e-7",
+        "algorithm.tis_cap=2",
     ]
     job = [
         "actor.layout=tp2",

@@ -109,7 +109,7 @@ def check_family(folder: Path, family: str) -> None:
                 arch=arch,
                 folder=str(folder),
                 groups=groups,
-                config=EngineConfig(spec=spec, dtype=dtype),
+                config=EngineConfig(transformer_impl=spec, dtype=dtype),
                 head="lm",
                 seed=1,
             )
@@ -138,7 +138,7 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     engine.prepare_training(lr=1e-3, total_steps=5)
     batch = make_batch(arch.vocab_size)
     batch.logprobs, batch.advantages = -5.0 * batch.response_mask, 1.0 * batch.response_mask
-    algorithm, losses = AlgorithmConfig(clip_high=10.0, clip_low=0.99), []
+    algorithm, losses = AlgorithmConfig(clip_ratio_high=10.0, clip_ratio_low=0.99), []
 
     def loss(outputs, micro):
         return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), algorithm, 0.0)
@@ -174,13 +174,15 @@ def check_training(folder: Path) -> None:
 
     for spec, dtype in (pair for pair in computed_in() if pair in limits):
         from_exact, between = limits[spec, dtype]
-        usual = train(folder, "tp1", EngineConfig(spec=spec, dtype=dtype))
+        usual = train(folder, "tp1", EngineConfig(transformer_impl=spec, dtype=dtype))
         compare(f"{spec} {dtype} from float32", usual, exact, from_exact)
         for text in LAYOUTS[dist.get_world_size()]:
             for recompute in ("none", "full") if spec == "te" else ("selective",):
                 compare(
                     f"{text} {spec} {dtype} recompute {recompute}",
-                    train(folder, text, EngineConfig(spec=spec, dtype=dtype, recompute=recompute)),
+                    train(
+                        folder, text, EngineConfig(transformer_impl=spec, dtype=dtype, recompute=recompute)
+                    ),
                     usual,
                     between,
                 )

@@ -24,8 +24,8 @@ from verl_megatron.roles.engine import Engine
 COMMON = {
     "clip_grad": 0.5,
     "adam_eps": 1e-4,
-    "schedule": "cosine",
-    "warmup_steps": 1,
+    "lr_decay_style": "cosine",
+    "lr_warmup_steps": 1,
     "tokens_per_micro_batch": 64,
 }
 

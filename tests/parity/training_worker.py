@@ -39,7 +39,12 @@ from verl_megatron.roles.role import make_role
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
 CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification"}
 ALGORITHM = AlgorithmConfig(
-    clip_low=0.2, clip_high=0.3, entropy_coef=0.01, kl_in="loss", kl_estimator="k3", value_clip=0.2
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.3,
+    entropy_coef=0.01,
+    kl_in="loss",
+    kl_estimator="k3",
+    cliprange_value=0.2,
 )
 KL_COEF, LR = 0.1, 3e-3
 
@@ -182,7 +187,7 @@ def check_layouts() -> None:
         batch = experience(
             write_once(path, family, CLASSES[head], num_hidden_layers=layers).config.vocab_size
         )
-        common = {"clip_grad": 0.5, "adam_eps": 1e-4, "schedule": "cosine", "warmup_steps": 1}
+        common = {"clip_grad": 0.5, "adam_eps": 1e-4, "lr_decay_style": "cosine", "lr_warmup_steps": 1}
         alone = EngineConfig(tokens_per_micro_batch=1000, distributed_optimizer=False, **common)
         want, weights = train(path, head, Layout(), batch, alone)
         for text, count, stage_layers, budget, extra in layouts:

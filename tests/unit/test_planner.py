@@ -63,14 +63,18 @@ def long_rows() -> TrainerConfig:
         share=0.59,
         tokens_per_micro_batch=16384,
     )
-    config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.mini_batches = 15360, 1024, 2
+    config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.num_mini_batches = (
+        15360,
+        1024,
+        2,
+    )
     return config
 
 
 def ppo_in_turns(rows: int, *, mode: str, mini_batches: int) -> TrainerConfig:
     """Actor and critic of 8B on two GPUs."""
     config = run_config("tp2sp", rows=rows, rollout=2, share=0.25)
-    config.algorithm.mini_batches, config.reshard.mode, config.reshard.offload = mini_batches, mode, "all"
+    config.algorithm.num_mini_batches, config.reshard.mode, config.reshard.offload = mini_batches, mode, "all"
     return config
 
 
@@ -268,7 +272,7 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
     config = run_config(
         layout, rows=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens
     )
-    config.algorithm.mini_batches = 1
+    config.algorithm.num_mini_batches = 1
     case = actor_alone(config, 2)
     actor = replace(case.actor, learns=True)
     assert infer_seconds(case, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
@@ -381,7 +385,10 @@ def nested(config: TrainerConfig, settings: dict[str, str]) -> dict[str, dict]:
         "actor": {"path": config.actor.path},
         "critic": {"path": config.critic.path},
         "rollout": {"max_tokens": config.rollout.max_tokens},
-        "algorithm": {"mini_batches": config.algorithm.mini_batches, "kl_coef": config.algorithm.kl_coef},
+        "algorithm": {
+            "num_mini_batches": config.algorithm.num_mini_batches,
+            "kl_coef": config.algorithm.kl_coef,
+        },
     }
     for name, value in settings.items():
         section, setting = name.split(".")
