@@ -61,7 +61,7 @@ def make_rows(ids: list[int]) -> RolloutBatch:
 
 
 def check_collector(rank: int, world: int, layout: Layout) -> None:
-    """Rows go to the role and results come home, from homes on ranks 1 and 3 only, in an order of their own."""
+    """Rows reach the role and results return, with owners on ranks 1 and 3 only, in shuffled order."""
     num_rows = 13
     home_of_row = torch.tensor([1 if r % 3 else 3 for r in range(num_rows)])
     dp_of_row = torch.tensor([(r * r) % layout.dp for r in range(num_rows)])

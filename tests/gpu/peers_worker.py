@@ -1,4 +1,4 @@
-"""Runs on any number of ranks, one GPU each: resharding out of the peers' memory, against the whole tensors, bit by bit.
+"""Resharding out of peers' memory against whole tensors, bit by bit, on any number of GPUs.
 
 On a CPU, where no memory of peers is reached, the same cases go by messages.
 """
@@ -135,7 +135,7 @@ class Kept:
 
 
 class InPlace:
-    """A destination over the source's memory: out and back, windows read from the peers' staging memory."""
+    """A destination that aliases the source: to it and back, windows read from peers' staging memory."""
 
     def __init__(
         self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder
@@ -180,7 +180,7 @@ class InPlace:
 
 
 def every_layout_kept() -> None:
-    """All on one host; and on hosts of two, between which slices travel as messages beside the peers' copies."""
+    """All ranks on one host; then hosts of two, between which slices travel as messages."""
     world = dist.get_world_size()
     for case in cases():
         for ranks_per_host in {world, 2}:
@@ -229,7 +229,8 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print(
-            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}"
+            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several "
+            f"windows: {IN_WINDOWS}"
         )
     dist.destroy_process_group()
 

@@ -77,7 +77,7 @@ def share_of(batch: RolloutBatch, layout: Layout, budget: int) -> tuple[RolloutB
 
 
 def row_logits(model, batch: RolloutBatch) -> list[Tensor]:
-    """For each row [L, labels or vocabulary]: a Hugging Face model's answer to the row alone, without padding."""
+    """A Hugging Face model's output [L, labels or vocabulary] for each row alone, without padding."""
     return [model(ids[mask][None]).logits[0] for ids, mask in zip(batch.generated_ids, batch.attention_mask)]
 
 

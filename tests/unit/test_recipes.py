@@ -1,4 +1,4 @@
-"""Every recipe names settings that exist, and under every launcher its dry run plans a run that passes all checks."""
+"""Every recipe names existing settings; under every launcher its dry run passes all checks."""
 
 import json
 import re
