@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[-1])
 TORCHRUN = {
-    name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    name: os.environ.pop(name, "")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 }
 
 import numpy  # noqa: E402
@@ -448,8 +449,9 @@ def world():
     assert total.item() == dist.get_world_size() == 4
 
 
-alone() if TORCHRUN["WORLD_SIZE"] == "1" else world()
-dist.barrier()
-if dist.get_rank() == 0:
-    print(f"{time.monotonic() - STARTED:.1f} s: all rollout checks passed", flush=True)
-dist.destroy_process_group()
+if __name__ == "__main__":
+    alone() if TORCHRUN["WORLD_SIZE"] == "1" else world()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"{time.monotonic() - STARTED:.1f} s: all rollout checks passed", flush=True)
+    dist.destroy_process_group()

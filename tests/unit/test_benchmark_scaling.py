@@ -16,9 +16,9 @@ from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
 from tests.worlds import ROOT
 from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
-from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
-from tools.scaling_report import Report, markdown, write_csv, write_png
-from tools.scaling_rows import (
+from tools.scaling.model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
+from tools.scaling.report import Report, markdown, write_csv, write_png
+from tools.scaling.rows import (
     MEASURED,
     MODELLED,
     UPDATES,
@@ -32,7 +32,7 @@ from tools.scaling_rows import (
     ideal_seconds,
     measured_row,
 )
-from tools.scaling_runs import Recipe, architecture, environment, layout_for
+from tools.scaling.runs import Recipe, architecture, environment, layout_for
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.planner import MACHINES, Case
 from verl_megatron.planner.training import forward_flops

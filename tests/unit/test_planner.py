@@ -146,7 +146,7 @@ MEASURED = {
         seconds=dict(rollout=2.54, log_probs=1.91, actor_update=3.23),
         iteration=7.84,
     ),
-    "grpo, tp2, 256 samples": Measured(  # tools/bench_offload.py: iterations in which the rollout was not disturbed
+    "grpo, tp2, 256 samples": Measured(  # tools/bench/offload.py: iterations in which the rollout was not disturbed
         gpus=2,
         config=grpo_config("tp2sp", 32, rollout=2, share=0.3),
         gib=dict(rollout=124.3, log_probs=83.0, actor_update=100.0),
@@ -200,7 +200,7 @@ def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
     )
 
 
-# tools/bench_handover.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no optimizer: it does not learn.
+# tools/bench/weight_sync.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no optimizer: it does not learn.
 HANDOVERS = [
     ("llama3-8b", "tp2sp", 2, 2, "keep", True, 81.0, 73.3),
     ("llama3-8b", "tp2sp", 2, 2, "share", True, 73.8, 73.0),
@@ -244,7 +244,7 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
-# tools/bench_engine.py on two H200, an 8B model: 32 samples of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
+# tools/bench/engine.py on two H200, an 8B model: 32 samples of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
 ENGINES = [
     ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
     ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),

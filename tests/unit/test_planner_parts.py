@@ -10,7 +10,7 @@ from parallel.placement import busiest_elements, place
 from parallel.reshard.arrangement import arrangements
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from tools.reshard_memory import megatron_addresses
+from tools.reshard.memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight

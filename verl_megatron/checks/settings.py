@@ -442,13 +442,14 @@ def _check_samples(config: TrainerConfig, layouts: dict[str, Layout | None]) -> 
         return []  # reported by their intervals
     if samples > MOST_SAMPLES:
         return [
-            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; lower one of them and raise run.iterations"
+            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
+            "lower one of them and raise run.iterations"
         ]
     if samples % parts:
         return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {samples}"]
     return [
-        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} data-parallel "
-        f"ranks of {name}.layout={layout} without a sample; "
+        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} "
+        f"data-parallel ranks of {name}.layout={layout} without a sample; "
         f"use fewer mini-batches, more samples or a layout with less dp"
         for name, layout in layouts.items()
         if layout is not None and samples // parts < layout.dp
@@ -460,8 +461,8 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
     least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
     if samples < least:
         problems.append(
-            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with no "
-            f"other; use at least {least}"
+            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with "
+            f"no other; use at least {least}"
         )
     if algorithm.critic_warmup and not needs_critic:
         problems.append(
