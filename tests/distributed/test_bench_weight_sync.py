@@ -1,4 +1,4 @@
-"""The hand-over's benchmark with a real vLLM and a tiny model on gloo processes: that its checks hold and its numbers are there; no time decides."""
+"""The benchmark of weight sync with a real vLLM and a tiny model on gloo: checks and figures, no times."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The converter's and the loader's benchmarks on a tiny shape: that they run, agree and say what they found; no time decides."""
+"""Benchmarks of the converter and the loader on a tiny shape: results agree; no time decides."""
 
 import csv
 import json

@@ -83,7 +83,7 @@ def test_states_of_a_learning_model():
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:
-    """Step through Megatron's schedule of a stage: warm-up forward passes, then one of each, then what is left; in stages' layers."""
+    """Simulate Megatron's 1F1B schedule: warm-up, alternating passes, cool-down; in layers of the stages."""
     total = count * vpp
     warm_up = min(total, pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp)
     held_now = most = warm_up
