@@ -1,7 +1,7 @@
 """Training on scored samples: log-probs, values, advantages and updates. Independent of the rollout engine.
 
-These functions and the methods of roles are collective over the ranks of the run. Ranks outside a role's layout only
-dispatch their samples.
+These functions and the methods of roles are collective over the ranks of the run. Ranks outside a role's
+layout only dispatch their samples.
 """
 
 from collections.abc import Mapping

@@ -257,7 +257,7 @@ def test_a_checkpoint_from_before_digests_is_refused_by_its_format(tmp_path, wor
 
 
 def test_no_checkpoint_is_no_error(tmp_path, world):
-    assert resume.newest_sound(tmp_path, ONE_RANK / "absent", ONE_RANK, say=pytest.fail) is None
+    assert resume.newest_sound(tmp_path / "absent", ONE_RANK, say=pytest.fail) is None
 
 
 def test_other_models_are_refused_by_name(tmp_path, world):
@@ -389,7 +389,7 @@ def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
     second_of_two = OneRank()
     second_of_two.size, second_of_two.rank = 2, 1
     monkeypatch.setattr(resume, "_damage_among", lambda *_: None)  # which asks the other rank, too
-    (part,), world_size = resume.added(path, "rows", ONE_RANK, second_of_two, say=pytest.fail)
+    (part,), world_size = resume.added(path, "rows", second_of_two, say=pytest.fail)
     assert world_size == 1 and part["value"] == 2  # the rows of one rank, to be dealt out to two
 
 

@@ -40,6 +40,11 @@ class Role:
     def __init__(self, engine: Engine, collector: DataCollector):
         self.engine, self.collector = engine, collector
 
+    @property
+    def world(self) -> RankSet:
+        """All ranks of the run, which may own samples."""
+        return self.engine.groups.world
+
     def dispatch(self, batch: RolloutBatch, table: SampleTable) -> DispatchedBatch:
         """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
         layout = self.engine.layout

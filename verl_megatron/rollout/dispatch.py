@@ -37,8 +37,8 @@ class WorkQueue:
     def __init__(self, total: int, *, num_replicas: int = 1, world: RankSet | None = None):
         self.total = total
         self.num_replicas = num_replicas
-        self._key = f"verl_megatron/samples/{next(_queue_number)}"
-        self._store = dist.distributed_c10d._get_default_store() if num_replicas > 1 else dist.HashStore()
+        self._key = f"samples/{next(_queue_number)}"
+        self._store = world.store("verl_megatron") if num_replicas > 1 else dist.HashStore()
 
     def take(self, count: int) -> range:
         """Draw the next `count` indices, fewer at the end; the last draw of each replica is empty."""
