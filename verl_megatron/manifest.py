@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parallel.checkpoint.sealed import shortened
+from verl_megatron.config import RENAMED
 from verl_megatron.data.batch import RolloutBatch
 
 _MOST = 2**53  # integers up to here are exact as floats
@@ -99,7 +100,7 @@ _MANIFEST: dict[str, Callable[[Any], bool]] = {
     "cursor": _is_cursor,
     "roles": _is_roles,
 }
-_ROWS: dict[str, Callable[[Any], bool]] = {
+_SAMPLES: dict[str, Callable[[Any], bool]] = {
     "made_with": lambda value: isinstance(value, dict),
     "batch": lambda value: _is_batch(value),
     "sums": lambda value: _is_sums(value),
@@ -126,9 +127,9 @@ def manifest_problem(manifest: dict) -> str | None:
     return None
 
 
-def rows_problem(part: dict) -> str | None:
+def samples_problem(part: dict) -> str | None:
     """Return the first invalid entry of a rank's saved samples as a clause; None if they are valid."""
-    return _problem(part, _ROWS)
+    return _problem(part, _SAMPLES)
 
 
 def recorded_problem(recorded: dict) -> str | None:
@@ -147,7 +148,7 @@ def _problem(content: dict, wanted: Mapping[str, Callable[[Any], bool]]) -> str 
 
 def _is_batch(value: Any) -> bool:
     dtypes = dict.fromkeys(
-        ("row_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64
+        ("sample_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64
     )
     dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
     known = RolloutBatch.__dataclass_fields__.keys()
@@ -155,13 +156,14 @@ def _is_batch(value: Any) -> bool:
         return False
     if not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         return False
-    rows, whole = value["row_id"].shape, value["generated_ids"].shape
-    if len(rows) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
+    samples, whole = value["sample_id"].shape, value["generated_ids"].shape
+    if len(samples) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
     shapes = {
-        name: rows if name in ("row_id", "group_id", "policy_version", "rewards") else whole for name in value
+        name: samples if name in ("sample_id", "group_id", "policy_version", "rewards") else whole
+        for name in value
     }
-    shapes["input_ids"] = (*rows, value["input_ids"].size(1))
+    shapes["input_ids"] = (*samples, value["input_ids"].size(1))
     return all(
         t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items()
     )
@@ -198,10 +200,21 @@ def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[s
     return lines + ([f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else [])
 
 
-def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
+def with_present_names(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved settings of a section with those that were renamed since under their present names."""
+    prefix = f"{section}."
     return {
-        f"{section}.{name}": value for section, values in settings.items() for name, value in values.items()
+        RENAMED.get(prefix + name, prefix + name).removeprefix(prefix): value
+        for name, value in values.items()
     }
+
+
+def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
+    named = {}
+    for section, values in settings.items():
+        for name, value in with_present_names(section, values).items():
+            named[f"{section}.{name}"] = value
+    return named
 
 
 def _is_same(name: str, old: Any, new: Any) -> bool:

@@ -16,13 +16,14 @@ a report.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device as machine
+from parallel.rank_set import new_group
 from parallel.reshard.execute import Parameters, Resharder, ReshardReport
 from parallel.reshard.plan import Plan
 
@@ -37,8 +38,7 @@ def background_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     Every rank of the world must call this.
     """
-    made = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo")
-    return cast(dist.ProcessGroup, made)
+    return new_group(ranks, "cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo", timeout=None)
 
 
 class VersionedReshard:

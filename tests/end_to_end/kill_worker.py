@@ -61,18 +61,18 @@ SETTINGS = [
     *(
         "run.save_interval=1",
         "run.validate_interval=1",
-        "data.validation_rows=8",
+        "data.validation_samples=8",
         "data.prompts_per_iteration=16",
         "rollout.max_tokens=6",
     ),
     *("rollout.tp=2", "actor.layout=tp2", "critic.layout=pp2"),
     *(
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
         "algorithm.kl_coef=0.1",
-        "algorithm.kl_target=0.01",
-        "algorithm.kl_horizon=64",
-        "engine.schedule=cosine",
-        "engine.warmup_steps=2",
+        "algorithm.kl_ctrl_target=0.01",
+        "algorithm.kl_ctrl_horizon=64",
+        "engine.lr_decay_style=cosine",
+        "engine.lr_warmup_steps=2",
     ),
 ]
 

@@ -44,10 +44,10 @@ SETTINGS = [
         "critic.layout=pp2",
     ),
     *(
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
         "algorithm.kl_coef=0.1",
-        "algorithm.kl_target=0.01",
-        "algorithm.kl_horizon=64",
+        "algorithm.kl_ctrl_target=0.01",
+        "algorithm.kl_ctrl_horizon=64",
         "run.async_save=true",
     ),
 ]

@@ -42,11 +42,11 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
     ), ended.text
     assert re.search(
         r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from "
-        r"run.seed and the step, with the rows",
+        r"run.seed and the step, with the samples",
         ended.stdout,
     ), ended.text
     assert re.search(
-        r"run.resume=verify: iteration 3, repeated on the rows of that time, gives all \d\d recorded numbers",
+        r"run.resume=verify: iteration 3, repeated on the samples of that time, gives all \d\d recorded numbers",
         ended.stdout,
     ), ended.text
     assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_4.damaged"]
@@ -76,7 +76,8 @@ def test_the_manifest_tells_the_run(whole_run):
         "critic": "pp2dp2 on ranks [0, 1, 2, 3]",
     }
     assert (
-        manifest["settings"]["algorithm"]["kl_target"] == 0.01 and manifest["models"]["actor"]["hidden_size"]
+        manifest["settings"]["algorithm"]["kl_ctrl_target"] == 0.01
+        and manifest["models"]["actor"]["hidden_size"]
     )
     assert {"verl-megatron", "torch", "megatron-core"} <= manifest["versions"].keys()
     assert manifest["validation"]["step"] == 4 and 0 <= manifest["validation"]["validation/accuracy"] <= 1

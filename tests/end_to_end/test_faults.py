@@ -102,7 +102,7 @@ BAD_SETTINGS = {
         ["actor", "4 layers", "stage_layers"],
     ),
     "rollout": (4, ["rollout.tp=3"], ["rollout.tp=3", "4 ranks", "choose"]),
-    "mini-batches": (1, ["algorithm.mini_batches=3"], ["algorithm.mini_batches=3", "16", "choose"]),
+    "mini-batches": (1, ["algorithm.num_mini_batches=3"], ["algorithm.num_mini_batches=3", "16", "choose"]),
     "unknown setting": (1, ["rollout.tpp=2"], ["rollout.tpp", '"tp"']),
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),
     "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),
@@ -169,11 +169,11 @@ def test_a_reward_that_always_fails(toy, tmp_path, validation):
         timeout_s=200
     )
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
-    rows = 8 if validation else 16
+    samples = 8 if validation else 16
     assert all(
         words in ended.error_lines[0]
         for words in (
-            f"failed on all {rows} rows",
+            f"failed on all {samples} samples",
             "mend the function",
             "RuntimeError: this reward is broken",
         )

@@ -35,7 +35,7 @@ esac
 
 toy() { # folder of the run, settings
   [[ -f $LOGS/toy/train.jsonl ]] || python tools/make_toy.py "$LOGS/toy" >/dev/null
-  local job="data.train=$LOGS/toy/train.jsonl data.validation=$LOGS/toy/val.jsonl data.validation_rows=32 actor.path=$LOGS/toy/model rollout.enforce_eager=true"
+  local job="data.train=$LOGS/toy/train.jsonl data.validation=$LOGS/toy/val.jsonl data.validation_samples=32 actor.path=$LOGS/toy/model rollout.enforce_eager=true"
   world "$RANKS" -m verl_megatron.train --config-name ppo_toy_cpu $job $layout rollout.gpu_memory_utilization=0.1 reshard.verify=all run.output_dir="$LOGS/$1" "${@:2}"
 }
 export -f toy
@@ -73,7 +73,7 @@ print({name: round(statistics.median(row[name] for row in rows if name in row), 
 END
 }
 export -f recipe
-few="data.prompts_per_iteration=64 algorithm.mini_batches=2"
+few="data.prompts_per_iteration=64 algorithm.num_mini_batches=2"
 tp2="actor.layout=tp2sp rollout.tp=2 reshard.mode=keep reshard.offload=none engine.tokens_per_micro_batch=8192"
 
 stage_ppo() { # actor and critic of 8B; on two GPUs they take turns
@@ -94,7 +94,7 @@ stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation 
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/long"
   [[ -f $folder/reward.py ]] || step long_weights python tools/make_random.py "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16
-  local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.mini_batches=2"
+  local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.num_mini_batches=2"
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false"
   step long env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe long llama3.1_8b_grpo_16k $lengths $run"
 }

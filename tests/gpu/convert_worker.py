@@ -27,7 +27,7 @@ SIZES = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64
 )
 LAYOUTS = {1: ("tp1",), 2: ("tp2", "pp2", "pp2vpp2"), 4: ("tp4", "tp2pp2", "tp2pp2vpp2")}
-CONFIG = EngineConfig(spec="te", dtype="bfloat16")
+CONFIG = EngineConfig(transformer_impl="te", dtype="bfloat16")
 MODELS = (
     ("qwen3", "lm", "ForCausalLM"),
     ("qwen2_tied_yarn", "lm", "ForCausalLM"),

@@ -57,23 +57,23 @@ def test_reference_kl_is_zero_outside_the_response_and_none_without_reference():
 
 def test_adaptive_coefficient_follows_the_published_rule():
     controller = AdaptiveKL(0.1, target=6.0, horizon=1000)
-    controller.update(kl_per_row=6.6, rows=100)  # error 0.1
+    controller.update(kl_per_sample=6.6, samples=100)  # error 0.1
     assert controller.coef == pytest.approx(0.1 * 1.01)
-    controller.update(kl_per_row=60.0, rows=100)  # error limited to 0.2
+    controller.update(kl_per_sample=60.0, samples=100)  # error limited to 0.2
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02)
-    controller.update(kl_per_row=0.0, rows=100)  # and to -0.2
+    controller.update(kl_per_sample=0.0, samples=100)  # and to -0.2
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
-def test_adaptive_coefficient_stays_positive_with_many_rows():
+def test_adaptive_coefficient_stays_positive_with_many_samples():
     controller = AdaptiveKL(0.1, target=6.0, horizon=10)
     for _ in range(20):
-        controller.update(kl_per_row=0.0, rows=1000)
+        controller.update(kl_per_sample=0.0, samples=1000)
     assert 0 < controller.coef < 0.1
 
 
 def test_controller_resumes_where_it_stopped():
-    config = AlgorithmConfig(kl_coef=0.1, kl_target=1.0, kl_horizon=100)
+    config = AlgorithmConfig(kl_coef=0.1, kl_ctrl_target=1.0, kl_ctrl_horizon=100)
     first, second = make_controller(config), make_controller(config)
     first.update(5.0, 50)
     second.load_state_dict(first.state_dict())
@@ -90,4 +90,4 @@ def test_fixed_coefficient_is_the_settings_one_after_a_resume():
 
 def test_adaptive_coefficient_cannot_start_at_zero():
     with pytest.raises(ValueError, match=r"kl_coef=0\.0"):
-        make_controller(AlgorithmConfig(kl_coef=0.0, kl_target=1.0))
+        make_controller(AlgorithmConfig(kl_coef=0.0, kl_ctrl_target=1.0))

@@ -71,6 +71,10 @@ def test_changed_settings_are_told_but_a_path_written_in_another_way_is_none(tmp
     assert changed[:2] == ["actor.lr: 1e-06 -> 2e-06", "run.gone: null -> not there"]
     assert changed[2].startswith('run.new: not there -> "xxx') and len(changed[2]) < 100 and len(changed) == 3
     assert changed_settings(saved, saved) == []
+    before = {"algorithm": {"lam": 0.9, "stop_kl": 0.1}}
+    assert changed_settings(before, {"algorithm": {"gae_lambda": 0.9, "target_kl": 0.2}}) == [
+        "algorithm.target_kl: 0.1 -> 0.2"
+    ]
     assert (
         changed_settings({"a": {str(i): 0 for i in range(50)}}, {"a": {str(i): 1 for i in range(50)}})[-1]
         == "and 30 more"

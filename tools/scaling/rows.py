@@ -97,7 +97,8 @@ def bubbles_of(case: Case) -> dict[str, float]:
         passes = (
             1
             if phase in UPDATES
-            else case.config.algorithm.mini_batches * (1 + (phase == "log_probs" and "reference" in roles))
+            else case.config.algorithm.num_mini_batches
+            * (1 + (phase == "log_probs" and "reference" in roles))
         )
         shares[phase] = bubble_share(role.layout, passes * case.micro_batches(role)[0])
     return shares
@@ -116,8 +117,8 @@ def described(case: Case) -> dict:
         "actor": layouts["actor"],
         "critic": layouts.get("critic", ""),
         "rollout": f"{case.replicas} x tp{case.config.rollout.tp}",
-        "rows": case.rows,
-        "tokens": case.rows * (case.prompt_tokens + case.response_tokens),
+        "rows": case.samples,
+        "tokens": case.samples * (case.prompt_tokens + case.response_tokens),
         "flops": flops_of(case),
         "bubbles": bubbles_of(case),
     }

@@ -48,7 +48,7 @@ MEASURING = {
     "rollout.stop": "[]",
     "rollout.stop_token_ids": "[]",
     "algorithm.critic_warmup": 0,
-    "algorithm.stop_kl": 0.0,
+    "algorithm.target_kl": 0.0,
 }
 Settings = dict[str, Any]  # by "section.setting"
 
@@ -127,7 +127,7 @@ class Recipe:
             merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(written))
         except OmegaConfBaseException as error:
             raise ValueError(f"the settings cannot be put together: {error}") from None
-        if "rows_per_step" in merged.get("data", {}):
+        if "samples_per_step" in merged.get("data", {}):
             raise ValueError(
                 f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of "
                 "reinforcement learning"

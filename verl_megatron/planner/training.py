@@ -40,7 +40,7 @@ def slowdown(element_bytes: int) -> float:
 
 def forward_flops(case: Case, role: PlannedRole) -> float:
     """FLOPs of one pass over all samples of an iteration."""
-    packed, asked = case.rows * case.packed_tokens, case.rows * case.response_tokens
+    packed, asked = case.samples * case.packed_tokens, case.samples * case.response_tokens
     return (
         role.arch.num_layers * packed * sum(layer_flops(case, role))
         + (role.head == "lm") * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
@@ -64,7 +64,7 @@ def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> flo
 
     The models follow each other through one pipeline with all mini-batches.
     """
-    count = case.micro_batches(roles[0])[0] * case.config.algorithm.mini_batches * len(roles)
+    count = case.micro_batches(roles[0])[0] * case.config.algorithm.num_mini_batches * len(roles)
     return pipeline_seconds(roles[0], count, [each.forward for each in passes(case, machine, roles[0])])
 
 
@@ -88,8 +88,11 @@ def pipeline_seconds(role: PlannedRole, count: int, stages: list[float]) -> floa
 def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
     """Seconds of an average micro-batch on each pipeline stage."""
     count = case.micro_batches(role)[0]
-    rows = case.rows_of_rank(role) / count
-    tokens, asked = rows * case.packed_tokens / role.layout.cp, rows * case.response_tokens / role.layout.cp
+    samples = case.samples_of_rank(role) / count
+    tokens, asked = (
+        samples * case.packed_tokens / role.layout.cp,
+        samples * case.response_tokens / role.layout.cp,
+    )
     layer = _layer_pass(case, machine, role, tokens)
     sent = _pipeline_exchange(case, machine, role, tokens)
     stages = []
@@ -164,7 +167,7 @@ def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_b
     rate = group_rate(case, machine, span=layout.tp * replicas, stride=layout.tp)
     share = (replicas - 1) / replicas
     reduced = 4 * count * share / rate * (1 if distributed else 2)
-    steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
+    steps = case.config.algorithm.epochs * case.config.algorithm.num_mini_batches
     gathered = case.element_bytes * count * share / rate / steps if distributed else 0.0
     return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
 

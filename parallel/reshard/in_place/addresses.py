@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.reshard.overlay import Addresses, Key
+from parallel.reshard.in_place.memory_layout import Addresses, Key
 from parallel.weights.shard import ShardedParameter
 
 
