@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch.distributed as dist
+
 from parallel.layout import Coordinates, Layout
 from parallel.rank_set import RankSet, group_of, rank_set
 
@@ -15,6 +17,15 @@ class ProcessGroups:
     Args:
         world: all ranks that take part in the run of the model; the layout's are among them.
     """
+
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
 
     def __init__(self, layout: Layout, world: RankSet):
         self.layout, self.world = layout, world

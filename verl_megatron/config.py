@@ -10,7 +10,7 @@ machine are in `checks/`.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from parallel.runtime.refusal import nearest
 
@@ -54,6 +54,8 @@ class Section:
         for name in settings:
             cls._refuse_unknown(name)
         return super().__new__(cls)
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse_unknown(name)

@@ -155,7 +155,8 @@ class Learner:
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
-        self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
-        return self.critic.update(
+        critic = self.roles["critic"]
+        critic.send_fields(dispatched, batch, VALUE_FIELDS)
+        return critic.update(
             dispatched, table, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
         )[0]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,7 +191,7 @@ class _Parts:
             if spec.trainable
             else 0
         )
-        common = dict(
+        common: dict[str, Any] = dict(
             engine=config.engine,
             seed=config.run.seed,
             temperature=config.rollout.temperature,

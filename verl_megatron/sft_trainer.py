@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -80,7 +81,9 @@ class SFTTrainer:
             self.inputs.validation,
             read_architecture(config.actor.path),
         )
-        learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
+        learning: dict[str, Any] = dict(
+            seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat
+        )
         actor = make_role(
             config.actor,
             layout_of(config.actor, self.world),

@@ -84,7 +84,7 @@ class RLTrainer:
         for note in self.inputs.notes:
             self.say(note)
         self.say(batch_arithmetic(config, self.world.size))
-        self.run: Run | None = None
+        self.run: Run  # once `train` has built it
 
     def say(self, text: str) -> None:
         """Print on the first rank."""

@@ -83,7 +83,7 @@ class Watchdog:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # a clone, because a waiting call blocks a client for other threads
         self._store = ranks.store(f"watchdog/{attempt}/{_numbers[ranks.ranks]}").clone()
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._reports: dict[int, Report] = {}

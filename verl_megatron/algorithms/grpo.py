@@ -24,7 +24,7 @@ def advantages(
     The paper puts the KL into the loss (`kl_in: loss`). With `kl_in: reward` the KL, summed over the
     response, is subtracted from a sample's score.
     """
-    assert batch.rewards is not None, "GRPO needs rewards"
+    assert batch.rewards is not None and batch.group_id is not None, "GRPO needs rewards of groups"
     mask_BT = batch.response_mask
     kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
     scores_B = batch.rewards if kl_BT is None else batch.rewards - kl_coef * kl_BT.sum(-1)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -49,7 +49,7 @@ def _is_small(value: object) -> bool:
     return type(value) is int and abs(value) <= 2**53  # larger integers may have no exact float
 
 
-def read_metrics(output_dir: str | Path) -> list[dict[str, float | None]]:
+def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     """Return the rows of `metrics.jsonl` in order, each with "step"; None replaces non-finite numbers.
 
     Raises:

@@ -140,6 +140,7 @@ def search(
 
 
 def _seconds(candidate: Candidate) -> float:
+    assert candidate.time is not None, "only candidates that fit have seconds"
     return round(candidate.time.iteration, 2)  # finer differences do not decide
 
 
@@ -225,6 +226,7 @@ class _Maker:
                 best = found
             if not problems and share >= wanted:
                 break
+        assert best is not None
         return best
 
     def _shares(self, case: Case, empty: MemoryPlan) -> tuple[float, float]:
@@ -303,7 +305,8 @@ def _layouts(
                     for axis, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("cp", cp))
                     if size > 1
                 )
-                yield {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models} | split
+                layouts: Settings = {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models}
+                yield layouts | split
 
 
 def uneven_stages(layers: int, pp: int) -> list[int]:
@@ -354,6 +357,7 @@ def _reward_layout(
         return {}
     arch, sizes = read(base.reward.path), _tensor_sizes(ranks_per_host)
     element_bytes = ELEMENT_BYTES[base.engine.dtype]
+    layout: Settings = {}
     for tp in (size for size in sizes if _splits(part_elements, arch, size, "sequence")):
         parts = part_elements(arch, tp, "sequence")
         layout = {"reward.layout": f"tp{tp}" + "sp" * (tp > 1)}

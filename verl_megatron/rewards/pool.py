@@ -217,8 +217,7 @@ class _Slot(Thread):
 
     def run(self) -> None:
         try:
-            self._ensure_worker()
-            self._first.put(self._worker.refused)
+            self._first.put(self._ensure_worker().refused)
         except Exception as error:
             self._first.put(error)
         while (task := self._tasks.get()) is not None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,18 +95,20 @@ class Engine:
             progress: called before each micro-batch.
         """
         self.progress = progress
-        self.arch, self.groups, self.config, self.head = arch, groups, config, head
+        self.arch, self.groups, self.config = arch, groups, config
+        self.head: Head = head
         self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
-        self.optimizer, self.scattered = None, False
+        self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
+        self.scattered = False
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
-        self.chunks = []
+        self.chunks: list[Any] = []
         if not groups.is_member:
             return
         megatron.seed(groups, seed)
         self.chunks = build_chunks(arch, groups, self.compute, head=head)
-        self.model_config = self.chunks[0].config
+        self.model_config: Any = self.chunks[0].config
         self.parameters = megatron_parameters(
             arch, self.layout, groups.rank, spec=self.compute.spec, head=head
         )
