@@ -121,7 +121,7 @@ def world() -> RankSet:
 
     Only the top of a program calls this, and passes the result on.
     """
-    everyone = dist.group.WORLD  # made with a backend for either kind of tensors
+    everyone = cast(dist.ProcessGroup, dist.group.WORLD)  # made with a backend for either kind of tensors
     return RankSet(tuple(range(dist.get_world_size())), everyone, everyone)
 
 

@@ -14,7 +14,7 @@ from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import token_mean
-from verl_megatron.checks.folders import find_not_finite
+from verl_megatron.checks.folders import Roles, find_not_finite
 from verl_megatron.checks.settings import refuse
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
@@ -69,10 +69,8 @@ class SFTTrainer:
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
-        folders, place = (
-            {"actor": (config.actor.path, "lm")},
-            dict(place=self.world.rank, of=self.world.size),
-        )
+        folders: Roles = {"actor": (config.actor.path, "lm")}
+        place = dict(place=self.world.rank, of=self.world.size)
         agree(
             lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)), self.world
         )

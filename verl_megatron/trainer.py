@@ -213,9 +213,9 @@ class RLTrainer:
         Responses are written as JSON lines. The time counts towards the next iteration, as for checkpoints.
         """
         found = {}
-        if self.run.validation is not None:
+        if (validation := self.run.validation) is not None:
             config, run, sums = self.config, self.run, Sums()
-            prompts = list(run.validation)[: config.data.validation_samples or None]
+            prompts = list(validation)[: config.data.validation_samples or None]
             sampling = dataclasses.replace(run.draw.sampling, temperature=config.data.validation_temperature)
             with run.clock.phase("validation"):
                 version = run.channel.adopt()

@@ -305,7 +305,7 @@ class Resharder:
             if memory is None
             else memory[:elements]
         )
-        theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.one_sided else {}
+        theirs = (map_tensors({(0, "staging"): mine}, self.group) or {}) if self.plan.one_sided else {}
         buffers = {self.rank: mine} | {
             rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped
         }

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from parallel.rank_set import RankSet
 from parallel.runtime import leftovers
@@ -82,7 +82,8 @@ class Watchdog:
         _numbers[ranks.ranks] += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # a clone, because a waiting call blocks a client for other threads
-        self._store = ranks.store(f"watchdog/{attempt}/{_numbers[ranks.ranks]}").clone()
+        store: Any = ranks.store(f"watchdog/{attempt}/{_numbers[ranks.ranks]}")
+        self._store = store.clone()  # a connection of its own
         self._main = threading.main_thread().ident or 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -7,7 +7,7 @@ import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 MAX_LINE_BYTES = 16 << 20  # a row is parsed, stored and sent to reward workers as a whole
 MAX_DEPTH = 64  # pickle and json recurse, and the stack may already be deep
@@ -124,7 +124,7 @@ def _opened(path: str | Path) -> io.BufferedReader:
         kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "is a device")
         if kind:
             raise ValueError(f"{kind}; name a .jsonl file")
-        return open(descriptor, "rb", buffering=1 << 20)
+        return cast(io.BufferedReader, open(descriptor, "rb", buffering=1 << 20))
     except BaseException:
         os.close(descriptor)
         raise

@@ -41,7 +41,8 @@ class SampleTable:
         table = world.all_sum(table)
         assert (table[4] == 1).all(), "every sample has one owner"
         bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
-        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)])
+        lengths, response, owners, groups, _ = table
+        return cls(lengths, response, owners, groups, [range(*ends) for ends in pairwise(bounds)])
 
     @property
     def num_groups(self) -> int:

@@ -165,7 +165,7 @@ class PhaseTimer:
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
         self.recorded: RecordedIteration | None = None  # the iteration that the last pop() ended
 
-    def record(self, wait_for_others: Callable[[], None]) -> None:
+    def record(self, wait_for_others: Callable[[], object]) -> None:
         """Record the start and end of each phase in `recorded` from now on.
 
         Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting is attributed to

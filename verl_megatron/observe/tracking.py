@@ -25,7 +25,7 @@ def complete_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
-def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, float | None]], int]:
+def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
     """Return the lines that are rows of metrics, and the number of other lines."""
     rows = [row for line in lines if (row := _parsed_row(line)) is not None]
     return rows, len(lines) - len(rows)

@@ -58,6 +58,12 @@ class Candidate:
     time: TimePlan | None = None  # None where something does not fit
 
     @property
+    def seconds(self) -> TimePlan:
+        """Predicted time of a candidate that fits."""
+        assert self.time is not None, "something does not fit"
+        return self.time
+
+    @property
     def line(self) -> str:
         """The settings for the command line of verl_megatron.train, or a recipe."""
         return " ".join(f"{name}={spelled(value)}" for name, value in self.settings.items())
@@ -140,8 +146,7 @@ def search(
 
 
 def _seconds(candidate: Candidate) -> float:
-    assert candidate.time is not None, "only candidates that fit have seconds"
-    return round(candidate.time.iteration, 2)  # finer differences do not decide
+    return round(candidate.seconds.iteration, 2)  # finer differences do not decide
 
 
 @dataclass(frozen=True, slots=True)

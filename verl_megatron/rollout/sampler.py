@@ -133,11 +133,12 @@ class Sampler:
         self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
     ) -> list[Generation]:
         """Generate this rank's samples, ordered by number; submit each for reward as it finishes."""
-        first = requests[0].sample_id
+        first, pool = requests[0].sample_id, self.pool
 
         def score(sample: Generation) -> None:
+            assert pool is not None
             prompt = prompts[(sample.sample_id - first) // draw.samples_per_prompt]
-            self.pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
+            pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
 
         on_finish = score if self.pool is not None and self.engine.is_owner else None
         samples = generate(
@@ -194,6 +195,7 @@ class Sampler:
         The samples of a group may be on several ranks.
         """
         self._wait_for_rewards()
+        assert batch.group_id is not None
         mine = [
             (group, self._results[sample].score)
             for sample, group in zip(batch.sample_id.tolist(), batch.group_id.tolist())
@@ -208,10 +210,12 @@ class Sampler:
         self, batch: RolloutBatch, kept: list[int], *, first_group: int, samples_per_prompt: int
     ) -> RolloutBatch:
         """Return the samples of kept groups, renumbered from `first_group` on, with their rewards."""
+        assert batch.group_id is not None
         number = {group: first_group + i for i, group in enumerate(kept)}
         places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))
-        group_id = torch.tensor([number[group] for group in part.group_id.tolist()], dtype=torch.int64)
+        groups = batch.group_id[places].tolist()
+        group_id = torch.tensor([number[group] for group in groups], dtype=torch.int64)
         sample_id = group_id * samples_per_prompt + part.sample_id % samples_per_prompt
         for old in batch.sample_id.tolist():
             result = self._results.pop(old)

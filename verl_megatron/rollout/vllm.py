@@ -17,9 +17,10 @@ from parallel.weights.architecture import read_config
 from parallel.weights.json_files import is_count
 from verl_megatron.config import RolloutConfig
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from verl_megatron.residency import Tag
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
-from verl_megatron.rollout.engine import TAGS, Tag
+from verl_megatron.rollout.engine import TAGS
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 
