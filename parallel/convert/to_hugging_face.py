@@ -16,7 +16,8 @@ from parallel.convert.megatron_checkpoint import MegatronCheckpoint
 from parallel.convert.staging import conversion_of, staged
 from parallel.convert.workers import Budget, run_jobs
 from parallel.weights.architecture import HEADS, read_config
-from parallel.weights.files import SINGLE, carry_files, deal_into_files, write_index
+from parallel.weights.files import SINGLE
+from parallel.weights.writing import carry_files, deal_into_files, write_index
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import torch.utils.cpp_extension  # noqa: F401
 from parallel import device
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import write_json, write_safetensors
 from parallel.weights.rules import hf_shapes
+from parallel.weights.writing import write_json, write_safetensors
 
 ARCH = Architecture(
     model_type="llama",
