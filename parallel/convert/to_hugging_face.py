@@ -89,7 +89,7 @@ def convert(
         if len(files) > 1:
             write_index(
                 scratch,
-                {name: file for file, held in zip(names, files) for name in held},
+                {name: file for file, tensors in zip(names, files) for name in tensors},
                 sum(sizes.values()),
             )
         carry_files(checkpoint.config_folder, scratch, config=_config(checkpoint, dtype))

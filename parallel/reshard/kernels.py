@@ -61,21 +61,21 @@ class Copies:
         by_kernel = [
             device.type != "cpu" and destination.dtype == source.dtype for destination, source in self.pairs
         ]
-        self.others = [pair for pair, taken in zip(self.pairs, by_kernel) if not taken]
+        self.by_torch = [pair for pair, copied in zip(self.pairs, by_kernel) if not copied]
         labels = groups if groups is not None else [0] * len(self.pairs)
         rectangles_N = [
             (*_rectangle(source), *_rectangle(destination)[:2], label)
-            for (destination, source), label, taken in zip(self.pairs, labels, by_kernel, strict=True)
-            if taken
+            for (destination, source), label, copied in zip(self.pairs, labels, by_kernel, strict=True)
+            if copied
         ]
         self.launches = [tiles.on(device) for tiles in copy_tiles(np.array(rectangles_N, COPIED), tiling)]
 
     @torch.no_grad()
     def run(self) -> None:
         """Run the copies on the current stream of `device`."""
-        if self.others:
+        if self.by_torch:
             torch._foreach_copy_(
-                [destination for destination, _ in self.others], [source for _, source in self.others]
+                [destination for destination, _ in self.by_torch], [source for _, source in self.by_torch]
             )
         if self.launches:
             with torch.cuda.device(self.device):
@@ -101,8 +101,8 @@ class Checksums:
         _require_dense_columns(*self.slices)
         if device.type != "cpu":
             rectangles_N = [
-                (*_rectangle(slice_RC), slice_RC.element_size(), slot)
-                for slot, slice_RC in enumerate(self.slices)
+                (*_rectangle(slice_RC), slice_RC.element_size(), index)
+                for index, slice_RC in enumerate(self.slices)
             ]
             self.launches = [
                 tiles.on(device) for tiles in checksum_tiles(np.array(rectangles_N, SUMMED), tiling)
@@ -187,7 +187,7 @@ if triton:
         ROW_FACTOR: tl.constexpr,
         COLUMN_FACTOR: tl.constexpr,
     ):
-        """Add one tile's part of the checksum to its slot.
+        """Add one tile's part of the checksum to its slice's sum.
 
         A column is summed before the column weights are applied: one product per element.
         """

@@ -38,7 +38,7 @@ COPIED = np.dtype(
         for name in ("source", "source_stride", "rows", "width", "destination", "destination_stride", "label")
     ]
 )
-SUMMED = np.dtype([(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "slot")])
+SUMMED = np.dtype([(name, np.int64) for name in ("address", "stride", "rows", "width", "element", "index")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def checksum_tiles(rectangles_N: np.ndarray, tiling: Tiling) -> list[Tiles]:
     """Return the launches that checksum rectangles of dtype SUMMED.
 
     A line of a table: address [bytes], row stride [units], rows, columns [units], first row, first column,
-    slot.
+    index of the slice.
     """
     rectangles_N = _settled(rectangles_N, "stride")
     element_N = rectangles_N["element"]
@@ -118,7 +118,7 @@ def checksum_tiles(rectangles_N: np.ndarray, tiling: Tiling) -> list[Tiles]:
                 tile_cols_T,
                 row_T,
                 col_T * unit // element,
-                part_T["slot"],
+                part_T["index"],
             ],
             axis=1,
         )
