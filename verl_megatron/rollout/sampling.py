@@ -1,7 +1,7 @@
 """Records of rollout: sampling parameters, request, generation; and the seed of each sample."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from verl_megatron.config import RolloutConfig
 
@@ -24,9 +24,16 @@ class Sampling:
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> "Sampling":
-        values = {option.name: getattr(config, option.name) for option in fields(cls)}
-        lists = {"stop": tuple(config.stop), "stop_token_ids": tuple(config.stop_token_ids)}
-        return cls(**values | lists)
+        limits = dict(min_tokens=config.min_tokens, max_tokens=config.max_tokens)
+        ends = dict(stop=tuple(config.stop), stop_token_ids=tuple(config.stop_token_ids))
+        return cls(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            ignore_eos=config.ignore_eos,
+            **limits,
+            **ends,
+        )
 
     @property
     def greedy(self) -> bool:
