@@ -154,7 +154,8 @@ def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
 
 def _hosts(layout: Layout, ranks_per_host: int) -> list[int]:
     """Return how many hosts the groups of each axis in `NEVER_WIDER` span, the largest first per axis."""
-    hosts, counts, step = [rank // ranks_per_host for rank in layout.ranks], [], 1
+    hosts, step = [rank // ranks_per_host for rank in layout.ranks], 1
+    counts: list[int] = []
     for axis in AXES:
         size, step = getattr(layout, axis), step * getattr(layout, axis)
         if axis in NEVER_WIDER and size > 1:

@@ -125,9 +125,9 @@ def typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null:
     }[kind]
     if value is MISSING:
         problems.append(f"{key} is missing; add it as the model's authors give it")
-    elif value is None and may_be_null:
+    elif may_be_null and value is None:
         return None
-    elif type(value) not in types or (kind is not bool and not 0 < value < math.inf):
+    elif value is None or type(value) not in types or (kind is not bool and not 0 < value < math.inf):
         problems.append(f"{key}={shown(value)} must be {wanted}")
     elif kind is not bool and value > most:
         problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")

@@ -4,7 +4,7 @@ Letters of tensor dimensions: V vocabulary, H hidden, Q query heads x head size,
 size, D head size, F feed-forward, L labels (one).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
@@ -118,7 +118,7 @@ def hf_shapes(arch: Architecture, head: Head = "lm") -> dict[str, tuple[int, ...
 
     A tied model has no lm_head.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     output = () if head == "lm" and arch.tied else OUTPUTS[head]
     for prefix, rules in (
         ("", (EMBEDDING,)),
@@ -248,7 +248,7 @@ class _Part:
 
 
 def _shard(
-    rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, part: _Part
+    rule: Rule, arch: Architecture, pieces: Iterable[Piece], prefix: str, part: _Part
 ) -> tuple[tuple[int, ...], tuple[Block, ...]]:
     """Return shape and blocks of a rank's shard, from the pieces of all ranks' rows in rank order."""
     pieces, tp, tp_rank = list(pieces), part.tp, part.tp_rank
@@ -262,7 +262,8 @@ def _shard(
         if num_rows % tp:
             raise ValueError(f"tp={tp} must divide the {num_rows} rows of {rule.megatron}; choose a divisor")
         rows = (tp_rank * num_rows // tp, (tp_rank + 1) * num_rows // tp)
-    blocks, at = [], 0
+    blocks: list[Block] = []
+    at = 0
     for tensor, first, count in pieces:
         start, stop = max(rows[0], at), min(rows[1], at + count)
         if start < stop:
