@@ -24,7 +24,7 @@ from verl_megatron.manifest import (
     changed_settings,
     manifest_problem,
     recorded_problem,
-    rows_problem,
+    samples_problem,
     with_present_names,
 )
 from verl_megatron.observe.metrics import Sums
@@ -40,7 +40,7 @@ PACKAGES = (
     "transformers",
     "transformer-engine",
 )  # packages whose versions a manifest records
-ROWS, RECORDED = "rows", "recorded"  # attachments of a checkpoint, added in the next iteration
+SAMPLES, RECORDED = "samples", "recorded"  # attachments of a checkpoint, added in the next iteration
 LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated iteration reproduces
 
 
@@ -140,7 +140,7 @@ class SavedState:
 
     # ---- the iteration after a checkpoint ------------------------------------------------------------------
 
-    def keep_rows(self, collected: Collected) -> None:
+    def keep_samples(self, collected: Collected) -> None:
         """Attach the current iteration's samples to the checkpoint that it starts from, if there is one."""
         if self._newest is None or collected is self._resumed:
             return
@@ -156,7 +156,7 @@ class SavedState:
 
         def add(ranks: RankSet) -> None:
             try:
-                checkpoints.add(path, ROWS, own, ranks)
+                checkpoints.add(path, SAMPLES, own, ranks)
             except CheckpointError as error:
                 self.say(f"warning: {error}; a run that ends now collects them anew")
 
@@ -173,7 +173,7 @@ class SavedState:
             "seed": config.run.seed,
         }
 
-    def rows(self) -> Collected | None:
+    def collected(self) -> Collected | None:
         """Return the saved samples of the next iteration, once; their time counts towards that iteration."""
         return self._resumed
 
@@ -227,12 +227,12 @@ class SavedState:
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
-                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, "
+                f"run.resume=verify: iteration {self.step}, repeated from {path} on the samples of that time, "
                 f"differs in {len(apart)} of {len(recorded)} numbers: {shown};"
                 " compare versions and settings with the manifest there, or set run.resume=newest"
             )
         self.say(
-            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, "
+            f"run.resume=verify: iteration {self.step}, repeated on the samples of that time, "
             f"gives all {len(recorded)} recorded numbers"
         )
 
@@ -285,21 +285,21 @@ class SavedState:
                 f"of layouts {saved['layouts']} under {mine['layouts']}; "
                 "random states begin anew from run.seed and the step"
             )
-        self._resume_rows(path)
-        rows = ", with the rows collected for the next" if self._resumed else ""
+        self._resume_samples(path)
+        samples = ", with the samples collected for the next" if self._resumed else ""
         self.say(
-            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in "
+            f"resuming after iteration {self.step} from {path}, {how}{samples} (read in "
             f"{time.perf_counter() - begin:.1f} s)"
         )
 
-    def _resume_rows(self, path: Path) -> None:
-        found = resume.added(path, ROWS, self.world, say=self.say, check=rows_problem)
+    def _resume_samples(self, path: Path) -> None:
+        found = resume.added(path, SAMPLES, self.world, say=self.say, check=samples_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found
         if any(_made_with(part) != self._made_with() for part in parts):
             return self.say(
-                f"the rows in {path} were collected with other settings of data, rollout or reward, "
+                f"the samples in {path} were collected with other settings of data, rollout or reward, "
                 "and are collected anew"
             )
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
@@ -311,7 +311,7 @@ class SavedState:
                 _merged([Sums.from_state(part["sums"]) for part in parts], self.world),
             )
         self._resumed = Collected(
-            batch=batch, rows=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
+            batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
         )
 
 
@@ -324,7 +324,7 @@ def _made_with(part: dict) -> dict:
 def _dealt(batches: list[RolloutBatch], world: RankSet) -> RolloutBatch:
     """Return this rank's share of the samples saved by all ranks of another world size."""
     return RolloutBatch.concatenate(
-        [batch.select((batch.row_id % world.size == world.rank).nonzero().squeeze(1)) for batch in batches]
+        [batch.select((batch.sample_id % world.size == world.rank).nonzero().squeeze(1)) for batch in batches]
     )
 
 

@@ -19,7 +19,7 @@ from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Demonstration, PromptCursor
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
@@ -75,7 +75,11 @@ class SFTTrainer:
         agree(
             lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)), self.world
         )
-        rows, held_out, arch = self.inputs.train, self.inputs.validation, read_architecture(config.actor.path)
+        demonstrations, held_out, arch = (
+            self.inputs.train,
+            self.inputs.validation,
+            read_architecture(config.actor.path),
+        )
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(
             config.actor,
@@ -88,7 +92,7 @@ class SFTTrainer:
         )
         gc.freeze()  # exclude what was built; the command line starts with collection disabled
         gc.enable()
-        cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
+        cursor = PromptCursor(num_prompts=len(demonstrations), seed=run.seed, shuffle=config.data.shuffle)
         tracker = (
             MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations)
             if self.is_first
@@ -99,7 +103,9 @@ class SFTTrainer:
         record_profile(clock, watchdog, run.track_metrics, run.output_dir, self.world)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
-                metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.samples_per_step)])
+                metrics = self._step(
+                    actor, [demonstrations[i] for i in cursor.draw(config.data.samples_per_step)]
+                )
             if held_out is not None and (
                 step == run.iterations or (run.validate_interval and step % run.validate_interval == 0)
             ):
@@ -115,8 +121,8 @@ class SFTTrainer:
             tracker.close()
         return metrics
 
-    def _step(self, actor: Role, rows: list[Demonstration]) -> dict[str, float]:
-        batch, table = spread(rows, self.world)
+    def _step(self, actor: Role, demonstrations: list[Demonstration]) -> dict[str, float]:
+        batch, table = spread(demonstrations, self.world)
         dispatched = actor.dispatch(batch, table)
         sums, _ = actor.update(
             dispatched,
@@ -128,17 +134,19 @@ class SFTTrainer:
         )
         return sums.reduce(self.world)
 
-    def _loss(self, actor: Role, rows: list[Demonstration]) -> float:
+    def _loss(self, actor: Role, demonstrations: list[Demonstration]) -> float:
         """Return the mean negative log-likelihood of the response tokens."""
-        batch, table = spread(rows, self.world)
+        batch, table = spread(demonstrations, self.world)
         logprobs_BT: Tensor = actor.infer(batch, table, ("logprobs",))["logprobs"]
-        return -self.world.all_sum(logprobs_BT.double().sum()).item() / int(table.response_R.sum())
+        return -self.world.all_sum(logprobs_BT.double().sum()).item() / int(table.response_B.sum())
 
 
-def spread(rows: list[Demonstration], world: RankSet) -> tuple[RolloutBatch, RowTable]:
+def spread(demonstrations: list[Demonstration], world: RankSet) -> tuple[RolloutBatch, SampleTable]:
     """Distribute demonstrations over the ranks; return this rank's samples and the table of all."""
-    mine = range(world.rank, len(rows), world.size)
-    batch = RolloutBatch.from_rows(
-        list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine]
+    mine = range(world.rank, len(demonstrations), world.size)
+    batch = RolloutBatch.from_lists(
+        list(mine),
+        [demonstrations[i].prompt_token_ids for i in mine],
+        [demonstrations[i].response_token_ids for i in mine],
     )
-    return batch, RowTable.gather(batch, world, num_mini_batches=1)
+    return batch, SampleTable.gather(batch, world, num_mini_batches=1)

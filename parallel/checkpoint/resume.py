@@ -1,6 +1,7 @@
 """Resuming: find the newest undamaged checkpoint and its additions, and verify them before they are loaded.
 
-The manifest, pickles and file types are all untrusted. Functions that take a RankSet are collective over it, unless they say otherwise.
+The manifest, pickles and file types are all untrusted. Functions that take a RankSet are collective over it,
+unless they say otherwise.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"
 
 
 def record_timeline(clock: PhaseTimer, track_metrics: Sequence[str], world: RankSet) -> None:
-    """Start recording with `clock` if `track_metrics` contains "timeline"; call it on all ranks of `world`."""
+    """Start recording with `clock` if `track_metrics` contains "timeline"; all ranks of `world` call it."""
     if "timeline" in track_metrics:
         # A CPU barrier: it waits for ranks, not for their GPUs, which the clock has synchronized.
         clock.record(lambda: world.all_sum(torch.zeros(1)))
