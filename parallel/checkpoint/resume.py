@@ -98,8 +98,11 @@ def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
     """Rename them; checkpoints renamed before stay. Not collective: the first rank calls it."""
     if not paths:
         return []
-    numbers = ("", *range(2, 10_000))
-    free = next(n for n in numbers if not any(os.path.lexists(f"{path}{suffix}{n}") for path in paths))
+
+    def is_free(number: int | str) -> bool:
+        return not any(os.path.lexists(f"{path}{suffix}{number}") for path in paths)
+
+    free = next(filter(is_free, ("", *range(2, 10_000))))
     aside = [path.with_name(f"{path.name}{suffix}{free}") for path in paths]
     for path, new in zip(paths, aside):
         os.replace(path, new)

@@ -46,15 +46,11 @@ def readable(text: str) -> str:
     lines = text.split("\n")
     if len(lines) > LINES:
         lines = [*lines[: LINES // 2], f"... ({len(lines) - LINES:,} lines)", *lines[-LINES // 2 :]]
-    return "\n".join(
-        _cut(
-            "".join(
-                letter if letter.isprintable() else repr(letter)[1:-1] for letter in _cut(line, 2 * LINE)
-            ),
-            LINE,
-        )
-        for line in lines
-    )
+    return "\n".join(_cut(_printable(_cut(line, 2 * LINE)), LINE) for line in lines)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _cut(text: str, limit: int) -> str:
