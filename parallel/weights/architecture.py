@@ -10,8 +10,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from parallel.runtime.refusal import short_repr
 from parallel.weights.config_keys import FIXED, HARMLESS, class_names, lengths, refusals
-from parallel.weights.json_files import is_count, read_object, shown, shown_key
+from parallel.weights.json_files import is_count, read_object, shown_key
 
 HEADS = {"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "ForSequenceClassification"}
 
@@ -167,7 +168,7 @@ class Architecture:
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
             raise ValueError(
-                f"{source}: model_type={shown(model_type)} is not supported; supported are"
+                f"{source}: model_type={short_repr(model_type)} is not supported; supported are"
                 f" {', '.join(FAMILIES)}"
             )
         problems: list[str] = []
@@ -238,7 +239,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             )
     except OSError as error:  # a path that is too long, or a parent folder without permission
         raise ValueError(
-            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging"
+            f"model folder {short_repr(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging"
             " Face folder"
         ) from None
     return read_object(path)
@@ -264,12 +265,12 @@ def _typed(
     elif kind is not bool and type(value) in ((int,) if whole else (int, float)) and 0 < value < math.inf:
         if value <= most:
             return kind(value)
-        problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")
+        problems.append(f"{key}={short_repr(value)} is larger than any model's (at most {most:g})")
     else:
         wanted = (
             "true or false" if kind is bool else "a positive whole number" if whole else "a positive number"
         )
-        problems.append(f"{key}={shown(value)} must be {wanted}")
+        problems.append(f"{key}={short_repr(value)} must be {wanted}")
     return None
 
 
@@ -295,7 +296,7 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
-            problems.append(f"{name}={shown(value)} must be an object or null")
+            problems.append(f"{name}={short_repr(value)} must be an object or null")
             return {}
     where = "rope_scaling" if old else "rope_parameters"
     given = dict(old or new or {})
@@ -308,19 +309,19 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         return {}
     if old and new and old != new:
         problems.append(
-            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of"
+            f"rope_scaling={short_repr(old)} and rope_parameters={short_repr(new)} contradict each other; keep one of"
             " them"
         )
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
     if types[1:] and types[0] != types[1]:
         problems.append(
-            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other;"
+            f"{where}.rope_type={short_repr(types[0])} and {where}.type={short_repr(types[1])} contradict each other;"
             " keep one of them"
         )
     inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         problems.append(
-            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one"
+            f"{where}.rope_theta={short_repr(inner)} and rope_theta={short_repr(outer)} contradict each other; keep one"
             " of them"
         )
     theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
@@ -328,17 +329,17 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         theta_key, next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems
     )
     if theta is not None and theta <= 1:
-        problems.append(f"{theta_key}={shown(theta)} must be above 1: positions turn by its powers")
+        problems.append(f"{theta_key}={short_repr(theta)} must be above 1: positions turn by its powers")
     partial = given.pop("partial_rotary_factor", 1.0)
     if partial != 1.0 or isinstance(partial, bool):
         problems.append(
-            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0):"
+            f"{where}.partial_rotary_factor={short_repr(partial)} is not supported (only 1.0):"
             f" {FIXED['partial_rotary_factor'][1]}"
         )
     rope_type = types[0] if types else "default"
     if rope_type == "default":
         problems += [
-            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it"
+            f"{where}.{shown_key(key)}={short_repr(value)} is not understood with rope type 'default'; remove it"
             " if it has no effect"
             for key, value in given.items()
             if value is not None
@@ -346,7 +347,7 @@ def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         problems.append(
-            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default,"
+            f"{where} has rope type {short_repr(rope_type)}, which is not supported; supported are default,"
             f" {', '.join(ROPE_TYPES)}"
         )
         return {}
@@ -361,7 +362,7 @@ def _read_scaling(
 ) -> RopeScaling | None:
     known = {field.name: field for field in fields(rope)}
     problems += [
-        f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type {rope.rope_type!r}"
+        f"{where}.{shown_key(key)}={short_repr(value)} is not understood with rope type {rope.rope_type!r}"
         for key, value in given.items()
         if key not in known and value is not None
     ]
@@ -383,7 +384,7 @@ def _read_scaling(
 def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
     """Return problems: numbers of valid types that are out of range or inconsistent with each other."""
     problems = [
-        f"{where}.{name}={shown(value)} must lie between 0.001 and 1,000,000"
+        f"{where}.{name}={short_repr(value)} must lie between 0.001 and 1,000,000"
         for name, value in values.items()
         if isinstance(value, float) and not 1e-3 <= value <= 1e6
     ]
@@ -424,7 +425,7 @@ def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[s
         return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
     return [
-        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which"
+        f"sliding_window={short_repr(window)} is in use and shorter than max_position_embeddings={longest}, which"
         f" is not supported; {remedy}"
     ]
 
@@ -442,14 +443,14 @@ def _window_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
         ("max_window_layers", is_count, "a whole number"),
     ):
         if key in config and not is_right(config[key]):
-            problems.append(f"{key}={shown(config[key])} must be {wanted}")
+            problems.append(f"{key}={short_repr(config[key])} must be {wanted}")
     types = config.get("layer_types")
     if types is None:
         return problems
     if not isinstance(types, list):
-        problems.append(f"layer_types={shown(types)} must be a list or null")
+        problems.append(f"layer_types={short_repr(types)} must be a list or null")
     elif other := [kind for kind in types if kind != "full_attention"]:
-        problems.append(f"layer_types names {shown(other[0])}; only full_attention is supported")
+        problems.append(f"layer_types names {short_repr(other[0])}; only full_attention is supported")
     elif len(types) != num_layers:
         problems.append(
             f"layer_types has {len(types)} entries, one for each of num_hidden_layers={num_layers} is needed"

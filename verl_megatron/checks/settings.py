@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel import device
 from parallel.layout import Layout, parse_devices
-from parallel.runtime.refusal import nearest, readable, shown
+from parallel.runtime.refusal import nearest, readable, short_repr
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
@@ -68,12 +68,12 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     for section, values in given.items():
         if section not in merged:
             problems.append(
-                f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; "
+                f"{short_repr(section)[1:-1]} is no section{nearest(section, merged)}; "
                 f"the sections are {', '.join(merged)}"
             )
         elif not isinstance(values, dict):
             problems.append(
-                f"{section}={shown(values)} is no section with settings; give its settings one by one, "
+                f"{section}={short_repr(values)} is no section with settings; give its settings one by one, "
                 f"such as {section}.{next(iter(merged[section]))}"
             )
         else:
@@ -107,7 +107,7 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
         return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
     if name not in known:
         return (
-            f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; "
+            f"{section_name}.{short_repr(name)[1:-1]} is no setting{nearest(name, known)}; "
             f"{section_name} has {', '.join(known)}"
         )
     try:
@@ -115,7 +115,7 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return (
-            f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); "
+            f"{section_name}.{name}={short_repr(value)} has a wrong type ({reason}); "
             f"give a value like {_example(section, name)}"
         )
     return ""
@@ -194,7 +194,7 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
         )
     if reason := _why_no_folder(run.output_dir):
         problems.append(
-            f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made "
+            f"run.output_dir={short_repr(run.output_dir)} {reason}; name a folder that can be written (it is made "
             "if need be)"
         )
     if data.train in ("", MISSING):
@@ -202,7 +202,7 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
     for name in ("train", "validation"):
         path = getattr(data, name)
         if path not in ("", MISSING) and (problem := file_problem(path)):
-            problems.append(f"data.{name}={shown(path)} {problem}")
+            problems.append(f"data.{name}={short_repr(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(
             f"run.validate_interval={run.validate_interval} has nothing to validate on; "
@@ -252,7 +252,7 @@ def _check_engine(engine: EngineConfig) -> list[str]:
         )
     if len(engine.adam_betas) != 2:
         problems.append(
-            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers, such as [0.9, 0.95]"
+            f"engine.adam_betas={short_repr(list(engine.adam_betas))} must be two numbers, such as [0.9, 0.95]"
         )
     return problems
 
@@ -274,12 +274,12 @@ def _check_model(
         )
     except ValueError as error:
         problems.append(
-            f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, "
+            f"{name}.layout={short_repr(model.layout)}, {name}.devices={short_repr(model.devices)}, "
             f"{world_size} ranks started: {error}"
         )
     if model.path:
         found = _said_by(read_architecture, model.path)
-        problems += [f"{name}.path={shown(model.path)}: {problem}" for problem in found]
+        problems += [f"{name}.path={short_repr(model.path)}: {problem}" for problem in found]
         arch = None if found else read_architecture(model.path)
     elif required:
         problems.append(f"{name}.path has to be given; name a Hugging Face folder")
@@ -398,7 +398,7 @@ def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]
     vocab_size = arch.vocab_size if arch else MOST_STOP_IDS
     if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < vocab_size]:
         problems.append(
-            f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} "
+            f"rollout.stop_token_ids has {short_repr(wrong)}, outside the model's vocabulary of {vocab_size} "
             "tokens; take them out"
         )
     for name, entries in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids)):
@@ -421,7 +421,7 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
     if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
-            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} samples of {tokens} tokens do not fit this "
+            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit this "
             f"host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
@@ -453,7 +453,7 @@ def _check_samples(config: TrainerConfig, layouts: dict[str, Layout | None]) -> 
         return []  # reported by their intervals
     if samples > MOST_SAMPLES:
         return [
-            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
+            f"{short_repr(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
             "lower one of them and raise run.iterations"
         ]
     if samples % parts:
