@@ -211,7 +211,7 @@ def _sync(path: Path) -> None:
 
 
 def attach(path: Path, name: str, rank_state: dict, ranks: RankSet) -> None:
-    """Attach this rank's state (as in `save`) to the checkpoint in `path` as `name`, replacing an earlier one.
+    """Attach this rank's state (as in `save`) to the checkpoint in `path` as `name`; replaces an earlier one.
 
     Raises:
         CheckpointError: a rank could not write; the checkpoint is unchanged.

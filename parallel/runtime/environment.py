@@ -37,7 +37,8 @@ def check_environment() -> None:
             re.fullmatch("[0-9]{1,7}", text) and low <= int(text) <= high
         ):
             problems.append(
-                f"{name}={short_repr(text)} must be a whole number from {low} to {high}; set it so, or unset it"
+                f"{name}={short_repr(text)} must be a whole number from {low} to {high}; set it so, or "
+                "unset it"
             )
     for name, (pattern, meaning) in TEXTS.items():
         if (text := os.environ.get(name)) and not re.fullmatch(pattern, text):

@@ -185,8 +185,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             )
     except OSError as error:  # a path that is too long, or a parent folder without permission
         raise ValueError(
-            f"model folder {short_repr(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging"
-            " Face folder"
+            f"model folder {short_repr(str(folder))} cannot be read ({error.strerror}); give the path of a "
+            "Hugging Face folder"
         ) from None
     return read_object(path)
 
@@ -222,8 +222,8 @@ def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[s
         return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
     return [
-        f"sliding_window={short_repr(window)} is in use and shorter than max_position_embeddings={longest}, which"
-        f" is not supported; {remedy}"
+        f"sliding_window={short_repr(window)} is in use and shorter than max_position_embeddings={longest}, "
+        f"which is not supported; {remedy}"
     ]
 
 

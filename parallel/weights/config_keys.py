@@ -150,8 +150,8 @@ def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
             problems.append(f"{key}={short_repr(config[key])} is not supported (only {allowed}): {reason}")
     known = sizes | FIXED.keys() | READ_SEPARATELY | OF_THE_HEAD | HARMLESS
     problems += [
-        f"{shown_key(key)}={short_repr(value)} is not understood and may change the mathematics; remove it if it"
-        " does not"
+        f"{shown_key(key)}={short_repr(value)} is not understood and may change the mathematics; remove it "
+        "if it does not"
         for key, value in config.items()
         if key not in known and value is not None
     ]
@@ -164,8 +164,8 @@ def lengths(config: Mapping[str, Any], max_positions: int) -> list[str]:
     Such a value is not an integer, or would limit vLLM to shorter sequences.
     """
     return [
-        f"{key}={short_repr(value)} is no whole number from max_position_embeddings={max_positions} on, and vLLM"
-        " limits rows by it; set it to null"
+        f"{key}={short_repr(value)} is no whole number from max_position_embeddings={max_positions} on, and "
+        "vLLM limits rows by it; set it to null"
         for key in LENGTHS
         if (value := config.get(key)) is not None and not (is_count(value) and value >= max_positions)
     ]

@@ -295,8 +295,8 @@ def _open(path: Path) -> Any:
         ) from None
     if actual != expected:
         raise ValueError(
-            f"{path} is truncated or garbled: its header describes {short_repr(expected)} bytes and the file has"
-            f" {actual}; {again}"
+            f"{path} is truncated or garbled: its header describes {short_repr(expected)} bytes and the "
+            f"file has {actual}; {again}"
         )
     try:
         return safe_open(path, framework="pt", device="cpu")

@@ -63,8 +63,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]
             return {}
     if old and new and old != new:
         problems.append(
-            f"rope_scaling={short_repr(old)} and rope_parameters={short_repr(new)} contradict each other; keep one of"
-            " them"
+            f"rope_scaling={short_repr(old)} and rope_parameters={short_repr(new)} contradict each other; "
+            "keep one of them"
         )
     rope_type = _pop_type(given, where, problems)
     theta = _pop_theta(given, config.get("rope_theta"), where, problems)
@@ -76,8 +76,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]
         )
     if rope_type == "default":
         problems += [
-            f"{where}.{shown_key(key)}={short_repr(value)} is not understood with rope type 'default'; remove it"
-            " if it has no effect"
+            f"{where}.{shown_key(key)}={short_repr(value)} is not understood with rope type 'default'; "
+            "remove it if it has no effect"
             for key, value in given.items()
             if value is not None
         ]
@@ -96,8 +96,8 @@ def _pop_type(given: dict[str, Any], where: str, problems: list[str]) -> Any:
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
     if types[1:] and types[0] != types[1]:
         problems.append(
-            f"{where}.rope_type={short_repr(types[0])} and {where}.type={short_repr(types[1])} contradict each other;"
-            " keep one of them"
+            f"{where}.rope_type={short_repr(types[0])} and {where}.type={short_repr(types[1])} contradict "
+            "each other; keep one of them"
         )
     return types[0] if types else "default"
 
@@ -107,8 +107,8 @@ def _pop_theta(given: dict[str, Any], outer: Any, where: str, problems: list[str
     inner = given.pop("rope_theta", None)
     if inner is not None and outer is not None and inner != outer:
         problems.append(
-            f"{where}.rope_theta={short_repr(inner)} and rope_theta={short_repr(outer)} contradict each other; keep one"
-            " of them"
+            f"{where}.rope_theta={short_repr(inner)} and rope_theta={short_repr(outer)} contradict each "
+            "other; keep one of them"
         )
     key, value = ("rope_theta", outer) if inner is None else (f"{where}.rope_theta", inner)
     theta = typed(key, DEFAULT_ROPE_THETA if value is None else value, float, problems)

@@ -29,7 +29,8 @@ def check_types(config: Any) -> list[str]:
             value = getattr(values, field.name, None)
             if not _has_type(value, field.type):
                 problems.append(
-                    f"{section.name}.{field.name}={short_repr(value)} has a wrong type ({type(value).__name__}); "
+                    f"{section.name}.{field.name}={short_repr(value)} has a wrong type "
+                    f"({type(value).__name__}); "
                     f"give {TYPES[field.type]}"
                 )
     return problems
@@ -75,6 +76,7 @@ def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> list[str]:
         return [f"{name}={short_repr(value)} lies outside {within}; choose a value inside"]
     if choices and value not in choices:
         return [
-            f"{name}={short_repr(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}"
+            f"{name}={short_repr(value)} is not known{nearest(value, choices)}; choose one of "
+            f"{', '.join(choices)}"
         ]
     return []

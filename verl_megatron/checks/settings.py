@@ -194,8 +194,8 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
         )
     if reason := _why_no_folder(run.output_dir):
         problems.append(
-            f"run.output_dir={short_repr(run.output_dir)} {reason}; name a folder that can be written (it is made "
-            "if need be)"
+            f"run.output_dir={short_repr(run.output_dir)} {reason}; name a folder that can be written (it "
+            "is made if need be)"
         )
     if data.train in ("", MISSING):
         problems.append("data.train has to be given; name a .jsonl file")
@@ -252,7 +252,8 @@ def _check_engine(engine: EngineConfig) -> list[str]:
         )
     if len(engine.adam_betas) != 2:
         problems.append(
-            f"engine.adam_betas={short_repr(list(engine.adam_betas))} must be two numbers, such as [0.9, 0.95]"
+            f"engine.adam_betas={short_repr(list(engine.adam_betas))} must be two numbers, such as [0.9, "
+            "0.95]"
         )
     return problems
 
@@ -421,8 +422,8 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
     if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
-            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit this "
-            f"host's memory of {memory >> 20} MiB; lower it"
+            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit "
+            f"this host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
 

@@ -181,7 +181,8 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
     behind = whole[len(before) :]
     if not contains(behind, answer.get("content") or ""):
         raise ValueError(
-            f"the chat template changes the answer: of {short_repr(answer['content'])} it writes {short_repr(behind)};"
+            f"the chat template changes the answer: of {short_repr(answer['content'])} it writes "
+            f"{short_repr(behind)};"
             " write prompt and response as strings, or mend the template"
         )
     return before, behind

@@ -202,8 +202,8 @@ class DemonstrationDataset(_Rows):
             given = row.get(key) if key != prompt_key else None
             if given is not None and given != text_of(answers[0].get("content"), "the assistant turn"):
                 raise ValueError(
-                    f"{short_repr(prompt_key)} ends in an assistant turn, and {short_repr(key)} (data.response_key)"
-                    " is another response; remove one of them"
+                    f"{short_repr(prompt_key)} ends in an assistant turn, and {short_repr(key)} "
+                    "(data.response_key) is another response; remove one of them"
                 )
             return answers[0]
         if key == prompt_key:

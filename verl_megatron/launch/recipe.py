@@ -81,8 +81,8 @@ def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
                 )
             if key.value in names:
                 raise ValueError(
-                    f"recipe {path}, line {key.start_mark.line + 1}: {short_repr(key.value)} stands there twice; "
-                    "leave one of them"
+                    f"recipe {path}, line {key.start_mark.line + 1}: {short_repr(key.value)} stands there "
+                    "twice; leave one of them"
                 )
             names.add(key.value)
     children = (

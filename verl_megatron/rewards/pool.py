@@ -63,7 +63,8 @@ class Failure:
     response: str
 
     def __str__(self) -> str:
-        example = f"\n  prompt: {short_repr(self.prompt, limit=500)}\n  response: {short_repr(self.response, limit=500)}"
+        prompt, response = short_repr(self.prompt, limit=500), short_repr(self.response, limit=500)
+        example = f"\n  prompt: {prompt}\n  response: {response}"
         return f"reward {self.kind} on sample {self.sample_id}: {self.error}{example}"
 
 

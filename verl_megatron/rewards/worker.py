@@ -47,9 +47,8 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     except ValueError as error:
         answer = {"problem": str(error)}
     except BaseException as error:  # a file with attributes that raise
-        answer = {
-            "problem": f"reward.function={short_repr(spec)} cannot be looked at: {described(error)}; mend the file"
-        }
+        setting = f"reward.function={short_repr(spec)}"
+        answer = {"problem": f"{setting} cannot be looked at: {described(error)}; mend the file"}
     with trainer.makefile("rb") as requests, contextlib.suppress(EOFError, OSError):
         while os.getpid() == own_id:  # a reward that forks and returns twice answers once
             trainer.sendall(json.dumps(answer).encode() + b"\n")
