@@ -36,7 +36,7 @@ from tools.scaling.report import Report, markdown, write_csv, write_png
 from tools.scaling.rows import Row, at_best, disturbance, measured_row
 from tools.scaling.runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
 from verl_megatron.checks.limits import check_values
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
     MACHINES,
@@ -268,7 +268,7 @@ def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> 
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; "
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.samples} rows; "
             f"log in {size.output_dir}/log.txt",
             flush=True,
         )

@@ -43,7 +43,7 @@ def test_memory_modes_learn_the_same(whole_run, toy, tmp_path, mode, offload):
 def test_whole_run_leaves_what_it_promises(whole_run, toy):
     folder = whole_run.output_dir
     assert re.search(
-        r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 rows at once$",
+        r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 samples at once$",
         whole_run.ended.stdout,
         re.MULTILINE,
     ), whole_run.ended.text

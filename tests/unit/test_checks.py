@@ -11,8 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.worlds import ROOT
+from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.limits import check_values, inside
-from verl_megatron.checks.settings import batch_arithmetic, check_config, check_sft_config, refuse, structured
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_config, check_sft_config
 from verl_megatron.config import (
     RENAMED,
     AlgorithmConfig,
@@ -99,8 +102,8 @@ BAD = [
     (dict(rollout__top_k=0), ["rollout.top_k=0"]),
     (dict(rollout__top_p=0.0), ["rollout.top_p=0.0", "(0, 1]"]),
     (dict(rollout__temperature=0.0), ["rollout.temperature=0.0"]),
-    (dict(rollout__max_tokens=157), ["rows of 257 tokens", "256 positions"]),
-    (dict(algorithm__num_mini_batches=3), ["8 rows", "algorithm.num_mini_batches=3"]),
+    (dict(rollout__max_tokens=157), ["samples of 257 tokens", "256 positions"]),
+    (dict(algorithm__num_mini_batches=3), ["8 samples", "algorithm.num_mini_batches=3"]),
     (dict(algorithm__num_mini_batches=8), ["mini-batches of 1", "critic.layout=pp2dp2"]),
     (dict(algorithm__name="grpo"), ["data.samples_per_prompt=1", "at least 2"]),
     (dict(algorithm__name="pppo"), ["algorithm.name='pppo'", 'did you mean "ppo"?']),
@@ -163,7 +166,7 @@ BAD = [
     (dict(run__seed=10**5000), ["run.seed=a int that is too long"]),
     (
         dict(data__prompts_per_iteration=10**6, data__samples_per_prompt=10**6),
-        ["1000000000000 rows are more than 1,000,000"],
+        ["1000000000000 samples are more than 1,000,000"],
     ),
     (dict(actor__layout="tp1000000000"), ["actor.layout='tp1000000000'"]),
     (dict(actor__layout="tp" + "9" * 10**6), ["actor.layout='tp999", "characters"]),
@@ -241,7 +244,7 @@ def test_a_rollout_that_does_not_divide_the_ranks(folder):
         "rollout.tp=3 must divide the 4 ranks" in problem and "[1, 2, 4]" in problem and len(about_heads) == 2
     )
     problems = check_config(good(folder, rollout__tp=128), world_size=128)
-    assert any("rollout.tp=128 must divide vLLM's vocabulary of 192" in problem for problem in problems)
+    assert any("tp=128 must divide vLLM's padded vocabulary of 192" in problem for problem in problems)
 
 
 def test_too_few_ranks(folder):
@@ -313,9 +316,9 @@ def test_batch_arithmetic_is_one_line(folder):
         algorithm__epochs=3,
     )
     assert batch_arithmetic(config, 4) == (
-        "64 prompts x 4 samples = 256 rows = 2 mini-batches of 128; actor tp2pp2: 128 rows of a "
+        "64 prompts x 4 samples = 256 samples = 2 mini-batches of 128; actor tp2pp2: 128 rows of a "
         "mini-batch a data-parallel rank; "
-        "critic pp2dp2: 64 rows of a mini-batch a data-parallel rank; micro-batches of at most 8192 "
+        "critic pp2dp2: 64 samples of a mini-batch a data-parallel rank; micro-batches of at most 8192 "
         "tokens; 3 epochs: 6 optimizer steps an iteration; "
         "rollout 2 replicas of tp2"
     )

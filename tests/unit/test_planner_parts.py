@@ -12,15 +12,15 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
 from tools.reshard.memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
-from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, rows_together
+from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
 from verl_megatron.planner.case import PlannedRole
-from verl_megatron.planner.decoding import rollout_seconds, rows_at_once
+from verl_megatron.planner.decoding import rollout_seconds, samples_at_once
 from verl_megatron.planner.handover import moved_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import held
 from verl_megatron.planner.search import configured, uneven_stages
-from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, rows_cached
+from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, samples_cached
 from verl_megatron.planner.training import group_rate, pipeline_seconds
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 
@@ -147,16 +147,16 @@ def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
 @pytest.mark.parametrize(
     ("limit", "cached", "said"),
     [
-        (256, 128, "128 of a replica's 128 rows at once"),
-        (64, 128, "rows at once (rollout.max_num_seqs)"),
-        (256, 100, "100 of a replica's 128 rows at once (the KV cache"),
+        (256, 128, "128 of a replica's 128 samples at once"),
+        (64, 128, "samples at once (rollout.max_num_seqs)"),
+        (256, 100, "100 of a replica's 128 samples at once (the KV cache"),
     ],
 )
-def test_what_keeps_rows_waiting_is_named(limit, cached, said):
+def test_what_keeps_samples_waiting_is_named(limit, cached, said):
     config = run_config(rows=256, rollout=2)
     config.rollout.max_num_seqs = limit
     case = case_of(config, 4)
-    assert said in rows_together(
+    assert said in samples_together(
         case, cached * (case.prompt_tokens + case.response_tokens) * kv_bytes_per_token(case)
     )
 
@@ -170,7 +170,7 @@ def test_rows_at_once_are_those_a_replica_draws_first(rows, gpus, tp, limit):
     case = case_of(config, gpus)
     first = Dispatcher(WorkQueue(rows, num_replicas=1), limit=limit, group=None)
     first.target = Dispatcher(_Rows(rows, case.replicas), limit=limit, group=None).target
-    assert rows_at_once(case, float("inf")) == len(first.draw(0))
+    assert samples_at_once(case, float("inf")) == len(first.draw(0))
 
 
 @dataclass
@@ -188,7 +188,7 @@ def test_samples_share_their_prompts_cache(rows, samples):
     case = case_of(config, 2)
     tokens = cached_tokens(case, rows)
     assert tokens == -(-rows // samples) * 15_360 + rows * 512
-    assert rows_cached(case, tokens) == rows and rows_cached(case, tokens - 1) == rows - 1
+    assert samples_cached(case, tokens) == rows and samples_cached(case, tokens - 1) == rows - 1
 
 
 def test_generation_without_cuda_graphs_or_in_float32_takes_longer():

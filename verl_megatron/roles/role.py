@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import Normalizer
 from verl_megatron.config import EngineConfig, ModelConfig
@@ -128,13 +128,6 @@ def infer_together(
         [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.row_id, rows.home_R, batch
     )
     return [{name: home[f"{name}_{place}"] for name in names} for place in range(len(roles))]
-
-
-def layout_of(model: ModelConfig) -> Layout:
-    """Return the layout from the settings, with ranks in the default order."""
-    return Layout.parse(
-        model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers)
-    )
 
 
 def make_role(
