@@ -268,8 +268,8 @@ def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> 
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.samples} rows; "
-            f"log in {size.output_dir}/log.txt",
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, "
+            f"{size.case.samples} samples; log in {size.output_dir}/log.txt",
             flush=True,
         )
         run(size)

@@ -5,11 +5,10 @@ import gc
 import json
 from pathlib import Path
 
-import torch.distributed as dist
-
 from parallel import device
+from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
-from parallel.runtime.refusal import agree, shown, speak_once
+from parallel.runtime.refusal import shown, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from verl_megatron.checks.batches import batch_arithmetic
@@ -18,15 +17,15 @@ from verl_megatron.checks.versions import check_versions, optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import Collected, collect, learn
 from verl_megatron.model_specs import models_of
-from verl_megatron.observe.metrics import Sums, reduce_over_world
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, rows_together
+from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, samples_together
 from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
@@ -72,20 +71,20 @@ class RLTrainer:
         config.reward.function = reward_function or config.reward.function
         check_versions()
         device.initialize()
-        self.config, self.is_first = config, dist.get_rank() == 0
+        self.config, self.world = config, world()
+        self.is_first = self.world.is_first
         self.inputs = Inputs()
         agree(
             lambda: refuse(
-                inspect_run(
-                    config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs
-                )
-            )
+                inspect_run(config, world_size=self.world.size, machine=machine_here(), inputs=self.inputs)
+            ),
+            self.world,
         )
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         for note in self.inputs.notes:
             self.say(note)
-        self.say(batch_arithmetic(config, dist.get_world_size()))
+        self.say(batch_arithmetic(config, self.world.size))
         self.run: Run | None = None
 
     def say(self, text: str) -> None:
@@ -101,15 +100,15 @@ class RLTrainer:
         """
         config = self.config.run
         with (
-            RunLock(self.output_dir),
-            Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog,
+            RunLock(self.output_dir, self.world),
+            Watchdog(config.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
             with self.watchdog.operation("build", timeout_s=SLOW_S):
-                self.run = build_run(self.config, self.inputs, self.watchdog)
+                self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
                 self.state = SavedState(self.run, say=self.say)
-            record_timeline(self.run.clock, config.track_metrics)
-            record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
+            record_timeline(self.run.clock, config.track_metrics, self.world)
+            record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir, self.world)
             self.say(
                 f"built in {sum(self.run.built.values()):.0f} s: "
                 f"{', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
@@ -126,10 +125,10 @@ class RLTrainer:
                 self.run.close()
 
     def _generation(self) -> str:
-        case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.engine.kv_cache_tokens
+        case, tokens = Case.of(self.config, world_size=self.world.size), self.run.engine.kv_cache_tokens
         return (
             f"vLLM: KV cache of {tokens:,} tokens a replica, "
-            f"{rows_together(case, tokens * kv_bytes_per_token(case))}"
+            f"{samples_together(case, tokens * kv_bytes_per_token(case))}"
         )
 
     def _train(self) -> dict[str, float]:
@@ -161,7 +160,7 @@ class RLTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             state.finish()
         with writing_to(self.output_dir):
-            write_timeline(self.run.clock, self.output_dir)
+            write_timeline(self.run.clock, self.output_dir, self.world)
             if tracker is not None:
                 tracker.close()
                 if "jsonl" in config.track_metrics and (state.step or state.before):
@@ -171,12 +170,12 @@ class RLTrainer:
     def _iterate(self) -> dict[str, float] | None:
         """Run an iteration and return its metrics; None after a SIGTERM, with state and samples saved."""
         run, state, drawn_from = self.run, self.state, self.run.source.cursor.state_dict()
-        if self.preemption.requested():
+        if self.preemption.requested(self.world):
             return self._leave()
-        collected = state.rows() or collect(run, state.step + 1)
-        if self.preemption.requested():
+        collected = state.collected() or collect(run, state.step + 1)
+        if self.preemption.requested(self.world):
             return self._leave(collected, drawn_from)
-        state.keep_rows(collected)
+        state.keep_samples(collected)
         metrics = learn(run, state.step + 1, collected)
         with self.watchdog.operation("record"):
             state.done(metrics)
@@ -187,7 +186,7 @@ class RLTrainer:
         if not self.state.has_checkpoint:
             self.save(cursor=drawn_from)
         if collected is not None:
-            self.state.keep_rows(collected)
+            self.state.keep_samples(collected)
         self.say(
             f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here"
         )
@@ -224,10 +223,10 @@ class RLTrainer:
                 draw = Draw(num_prompts=len(prompts), samples_per_prompt=1, sampling=sampling)
                 batch = run.sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=version)
                 run.residency.enter_training()
-                rows = RowTable.gather(batch, num_mini_batches=1)
-                scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, rows)
+                table = SampleTable.gather(batch, self.world, num_mini_batches=1)
+                scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, table)
             sums.add("validation/accuracy", scores.sum(), len(scores))
-            found = reduce_over_world(sums)
+            found = sums.reduce(self.world)
             self.state.validated = {"step": self.state.step} | found
             self._dump(batch, scores.tolist(), prompts)
         if tracker is not None and (metrics or found):
@@ -236,23 +235,24 @@ class RLTrainer:
 
     def _dump(self, batch: RolloutBatch, scores: list[float], prompts: list[Prompt]) -> None:
         mine = []
-        for b, row in enumerate(batch.row_id.tolist()):
+        for b, sample in enumerate(batch.sample_id.tolist()):
             response = batch.generated_ids[b][batch.response_mask[b]].tolist()
             mine.append(
                 {
-                    "row": row,
-                    "prompt": prompts[row].text,
+                    "sample": sample,
+                    "prompt": prompts[sample].text,
                     "response": self.run.tokenizer.decode(response),
-                    "answer": prompts[row].answer,
+                    "answer": prompts[sample].answer,
                     "score": scores[b],
                 }
             )
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        if self.is_first:
+        gathered = self.world.gather_object(mine)
+        if gathered is not None:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
-            rows = sorted((row for part in gathered for row in part), key=lambda row: row["row"])
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            samples = sorted(
+                (sample for part in gathered for sample in part), key=lambda sample: sample["sample"]
+            )
+            text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
             with writing_to(self.output_dir):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(

@@ -60,7 +60,7 @@ def test_whole_run_leaves_what_it_promises(whole_run, toy):
         rows = [
             json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()
         ]
-        assert [row["row"] for row in rows] == list(range(8))
+        assert [row["sample"] for row in rows] == list(range(8))
         assert all(row["prompt"].startswith("sort ") and row["response"] and row["answer"] for row in rows)
     before, after = (
         load_file(folder / "actor/model.safetensors"),
@@ -138,7 +138,7 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
 
 
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):
-    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs only its rows' scores."""
+    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs only its samples' scores."""
     questions = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()[:4]]
     lines = [
         json.dumps(question | {"kind": kind})

@@ -91,7 +91,7 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
     )
     assert (
         ended.stdout.count("resuming after iteration 2") == 3
-        and "with the rows collected for the next" in ended.stdout
+        and "with the samples collected for the next" in ended.stdout
     ), ended.text
     assert "command_line.py" not in ended.stderr, ended.text  # the rank that lost its peer adds no traceback
     expected = learned(undisturbed)
@@ -123,7 +123,7 @@ def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
 
 
 def test_verify_names_what_differs(undisturbed, toy, tmp_path):
-    """The first iteration after a checkpoint, repeated on its rows, gives the recorded metrics.
+    """The first iteration after a checkpoint, repeated on its samples, gives the recorded metrics.
 
     The one metric that was changed in the record is reported.
     """

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.megatron import Pipeline
+from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import (
     check,
     make_batch,
-    row_logits,
     run_checks,
+    sample_logits,
     say,
     share_of,
     shared_folder,
@@ -67,17 +68,17 @@ def logits_differ(engine: Engine, mine, micro, truth) -> float:
     worst = 0.0
     for packed, logits in answers:
         for n in range(len(logits)):
-            row, t = int(mine.row_id[packed.row[n]]), int(packed.column[n])
-            worst = max(worst, (logits[n] - truth[row][t - 1]).abs().max().item())
+            sample, t = int(mine.sample_id[packed.sample[n]]), int(packed.offset[n])
+            worst = max(worst, (logits[n] - truth[sample][t - 1]).abs().max().item())
     return worst
 
 
 def results_differ(results, mine, truth) -> tuple[float, float]:
     """Largest differences of log-probs and entropy; both have to be 0 where nothing is asked."""
     worst_logprob = worst_entropy = 0.0
-    for b, row in enumerate(mine.row_id.tolist() if results is not None else []):
+    for b, sample in enumerate(mine.sample_id.tolist() if results is not None else []):
         asked = mine.response_mask[b].nonzero().squeeze(1)
-        log_p = torch.log_softmax(truth[row][asked - 1] / TEMPERATURE, -1)
+        log_p = torch.log_softmax(truth[sample][asked - 1] / TEMPERATURE, -1)
         want = log_p.gather(1, mine.generated_ids[b, asked, None]).squeeze(1)
         worst_logprob = max(worst_logprob, (results["logprobs"][b, asked] - want).abs().max().item())
         worst_entropy = max(
@@ -91,13 +92,13 @@ def check_logits(family: str, folder: Path, layouts) -> None:
     model, arch = write_once(folder, family), read_architecture(folder)
     batch = make_batch(arch.vocab_size)
     with torch.no_grad():
-        truth = row_logits(model, batch)
+        truth = sample_logits(model, batch)
     for text, count, stage_layers in layouts:
         layout = Layout.parse(text, tuple(range(count)), stage_layers)
         common = {
             "arch": arch,
             "folder": str(folder),
-            "groups": ProcessGroups(layout),
+            "groups": ProcessGroups(layout, world()),
             "config": CONFIG,
             "head": "lm",
             "seed": 1,
@@ -132,13 +133,18 @@ def check_heads() -> None:
         for text, count in (("tp1", 1), ("tp2pp2sp", 4), ("cp2tp2", 4)):
             layout = Layout.parse(text, tuple(range(count)))
             engine = Engine(
-                arch=arch, folder=str(path), groups=ProcessGroups(layout), config=CONFIG, head=head, seed=1
+                arch=arch,
+                folder=str(path),
+                groups=ProcessGroups(layout, world()),
+                config=CONFIG,
+                head=head,
+                seed=1,
             )
             mine, micro = share_of(batch, layout, 64)
             results = engine.infer(mine, micro, last_token=head == "sequence")
             worst = 0.0
             with torch.no_grad():
-                truth = row_logits(model, mine)
+                truth = sample_logits(model, mine)
             for b in range(len(mine) if results is not None else 0):
                 if head == "sequence":
                     got, want = results["values"][b].sum()[None], truth[b]
@@ -162,7 +168,7 @@ def check_together() -> None:
         ("cp2tp2", (0, 1, 2, 3)),
     ):
         layout = Layout.parse(text, ranks)
-        common = {"arch": arch, "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm"}
+        common = {"arch": arch, "groups": ProcessGroups(layout, world()), "config": CONFIG, "head": "lm"}
         engines = [
             Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common),
             Engine(folder=None, seed=2, **common),
@@ -187,7 +193,9 @@ def check_shapes() -> None:
     folder = shared_folder() / "qwen3"
     write_once(folder, "qwen3")
     arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))
-    engine = Engine(arch=arch, groups=ProcessGroups(layout), config=CONFIG, head="lm", folder=None, seed=1)
+    engine = Engine(
+        arch=arch, groups=ProcessGroups(layout, world()), config=CONFIG, head="lm", folder=None, seed=1
+    )
     usual, came = Pipeline._communicate_shapes, []
 
     def communicate(self, *wanted):

@@ -21,6 +21,7 @@ from transformers import (
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
 from parallel.weights.architecture import read_architecture
@@ -28,8 +29,8 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.parity.world import (
     check,
     make_batch,
-    row_logits,
     run_checks,
+    sample_logits,
     say,
     share_of,
     shared_folder,
@@ -80,7 +81,7 @@ def make_engine(folder: Path, layout: Layout, *, head="lm", train: bool = False)
     engine = Engine(
         arch=read_architecture(folder),
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=CONFIG,
         head=head,
         seed=1,
@@ -112,9 +113,9 @@ def make_vllm(folder: Path, tp: int, *, load_weights: bool) -> VLLMActor:
 
 
 def greedy(vllm: VLLMActor) -> list[list[int]]:
-    requests = [Request(row_id=i, prompt_token_ids=[3 + i, 40, 7 * i + 5], seed=i) for i in range(8)]
-    rows = vllm.generate(requests, Sampling(temperature=0.0, max_tokens=12, ignore_eos=True), shared=False)
-    return [row.token_ids for row in rows]
+    requests = [Request(sample_id=i, prompt_token_ids=[3 + i, 40, 7 * i + 5], seed=i) for i in range(8)]
+    samples = vllm.generate(requests, Sampling(temperature=0.0, max_tokens=12, ignore_eos=True), shared=False)
+    return [sample.token_ids for sample in samples]
 
 
 def assert_bitwise(found: dict, expected: dict, what: str) -> None:
@@ -139,6 +140,7 @@ def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
         engine.weight_source(),
         Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks),
         ReshardConfig(verify="all"),
+        world(),
         dtype=torch.float32,
     )
     sync.attach(vllm)
@@ -155,7 +157,7 @@ def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
         source=given,
         destination=taken,
         dtype=torch.float32,
-        group=None,
+        group=world().device_group,
         device=device.device(),
         verify="all",
     ).run()
@@ -287,7 +289,7 @@ def check_export_is_hugging_face() -> None:
         )
         batch = make_batch(original.config.vocab_size)
         with torch.no_grad():
-            pairs = list(zip(row_logits(original, batch), row_logits(loaded.eval(), batch)))
+            pairs = list(zip(sample_logits(original, batch), sample_logits(loaded.eval(), batch)))
         assert loaded.get_input_embeddings().num_embeddings == original.config.vocab_size == 150
         assert (
             loaded.dtype == torch.float32

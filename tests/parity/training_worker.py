@@ -1,6 +1,6 @@
 """Optimizer steps under every layout against one rank and against plain PyTorch, on four ranks.
 
-Letters: N tokens asked about in a row.
+Letters: N tokens asked about in a sample.
 """
 
 import math
@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import all_max, all_names, all_sum
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.offload import Residence, gradients, optimizer_tensors
+from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
 from tests.parity.world import (
     check,
     make_batch,
-    row_logits,
     run_checks,
+    sample_logits,
     say,
     share_of,
     shared_folder,
@@ -55,11 +55,15 @@ def gather_late(engine: Engine) -> None:
         {key: tensor.clone() for key, tensor in engine.tensors.items()} if engine.groups.is_member else {}
     )
     engine.gather_weights()
-    changed = all_max(
-        torch.tensor(
-            float(any(not torch.equal(engine.tensors[key], tensor) for key, tensor in before.items()))
+    changed = (
+        world()
+        .all_max(
+            torch.tensor(
+                float(any(not torch.equal(engine.tensors[key], tensor) for key, tensor in before.items()))
+            )
         )
-    ).item()
+        .item()
+    )
     assert bool(changed) == (
         engine.config.distributed_optimizer and engine.layout.dp * engine.layout.cp > 1
     ), str(engine.layout)
@@ -90,7 +94,7 @@ def full_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> RolloutBatch:
-    """Rows with everything that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
+    """Samples with everything that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
     batch = make_batch(vocab_size)
     generator = torch.Generator().manual_seed(5)
 
@@ -124,12 +128,12 @@ def train(
     steps: int = 3,
     temperature: float = 1.0,
 ):
-    """Optimizer steps on all ranks' rows; the metrics of each and the weights afterwards."""
+    """Optimizer steps on all ranks' samples; the metrics of each and the weights afterwards."""
     arch = read_architecture(folder)
     engine = Engine(
         arch=arch,
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=config,
         head=head,
         seed=1,
@@ -146,7 +150,7 @@ def train(
             fields=FIELDS[head],
             scale=LossScale(int(batch.response_mask.sum())),
         )
-        history.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names))
+        history.append(sums.reduce(world()))
     gather_late(engine)
     return history, full_weights(engine)
 
@@ -233,7 +237,7 @@ def plain_value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor) -> Tensor
 def plain_loss(model, batch: RolloutBatch, head: str, temperature: float) -> Tensor:
     """Mean over all response tokens."""
     total = torch.zeros(())
-    for b, logits in enumerate(row_logits(model, batch)):
+    for b, logits in enumerate(sample_logits(model, batch)):
         asked = batch.response_mask[b].nonzero().squeeze(1)
         known = [getattr(batch, name)[b, asked] for name in FIELDS[head]]
         if head == "lm":
@@ -268,7 +272,7 @@ def initial_logprobs(model, batch: RolloutBatch, temperature: float) -> Tensor:
     """[B, T]: what the model says of each token but the first."""
     logprobs_BT = torch.zeros(batch.generated_ids.shape)
     with torch.no_grad():
-        for b, logits in enumerate(row_logits(model, batch)):
+        for b, logits in enumerate(sample_logits(model, batch)):
             ids = batch.generated_ids[b, 1 : len(logits)]
             logprobs_BT[b, 1 : len(logits)] = (
                 torch.log_softmax(logits[:-1] / temperature, -1).gather(1, ids[:, None]).squeeze(1)
@@ -362,7 +366,7 @@ def steps_apart(
     engine = Engine(
         arch=read_architecture(folder),
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=config,
         head="lm",
         seed=1,
@@ -436,7 +440,7 @@ def check_turns() -> None:
         common = dict(engine=EngineConfig(tokens_per_micro_batch=64), seed=1, temperature=1.0, train_steps=6)
         models = {name: ModelConfig(path=str(folder / name), lr=LR) for name in ("actor", "critic")}
         roles = {
-            name: make_role(model, layout, arch=read_architecture(model.path), head=head, **common)
+            name: make_role(model, layout, world(), arch=read_architecture(model.path), head=head, **common)
             for (name, model), head in zip(models.items(), ("lm", "token"))
         }
         residency = Residency(

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.layout import Layout
+from parallel.rank_set import world
 from tests.tiny import make_hf, write_hf
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import balance, micro_batches
@@ -28,9 +28,15 @@ def say(*what: object) -> None:
 
 def check(name: str, *, limit: float, **differences: float) -> None:
     """One line, and an end with an error if a difference on any rank is over the limit (NaN is)."""
-    worst = all_max(
-        torch.tensor([math.inf if math.isnan(x) else x for x in differences.values()], dtype=torch.float64)
-    ).tolist()
+    worst = (
+        world()
+        .all_max(
+            torch.tensor(
+                [math.inf if math.isnan(x) else x for x in differences.values()], dtype=torch.float64
+            )
+        )
+        .tolist()
+    )
     say(name, *(f"{key}={value:.1e}" for key, value in zip(differences, worst)))
     assert max(worst) <= limit, f"{name}: {dict(zip(differences, worst))} over {limit}"
 
@@ -51,7 +57,7 @@ def write_once(folder: Path, family: str, head: str = "ForCausalLM", **settings)
 
 
 def make_batch(vocab_size: int, *, seed: int = 1) -> RolloutBatch:
-    """Eight rows of different lengths, the same on every rank."""
+    """Eight samples of different lengths, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:
@@ -61,23 +67,23 @@ def make_batch(vocab_size: int, *, seed: int = 1) -> RolloutBatch:
         [draw(n) for n in (1, 5, 3, 9, 2, 30, 4, 6)],
         [draw(n) for n in (7, 1, 12, 4, 20, 40, 3, 9)],
     )
-    return RolloutBatch.from_rows(list(range(8)), prompts, responses)
+    return RolloutBatch.from_lists(list(range(8)), prompts, responses)
 
 
 def share_of(batch: RolloutBatch, layout: Layout, budget: int) -> tuple[RolloutBatch, list[list[int]]]:
-    """This rank's rows and micro-batches, as a role would borrow them."""
+    """This rank's samples and micro-batches, as a role dispatches them."""
     if dist.get_rank() not in layout.ranks:
         return batch, []
-    rows = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
-    mine = batch.select(torch.tensor(rows, dtype=torch.int64))
+    samples = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
+    mine = batch.select(torch.tensor(samples, dtype=torch.int64))
     micro = micro_batches(
         mine.lengths.tolist(), tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
     )
     return mine, micro
 
 
-def row_logits(model, batch: RolloutBatch) -> list[Tensor]:
-    """A Hugging Face model's output [L, labels or vocabulary] for each row alone, without padding."""
+def sample_logits(model, batch: RolloutBatch) -> list[Tensor]:
+    """A Hugging Face model's output [L, labels or vocabulary] for each sample alone, without padding."""
     return [model(ids[mask][None]).logits[0] for ids, mask in zip(batch.generated_ids, batch.attention_mask)]
 
 

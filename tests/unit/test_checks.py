@@ -316,7 +316,7 @@ def test_batch_arithmetic_is_one_line(folder):
         algorithm__epochs=3,
     )
     assert batch_arithmetic(config, 4) == (
-        "64 prompts x 4 samples = 256 samples = 2 mini-batches of 128; actor tp2pp2: 128 rows of a "
+        "64 prompts x 4 samples = 256 samples = 2 mini-batches of 128; actor tp2pp2: 128 samples of a "
         "mini-batch a data-parallel rank; "
         "critic pp2dp2: 64 samples of a mini-batch a data-parallel rank; micro-batches of at most 8192 "
         "tokens; 3 epochs: 6 optimizer steps an iteration; "

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.layout import Layout
 from parallel.placement import busiest_elements, place
-from parallel.reshard.arrangement import arrangements
+from parallel.reshard.in_place.planner import Sides, least_layouts
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
 from tools.reshard.memory import megatron_addresses
@@ -57,14 +57,9 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
     for stage in range(layout.pp):
         mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
-        (laid,) = arrangements(
-            source={0: mine},
-            destination={0: theirs},
-            memory={0: megatron_addresses(mine, 2)},
-            element_bytes=2,
-            in_place=False,
-        )
-        assert own_rollout_bytes(case, stage) == laid[0].own_bytes
+        memory = {0: megatron_addresses(mine, 2)}
+        sides = Sides(source={0: mine}, destination={0: theirs}, memory=memory, element_bytes=2)
+        assert own_rollout_bytes(case, stage) == least_layouts(sides, in_place=False)[0].own_bytes
 
 
 def test_states_of_a_learning_model():
@@ -124,7 +119,7 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "layout", "budget"),
+    ("samples", "tokens", "layout", "budget"),
     [
         (256, 512, "tp2sp", 8192),
         (64, 1000, "tp1", 5000),
@@ -132,10 +127,10 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
         (128, 3000, "tp2cp2", 4096),
     ],
 )
-def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
-    case = case_of(run_config(layout, rows=rows, tokens=tokens, tokens_per_micro_batch=budget), 8)
+def test_micro_batches_are_those_of_packing(samples, tokens, layout, budget):
+    case = case_of(run_config(layout, samples=samples, tokens=tokens, tokens_per_micro_batch=budget), 8)
     role = case.actor
-    mine = [2 * tokens] * -(-rows // 4 // role.layout.dp)
+    mine = [2 * tokens] * -(-samples // 4 // role.layout.dp)
     packed = micro_batches(
         mine,
         tokens_per_micro_batch=budget * role.layout.cp,
@@ -153,7 +148,7 @@ def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
     ],
 )
 def test_what_keeps_samples_waiting_is_named(limit, cached, said):
-    config = run_config(rows=256, rollout=2)
+    config = run_config(samples=256, rollout=2)
     config.rollout.max_num_seqs = limit
     case = case_of(config, 4)
     assert said in samples_together(
@@ -162,38 +157,38 @@ def test_what_keeps_samples_waiting_is_named(limit, cached, said):
 
 
 @pytest.mark.parametrize(
-    ("rows", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)]
+    ("samples", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)]
 )
-def test_rows_at_once_are_those_a_replica_draws_first(rows, gpus, tp, limit):
-    config = run_config("tp2sp", rows=rows, rollout=tp)
+def test_samples_at_once_are_those_a_replica_draws_first(samples, gpus, tp, limit):
+    config = run_config("tp2sp", samples=samples, rollout=tp)
     config.rollout.max_num_seqs = limit
     case = case_of(config, gpus)
-    first = Dispatcher(WorkQueue(rows, num_replicas=1), limit=limit, group=None)
-    first.target = Dispatcher(_Rows(rows, case.replicas), limit=limit, group=None).target
+    first = Dispatcher(WorkQueue(samples, num_replicas=1), limit=limit, group=None)
+    first.target = Dispatcher(_Queue(samples, case.replicas), limit=limit, group=None).target
     assert samples_at_once(case, float("inf")) == len(first.draw(0))
 
 
 @dataclass
-class _Rows:
+class _Queue:
     """What a dispatcher asks a queue of several replicas before it draws."""
 
     total: int
     num_replicas: int
 
 
-@pytest.mark.parametrize(("rows", "samples"), [(1, 1), (5, 1), (8, 8), (13, 8), (32, 8)])
-def test_samples_share_their_prompts_cache(rows, samples):
-    config = run_config("tp2sp", rows=4)
-    config.data.samples_per_prompt, config.data.max_prompt_tokens = samples, 15_360
+@pytest.mark.parametrize(("count", "per_prompt"), [(1, 1), (5, 1), (8, 8), (13, 8), (32, 8)])
+def test_samples_share_their_prompts_cache(count, per_prompt):
+    config = run_config("tp2sp", samples=4)
+    config.data.samples_per_prompt, config.data.max_prompt_tokens = per_prompt, 15_360
     case = case_of(config, 2)
-    tokens = cached_tokens(case, rows)
-    assert tokens == -(-rows // samples) * 15_360 + rows * 512
-    assert samples_cached(case, tokens) == rows and samples_cached(case, tokens - 1) == rows - 1
+    tokens = cached_tokens(case, count)
+    assert tokens == -(-count // per_prompt) * 15_360 + count * 512
+    assert samples_cached(case, tokens) == count and samples_cached(case, tokens - 1) == count - 1
 
 
 def test_generation_without_cuda_graphs_or_in_float32_takes_longer():
     def seconds(dtype="bfloat16", eager=False):
-        config = run_config("tp2sp", rows=256, dtype=dtype)
+        config = run_config("tp2sp", samples=256, dtype=dtype)
         config.rollout.enforce_eager = eager
         return rollout_seconds(case_of(config, 4), H200, 64 * GIB)
 

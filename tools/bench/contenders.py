@@ -10,9 +10,11 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.reshard.addresses import addresses_of, views_at
+from parallel.rank_set import world
 from parallel.reshard.execute import Parameters, Resharder
-from parallel.reshard.overlay import Addresses, overlay
+from parallel.reshard.in_place.addresses import addresses_of, views_at
+from parallel.reshard.in_place.memory_layout import Addresses
+from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.shard import ShardedParameter
@@ -116,7 +118,7 @@ class Ours:
                 once beforehand.
         """
         self.case, self.source, self.verify, self.rank = case, source, verify, dist.get_rank()
-        self.sides, self.peers = case.sides(), map_tensors(source, None)
+        self.sides, self.peers = case.sides(), map_tensors(source, world().device_group)
         self.plan = compile_plan(**self.sides, peer_memory=self.peers is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
@@ -148,24 +150,31 @@ class Ours:
         """Return vLLM's parameters placed in Megatron's memory; those that do not fit have their own."""
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
-        found = overlay(
-            **self.sides,
+        sides = Sides(
+            source=self.sides["source"],
+            destination=self.sides["destination"],
             memory=dict(enumerate(memory)),
+            element_bytes=self.case.dtype.itemsize,
+        )
+        plans = plan_in_place(
+            sides,
             in_place=mode == "swap",
+            window_bytes=self.case.window_bytes,
+            host_of=device.host_of,
             peer_memory=self.peers is not None,
         )
-        taken = views_at(found.addresses[self.rank], self.described, self.source, self.case.dtype)
+        taken = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
         taken |= own
-        out = self._resharder(found.forth, self.source, taken, self.peers)
+        out = self._resharder(plans.to_rollout, self.source, taken, self.peers)
         second = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
                 f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second
             )
         ]
-        if found.back is not None:
-            home = self._resharder(found.back, taken, self.source)
+        if plans.to_train is not None:
+            home = self._resharder(plans.to_train, taken, self.source)
             trained = self.sides["source"][self.rank]
             contenders.append(
                 self._contender(
@@ -182,7 +191,13 @@ class Ours:
         self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
     ) -> Resharder:
         """Return a resharder after a first run, in which all slices were verified."""
-        common = dict(rank=self.rank, dtype=self.case.dtype, group=None, device=device.device(), peers=peers)
+        common = dict(
+            rank=self.rank,
+            dtype=self.case.dtype,
+            group=world().device_group,
+            device=device.device(),
+            peers=peers,
+        )
         resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
         count = resharder.run().checked_slices  # raises on a difference, naming the slices
         say(f"{plan}\n  all {count} slices proved at both ends")

@@ -30,9 +30,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import say
@@ -75,7 +75,7 @@ def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: 
     """Return random tokens with random advantages; old log-probs are about right for an untrained model."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab_size, (count, prompt + response), generator=draw).tolist()
-    batch = RolloutBatch.from_rows(
+    batch = RolloutBatch.from_lists(
         list(range(count)), [row[:prompt] for row in ids], [row[prompt:] for row in ids]
     )
     batch.advantages = torch.randn(batch.generated_ids.shape, generator=draw) * batch.response_mask
@@ -149,7 +149,7 @@ class Bench:
 
     def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
         self.engine = Engine(
-            arch=arch, folder=None, groups=ProcessGroups(layout), config=config, head="lm", seed=1
+            arch=arch, folder=None, groups=ProcessGroups(layout, world()), config=config, head="lm", seed=1
         )
         self.batch = make_rows(
             options.rows,
@@ -203,7 +203,7 @@ def run(
                 do()
     found = []
     for name, values in rows.items():
-        seconds, peaks = zip(*all_max(torch.tensor(values, dtype=torch.float64)).tolist())
+        seconds, peaks = zip(*world().all_max(torch.tensor(values, dtype=torch.float64)).tolist())
         count = 1 if name == "log-probs" else bench.num_steps
         found.append(
             Row(
@@ -275,7 +275,7 @@ def main() -> None:
     case = Case.of(config, world_size=world, read=lambda _: arch)
     forward = forward_flops(case, case.actor) / world
     # FLOPs of prompt logits, which only the baseline computes
-    all_logits = 2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world
+    all_logits = 2 * case.samples * options.prompt * arch.hidden_size * arch.vocab_size / world
 
     bench = Bench(arch, layout, settings, options)
     work, flops = (
@@ -299,7 +299,7 @@ def show(
     machine, arch = machine_here(), case.actor.arch
     peak = machine.peak_flops if machine else 0.0
     what = (
-        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of "
+        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.samples} samples of "
         f"{case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
     )
     say(
@@ -315,7 +315,7 @@ def show(
         f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}"
         f"{'tokens/s/rank':>15}"
     )
-    tokens = case.rows * case.packed_tokens / case.world_size
+    tokens = case.samples * case.packed_tokens / case.world_size
     for row in rows:
         mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
         say(

@@ -35,11 +35,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.offload import gradients, optimizer_tensors
 from parallel.placement import described, place
+from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.kernels import Checksums
 from parallel.weights.architecture import Architecture, read_config
@@ -55,7 +55,7 @@ from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, Rollout
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.roles.engine import Engine
-from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 from verl_megatron.run import make_vllm
@@ -143,7 +143,7 @@ class HandOver:
             [rng.randrange(3, case.arch.vocab_size) for _ in range(PROMPT_TOKENS)]
             for _ in range(case.config.data.prompts_per_iteration)
         ]
-        self.requests = [Request(i, prompt, row_seed(SEED, 0, i)) for i, prompt in enumerate(prompts)]
+        self.requests = [Request(i, prompt, sample_seed(SEED, 0, i)) for i, prompt in enumerate(prompts)]
         self.parameters = Checksums(
             [tensor.view(len(tensor), -1) for _, tensor in sorted(self.engine.tensors.items())],
             device=device.device(),
@@ -159,7 +159,7 @@ class HandOver:
             engine = Engine(
                 arch=case.arch,
                 folder=None,
-                groups=ProcessGroups(case.train),
+                groups=ProcessGroups(case.train, world()),
                 config=case.config.engine,
                 head="lm",
                 seed=SEED,
@@ -195,13 +195,14 @@ class HandOver:
                 self.engine.weight_source(),
                 self.case.rollout,
                 self.case.reshard,
+                world(),
                 dtype=self.engine.compute.dtype,
             )
 
     def _step(self) -> None:
         """Create gradients and Adam's moments; with a learning rate of 0 the weights do not change."""
         rows, half = [*range(self.case.train.pp)], PROMPT_TOKENS // 2
-        batch = RolloutBatch.from_rows(
+        batch = RolloutBatch.from_lists(
             rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows)
         )
         # one sample per micro-batch: as many as stages, as interleaved schedules require
@@ -250,7 +251,7 @@ class HandOver:
             )
         if clock.splits:
             memory.note("generated")
-        return sorted(rows, key=lambda row: row.row_id)
+        return sorted(rows, key=lambda row: row.sample_id)
 
     def back(self, clock: Clock, memory: Memory) -> None:
         with clock.whole("back to training, in one go"):
@@ -270,9 +271,9 @@ class HandOver:
         Every data-parallel rank computes all samples. Collective over the world.
         """
         ids, prompts, tokens, logprobs = zip(
-            *((row.row_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows)
+            *((row.sample_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows)
         )
-        batch = RolloutBatch.from_rows(list(ids), list(prompts), list(tokens), list(logprobs))
+        batch = RolloutBatch.from_lists(list(ids), list(prompts), list(tokens), list(logprobs))
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, tokens)]
         budget = self.case.config.engine.tokens_per_micro_batch
         with clock.part("log-probs in training"):
@@ -284,7 +285,7 @@ class HandOver:
             if found
             else torch.tensor(0.0)
         )
-        return float(all_max(apart.double()[None]))
+        return float(world().all_max(apart.double()[None]))
 
     # ---- checks
 
@@ -321,7 +322,7 @@ class HandOver:
                     f"received on the way {way}": resharder.bytes["received"],
                     f"staging on the way {way}": _staging(resharder),
                 }
-        largest = all_max(torch.tensor(list(sizes.values()))).tolist()
+        largest = world().all_max(torch.tensor(list(sizes.values()))).tolist()
         return [Row("plan", name, size / GIB, "GiB") for name, size in zip(sizes, largest)]
 
     def close(self) -> None:
@@ -360,7 +361,7 @@ class Checks:
         digests: list = [None] * dist.get_world_size()
         dist.all_gather_object(digests, [digest(tokens) for tokens in self.tokens])
         alike = {one for of_rank in digests for one in of_rank}
-        changed, unserved = all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
+        changed, unserved = world().all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
         flat = [token for row in self.tokens[0] for token in row]
         limit = (
             LOG_PROBS_APART[self.hand_over.engine.compute.dtype] * self.hand_over.case.arch.num_layers**0.5

@@ -19,7 +19,7 @@ STD_EPSILON = 1e-6  # added to a group's standard deviation: a group of equal sc
 VARIANCE_EPSILON = 1e-8  # added to the variance in whitening
 
 
-def own_rows(x: Tensor) -> Tensor:
+def own_samples(x: Tensor) -> Tensor:
     """Identity: the `all_sum` of a single-rank program."""
     return x
 
@@ -63,7 +63,7 @@ def gae(
 
 
 def group_advantages(
-    rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_rows
+    rewards_B: Tensor, group_B: Tensor, num_groups: int, *, scale_by_std: bool, all_sum: AllSum = own_samples
 ) -> Tensor:
     """Group-relative advantages [B] float32 (GRPO, Shao et al. 2024): (r - mean) / (std + 1e-6).
 
@@ -85,7 +85,9 @@ def group_advantages(
     return (deviation_B / (std_G[group_B] + STD_EPSILON)).float()
 
 
-def whiten(x_BT: Tensor, mask_BT: Tensor, *, all_sum: AllSum = own_rows, shift_mean: bool = True) -> Tensor:
+def whiten(
+    x_BT: Tensor, mask_BT: Tensor, *, all_sum: AllSum = own_samples, shift_mean: bool = True
+) -> Tensor:
     """Scale x to standard deviation 1 (and mean 0 if shift_mean) over the masked tokens of all ranks.
 
     Returns [B, T] float32, 0 outside the mask.

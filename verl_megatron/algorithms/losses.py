@@ -33,7 +33,7 @@ class PolicyTokens:
         """The target tokens of a micro-batch."""
         fields = micro.fields
         return cls(
-            micro.row,
+            micro.sample,
             fields["logprobs"],
             fields["advantages"],
             fields.get("ref_logprobs"),

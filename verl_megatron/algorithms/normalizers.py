@@ -1,6 +1,6 @@
 """Loss normalizers: divisors and weights of the token-loss sum, independent of packing and layout.
 
-The sum runs over all ranks. Letters: R samples of the whole iteration.
+The sum runs over all ranks. Letters: B samples of the whole iteration.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ class LossScale:
     """Normalization of one optimizer step's loss: sum of weight * loss over all tokens, over `divisor`."""
 
     divisor: float
-    weight_R: Tensor | None = None  # float32, weight of the tokens of each sample; None: 1
+    weight_B: Tensor | None = None  # float32, weight of the tokens of each sample; None: 1
 
 
-# (response tokens of every sample of the iteration [R] int64, samples of one optimizer step) → its scale.
+# (response tokens of every sample of the iteration [B] int64, samples of one optimizer step) → its scale.
 Normalizer = Callable[[Tensor, range], LossScale]
 
 
-def token_mean(response_R: Tensor, rows: range) -> LossScale:
+def token_mean(response_B: Tensor, samples: range) -> LossScale:
     """Weight every response token of the mini-batch equally (DAPO, Yu et al. 2025, equation 12)."""
-    return LossScale(divisor=max(int(response_R[rows.start : rows.stop].sum()), 1))
+    return LossScale(divisor=max(int(response_B[samples.start : samples.stop].sum()), 1))

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.rank_set import RankSet
 from verl_megatron.rollout.sampling import Generation, Request
 
 Tag = Literal["weights", "kv_cache"]
@@ -35,6 +36,7 @@ class RolloutEngine(Protocol):
     each.
     """
 
+    world: RankSet  # the ranks of all replicas
     replica: int  # index of this replica
     num_replicas: int
     tp_rank: int  # tensor-parallel index of this rank
@@ -45,7 +47,7 @@ class RolloutEngine(Protocol):
     has_tokenizer: bool  # required for stop strings
 
     @property
-    def is_home(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank is the owner rank of its replica's samples."""
         ...
 
@@ -95,5 +97,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the engine. Collective over the world."""
+        """Free the engine. Collective over `world`."""
         ...

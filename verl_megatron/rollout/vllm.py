@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import device
+from parallel import device, rank_set
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig
@@ -19,7 +19,7 @@ from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
-from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 
 _ENVIRONMENT = {
@@ -80,7 +80,9 @@ class VLLMActor:
         self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
         if self._in_world and not dist.is_initialized():
             device.initialize()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if self._in_world else (0, 1)
+        if self._in_world:  # vLLM builds its groups over torch's default group
+            self.world = rank_set.world()
+        rank, world = (self.world.rank, self.world.size) if self._in_world else (0, 1)
         self.num_replicas = num_replicas(world_size=world, tp=self.tp)
         if problems := vllm_tp_problems(read_architecture(self.model_name), self.tp):
             raise ValueError(f"rollout.tp={self.tp}: {problems[0]}")
@@ -111,6 +113,7 @@ class VLLMActor:
                 if not VLLMActor._open:  # existing groups may not fit the next engine
                     _release_groups(ours=not self._in_world)
                 raise
+        self.world = rank_set.world()  # standalone, vLLM has created the default group
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
@@ -134,7 +137,7 @@ class VLLMActor:
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
-        groups = _groups_in_order(self.ranks) if self._in_world else contextlib.nullcontext()
+        groups = _groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
         weights = (
             contextlib.nullcontext()
             if options["load_format"] == "auto"
@@ -180,7 +183,7 @@ class VLLMActor:
         return self.config.max_num_seqs
 
     @property
-    def is_home(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank is the owner rank of its replica's samples."""
         return self.tp_rank == 0
 
@@ -208,9 +211,9 @@ class VLLMActor:
         budget = token_budget(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = _sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
         self._llm.llm_engine.add_request(
-            str(request.row_id), tokens_input(list(request.prompt_token_ids)), params
+            str(request.sample_id), tokens_input(list(request.prompt_token_ids)), params
         )
-        self._running[request.row_id] = request
+        self._running[request.sample_id] = request
 
     def step(self) -> list[Generation]:
         """Decode one token of every running request; return the requests that finished."""
@@ -219,23 +222,24 @@ class VLLMActor:
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
         outputs = [
-            _partial_output(self._llm.llm_engine.output_processor, str(row_id)) for row_id in request_ids
+            _partial_output(self._llm.llm_engine.output_processor, str(sample_id))
+            for sample_id in request_ids
         ]
         generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
-        self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
+        self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
         return generations
 
     def _drop(self, request_ids: Sequence[int]) -> None:
-        self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
-        for row_id in request_ids:
-            del self._running[row_id]
+        self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
+        for sample_id in request_ids:
+            del self._running[sample_id]
 
     def _finished(self, output) -> Generation:
         request, completion = self._running.pop(int(output.request_id)), output.outputs[0]
         logprobs = list(completion.logprobs.logprobs)
         assert len(logprobs) == len(completion.token_ids)
         return Generation(
-            request.row_id,
+            request.sample_id,
             request.prompt_token_ids,
             list(completion.token_ids),
             logprobs,
@@ -255,11 +259,12 @@ class VLLMActor:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model_name)
         requests = [
-            Request(i, self._tokenizer.encode_prompt(prompt), row_seed(self.seed, 0, i))
+            Request(i, self._tokenizer.encode_prompt(prompt), sample_seed(self.seed, 0, i))
             for i, prompt in enumerate(prompts)
         ]
         texts = [
-            self._tokenizer.decode(row.token_ids) for row in self.generate(requests, sampling, shared=False)
+            self._tokenizer.decode(sample.token_ids)
+            for sample in self.generate(requests, sampling, shared=False)
         ]
         for stop in sampling.stop:
             texts = [text.split(stop)[0] for text in texts]
@@ -320,9 +325,9 @@ class VLLMActor:
         """Restore environment, random states and thread count on exit."""
         environment = dict(_ENVIRONMENT)
         if self._in_world:  # read by the external launcher; only torchrun sets them
-            environment |= dict(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+            environment |= dict(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
             environment |= dict(
-                LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else dist.get_rank())
+                LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else self.world.rank)
             )
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
@@ -342,7 +347,7 @@ def _starting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
+def _groups_in_order(ranks: tuple[int, ...], rank: int) -> Iterator[None]:
     """Context for starting an engine: map the positions 0, 1, ... of vLLM's groups to `ranks`."""
     from vllm.distributed import parallel_state
 
@@ -353,12 +358,12 @@ def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
 
     parallel_state.init_model_parallel_group = initialize_in_order
     # vLLM needs the position here: it computes with it, and it is the key of the compile cache on disk.
-    os.environ["RANK"] = str(ranks.index(dist.get_rank()))
+    os.environ["RANK"] = str(ranks.index(rank))
     try:
         yield
     finally:
         parallel_state.init_model_parallel_group = initialize
-        os.environ["RANK"] = str(dist.get_rank())
+        os.environ["RANK"] = str(rank)
 
 
 def _release_groups(*, ours: bool) -> None:
