@@ -85,8 +85,8 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
     if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
-            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit this "
-            f"host's memory of {memory >> 20} MiB; lower it"
+            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit "
+            f"this host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
 
