@@ -11,20 +11,20 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     These are the reward, response tokens, the KL of a sample from the reference, and the log-prob gap to the
     sampler (nats).
     """
-    sums, rows, mask_BT = Sums(), len(batch), batch.response_mask
+    sums, samples, mask_BT = Sums(), len(batch), batch.response_mask
     tokens_B = mask_BT.sum(-1)
-    sums.add("rollout/response_tokens_mean", tokens_B.sum(), rows)
+    sums.add("rollout/response_tokens_mean", tokens_B.sum(), samples)
     if batch.rewards is not None:
-        sums.add(REWARD_MEAN, batch.rewards.sum(), rows)
+        sums.add(REWARD_MEAN, batch.rewards.sum(), samples)
     kl_BT = reference_kl(batch, estimator=kl_estimator)
     if kl_BT is not None:
-        sums.add("kl/ref", kl_BT.sum(), rows)
+        sums.add("kl/ref", kl_BT.sum(), samples)
     if batch.logprobs is not None and batch.rollout_logprobs is not None:
         gap_N = (batch.logprobs - batch.rollout_logprobs)[mask_BT].abs()
         sums.add("rollout/logprob_gap_mean", gap_N.sum(), gap_N.numel())
         if gap_N.numel():
             sums.max("rollout/logprob_gap_max", gap_N.max())
-    if rows:
+    if samples:
         sums.max("rollout/response_tokens_max", tokens_B.max())
         if batch.rewards is not None:
             sums.max(REWARD_MAX, batch.rewards.max())

@@ -53,7 +53,7 @@ class KLController(Protocol):
 
     coef: float
 
-    def update(self, kl_per_row: float, rows: int) -> None:
+    def update(self, kl_per_sample: float, samples: int) -> None:
         """Update from the mean KL of a sample (nats, summed over its tokens) and the number of samples."""
         ...
 
@@ -72,7 +72,7 @@ class FixedKL:
     def __init__(self, coef: float):
         self.coef = coef
 
-    def update(self, kl_per_row: float, rows: int) -> None:
+    def update(self, kl_per_sample: float, samples: int) -> None:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ class FixedKL:
 class AdaptiveKL:
     """Proportional controller that steers a sample's KL to `target` nats (Ziegler et al. 2019, section 2.2).
 
-    coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon), rows (samples) at most horizon
+    coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon), samples at most horizon
     """
 
     def __init__(self, coef: float, target: float, horizon: int):
@@ -97,11 +97,11 @@ class AdaptiveKL:
             )
         self.coef, self.target, self.horizon = coef, target, horizon
 
-    def update(self, kl_per_row: float, rows: int) -> None:
+    def update(self, kl_per_sample: float, samples: int) -> None:
         """One step of the controller."""
-        error = min(max(kl_per_row / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        error = min(max(kl_per_sample / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         # The step stops growing at `horizon` samples; without this limit the coefficient could turn negative.
-        self.coef *= 1.0 + error * min(rows / self.horizon, 1.0)
+        self.coef *= 1.0 + error * min(samples / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """The current coefficient."""
