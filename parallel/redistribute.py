@@ -1,6 +1,6 @@
-"""Redistribute rows of tensors between the ranks of a group, each row to any number of ranks.
+"""Redistribute samples, entries of the first dimension of tensors, each to any number of ranks of a group.
 
-Letters: B rows, ... any trailing sizes.
+Letters: B samples, ... any trailing sizes.
 """
 
 from collections.abc import Sequence
@@ -11,34 +11,34 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def exchange_rows(
+def exchange_samples(
     tensors: dict[str, Tensor],
     destinations: Sequence[Sequence[int]],
     group: ProcessGroup | None,
     *,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Send row b of every tensor to the ranks `destinations[b]`.
+    """Send `tensor[b]` of every tensor to the ranks `destinations[b]`.
 
     Args:
         tensors: [B, ...] of any dtype, the same names, dtypes and number of dimensions on every rank of
-            `group`; B may be 0. Trailing sizes may differ between ranks: rows are padded with zeros to the
+            `group`; B may be 0. Trailing sizes may differ between ranks: samples are padded with zeros to the
             largest.
-        destinations: for each local row the ranks of `group` (0 to its size - 1) that receive it; an empty
-            list drops the row.
+        destinations: for each local sample the ranks of `group` (0 to its size - 1) that receive it; an empty
+            list drops the sample.
         group: every rank of it calls this; None is the whole world.
         device: of the exchange and of the results; the GPU under NCCL.
 
     Returns:
-        Tensors of the same names, [B', ...]: the B' received rows by source rank, then by source order.
+        Tensors of the same names, [B', ...]: the B' received samples by source rank, then by source order.
     """
     assert all(len(value) == len(destinations) for value in tensors.values()), (
-        "each tensor has a row for every list of destinations"
+        "each tensor has one entry for every list of destinations"
     )
     size = dist.get_world_size(group)
-    order = [(rank, row) for row, ranks in enumerate(destinations) for rank in ranks]
+    order = [(rank, sample) for sample, ranks in enumerate(destinations) for rank in ranks]
     order.sort()
-    rows = torch.tensor([row for _, row in order], dtype=torch.int64, device=device)
+    index = torch.tensor([sample for _, sample in order], dtype=torch.int64, device=device)
     sent = torch.zeros(size, dtype=torch.int64)
     for rank, _ in order:
         sent[rank] += 1
@@ -47,7 +47,7 @@ def exchange_rows(
     received = {}
     for name in sorted(tensors):  # the same order of collectives on every rank
         value = pad_trailing(tensors[name].to(device), shapes[name])
-        received[name] = _all_to_all(value[rows], send_counts, receive_counts, group)
+        received[name] = _all_to_all(value[index], send_counts, receive_counts, group)
     return {name: received[name] for name in tensors}
 
 
@@ -89,7 +89,7 @@ def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _all_to_all(
     send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup | None
 ) -> Tensor:
-    """Exchange the rows of `send`, which are ordered by destination; as bytes, so any dtype works."""
+    """Exchange the samples of `send`, which are ordered by destination; as bytes, so any dtype works."""
     total, shape, dtype = sum(receive_counts), send.shape[1:], send.dtype
     width = shape.numel() * send.element_size()
     payload = (

@@ -22,7 +22,7 @@ def run_config(
     *,
     model: str = "llama3-8b",
     critic: str = "",
-    rows: int = 256,
+    samples: int = 256,
     tokens: int = 512,
     rollout: int = 2,
     share: float = 0.4,
@@ -37,7 +37,7 @@ def run_config(
         tokens,
         share,
     )
-    config.data.max_prompt_tokens, config.data.prompts_per_iteration = tokens, rows
+    config.data.max_prompt_tokens, config.data.prompts_per_iteration = tokens, samples
     config.algorithm.mini_batches, config.algorithm.kl_coef = 4, 0.01
     config.engine = replace(config.engine, **engine)
     return config

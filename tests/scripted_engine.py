@@ -9,7 +9,7 @@ from verl_megatron.rollout.sampling import Generation, Request
 class ScriptedEngine:
     """One replica of one rank; `answer(request)` gives the response's tokens, each of log-probability -1."""
 
-    replica, num_replicas, tp_rank, tp_group, is_home = 0, 1, 0, None, True
+    replica, num_replicas, tp_rank, tp_group, is_owner = 0, 1, 0, None, True
     kv_cache_tokens, has_tokenizer = 10_000, True
 
     def __init__(
@@ -42,23 +42,27 @@ class ScriptedEngine:
 
     def submit(self, request):
         self.submitted.append(request)
-        self.running[request.row_id] = request, list(self.answer(request))[: request.sampling.max_tokens], []
+        self.running[request.sample_id] = (
+            request,
+            list(self.answer(request))[: request.sampling.max_tokens],
+            [],
+        )
         self.most_running = max(self.most_running, len(self.running))
 
     def step(self):
         finished = []
-        for row_id, (_, whole, so_far) in list(self.running.items()):
+        for sample_id, (_, whole, so_far) in list(self.running.items()):
             so_far.append(whole[len(so_far)])
             if len(so_far) == len(whole):
-                finished.append(self._end(row_id, "stop"))
+                finished.append(self._end(sample_id, "stop"))
         return finished
 
     def abort(self, request_ids):
-        return [self._end(row_id, "abort") for row_id in request_ids]
+        return [self._end(sample_id, "abort") for sample_id in request_ids]
 
-    def _end(self, row_id, reason):
-        request, _, tokens = self.running.pop(row_id)
-        return Generation(row_id, request.prompt_token_ids, tokens, [-1.0] * len(tokens), reason)
+    def _end(self, sample_id, reason):
+        request, _, tokens = self.running.pop(sample_id)
+        return Generation(sample_id, request.prompt_token_ids, tokens, [-1.0] * len(tokens), reason)
 
     def sleep(self):
         self.calls.append("sleep")

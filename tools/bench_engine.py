@@ -72,7 +72,7 @@ def make_rows(count: int, *, prompt: int, response: int, vocab_size: int, seed: 
     """Return random tokens with random advantages; old log-probs are about right for an untrained model."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab_size, (count, prompt + response), generator=draw).tolist()
-    batch = RolloutBatch.from_rows(
+    batch = RolloutBatch.from_lists(
         list(range(count)), [row[:prompt] for row in ids], [row[prompt:] for row in ids]
     )
     batch.advantages = torch.randn(batch.generated_ids.shape, generator=draw) * batch.response_mask
@@ -272,7 +272,7 @@ def main() -> None:
     case = Case.of(config, world_size=world, read=lambda _: arch)
     forward = forward_flops(case, case.actor) / world
     # FLOPs of prompt logits, which only the baseline computes
-    all_logits = 2 * case.rows * options.prompt * arch.hidden_size * arch.vocab_size / world
+    all_logits = 2 * case.samples * options.prompt * arch.hidden_size * arch.vocab_size / world
 
     bench = Bench(arch, layout, settings, options)
     work, flops = (
@@ -296,7 +296,7 @@ def show(
     machine, arch = machine_here(), case.actor.arch
     peak = machine.peak_flops if machine else 0.0
     what = (
-        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.rows} rows of "
+        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.samples} samples of "
         f"{case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
     )
     say(
@@ -312,7 +312,7 @@ def show(
         f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}"
         f"{'tokens/s/rank':>15}"
     )
-    tokens = case.rows * case.packed_tokens / case.world_size
+    tokens = case.samples * case.packed_tokens / case.world_size
     for row in rows:
         mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
         say(

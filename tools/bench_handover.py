@@ -53,7 +53,7 @@ from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, Rollout
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.roles.engine import Engine
-from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 from verl_megatron.run import make_vllm
@@ -141,7 +141,7 @@ class HandOver:
             [rng.randrange(3, case.arch.vocab_size) for _ in range(PROMPT_TOKENS)]
             for _ in range(case.config.data.prompts_per_iteration)
         ]
-        self.requests = [Request(i, prompt, row_seed(SEED, 0, i)) for i, prompt in enumerate(prompts)]
+        self.requests = [Request(i, prompt, sample_seed(SEED, 0, i)) for i, prompt in enumerate(prompts)]
         self.parameters = Checksums(
             [tensor.view(len(tensor), -1) for _, tensor in sorted(self.engine.tensors.items())],
             device=device.device(),
@@ -199,7 +199,7 @@ class HandOver:
     def _step(self) -> None:
         """Create gradients and Adam's moments; with a learning rate of 0 the weights do not change."""
         rows, half = [*range(self.case.train.pp)], PROMPT_TOKENS // 2
-        batch = RolloutBatch.from_rows(
+        batch = RolloutBatch.from_lists(
             rows, [[3 + i for i in range(half)]] * len(rows), [[3 + i for i in range(half)]] * len(rows)
         )
         # one sample per micro-batch: as many as stages, as interleaved schedules require
@@ -248,7 +248,7 @@ class HandOver:
             )
         if clock.splits:
             memory.note("generated")
-        return sorted(rows, key=lambda row: row.row_id)
+        return sorted(rows, key=lambda row: row.sample_id)
 
     def back(self, clock: Clock, memory: Memory) -> None:
         with clock.whole("back to training, in one go"):
@@ -268,9 +268,9 @@ class HandOver:
         Every data-parallel rank computes all samples. Collective over the world.
         """
         ids, prompts, tokens, logprobs = zip(
-            *((row.row_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows)
+            *((row.sample_id, row.prompt_token_ids, row.token_ids, row.logprobs) for row in rows)
         )
-        batch = RolloutBatch.from_rows(list(ids), list(prompts), list(tokens), list(logprobs))
+        batch = RolloutBatch.from_lists(list(ids), list(prompts), list(tokens), list(logprobs))
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, tokens)]
         budget = self.case.config.engine.tokens_per_micro_batch
         with clock.part("log-probs in training"):

@@ -28,7 +28,7 @@ from parallel.collectives import all_max
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.config import RolloutConfig
-from verl_megatron.rollout.sampling import Request, Sampling, row_seed, token_budget
+from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm import VLLMActor, _sampling_params
 
 SEED, SHORTEST = 1, 8  # the shortest response is the full length divided by this
@@ -53,7 +53,7 @@ def make_requests(options: argparse.Namespace, vocab_size: int) -> list[Request]
             draw.randint(0, options.response - max(1, options.response // SHORTEST)) if options.mixed else 0
         )
         prompt = [draw.randrange(3, vocab_size) for _ in range(options.prompt + extra)]
-        rows.append(Request(row, prompt, row_seed(SEED, 1, row)))
+        rows.append(Request(row, prompt, sample_seed(SEED, 1, row)))
     return rows
 
 
@@ -94,7 +94,7 @@ def measure(actor: VLLMActor, requests: list[Request], sampling: Sampling, repet
             start = time.perf_counter()
             tokens = generate(actor, requests, sampling)
             seconds = time.perf_counter() - start
-            home = float(actor.is_home)
+            home = float(actor.is_owner)
             totals = torch.tensor([tokens * home])
             dist.all_reduce(totals)
             last, first = all_max(torch.tensor([seconds, -seconds], dtype=torch.float64)).tolist()

@@ -268,7 +268,7 @@ def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> 
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.rows} rows; "
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.samples} samples; "
             f"log in {size.output_dir}/log.txt",
             flush=True,
         )

@@ -176,7 +176,7 @@ def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
     engine = Engine(arch=arch, folder=None, groups=groups, config=EngineConfig(), head="token", seed=1)
     engine.prepare_training(lr=0.0, total_steps=1)
     rows, ids = list(range(LAUNCHED_ROWS)), [[0] * (LAUNCHED_TOKENS // 2)] * LAUNCHED_ROWS
-    batch, micro = RolloutBatch.from_rows(rows, ids, ids), [[row] for row in rows]
+    batch, micro = RolloutBatch.from_lists(rows, ids, ids), [[row] for row in rows]
 
     def step() -> None:
         engine.train_step(

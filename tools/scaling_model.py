@@ -48,7 +48,7 @@ Deal = Callable[[int, int], float]  # seconds for samples of a mini-batch and da
 
 def terms_of(case: Case, phase: str) -> dict[str, float]:
     """Return x_k of a phase, by the names of `TERMS`."""
-    own = case.rows / case.world_size
+    own = case.samples / case.world_size
     if phase in ("reshard", "return"):
         return {"work": 1.0, "tensor": moved_bytes(case), "sync": log2(case.world_size)}
     if phase == "rollout":
@@ -62,7 +62,7 @@ def terms_of(case: Case, phase: str) -> dict[str, float]:
     if role is None:
         return {"work": own, "sync": log2(case.world_size)}
     layout = role.layout
-    own = case.rows / (layout.dp * layout.tp * layout.pp * layout.cp)
+    own = case.samples / (layout.dp * layout.tp * layout.pp * layout.cp)
     return {
         "work": own / (1 - bubbles_of(case)[phase]),
         "tensor": own * (layout.tp - 1),
@@ -117,7 +117,7 @@ def dealing_seconds(case: Case, deal: Deal) -> float:
     """
     parts = case.config.algorithm.mini_batches
     return sum(
-        (1 + role.learns) * parts * deal(case.rows // parts, role.layout.dp)
+        (1 + role.learns) * parts * deal(case.samples // parts, role.layout.dp)
         for role in case.roles
         if role.name != "reference"
     )
@@ -220,7 +220,10 @@ class Scaling:
         if not self.strong:
             config.data.prompts_per_iteration = config.data.prompts_per_iteration * gpus // self.rows[-1].gpus
         case = _grown(self.cases[-1], config, gpus, self.ranks_per_host)
-        parts, widest = case.rows // config.algorithm.mini_batches, max(role.layout.dp for role in case.roles)
+        parts, widest = (
+            case.samples // config.algorithm.mini_batches,
+            max(role.layout.dp for role in case.roles),
+        )
         if parts < widest:
             raise ValueError(
                 f"{gpus} GPUs have {widest} data-parallel ranks for {parts} rows of a mini-batch"

@@ -116,8 +116,8 @@ def described(case: Case) -> dict:
         "actor": layouts["actor"],
         "critic": layouts.get("critic", ""),
         "rollout": f"{case.replicas} x tp{case.config.rollout.tp}",
-        "rows": case.rows,
-        "tokens": case.rows * (case.prompt_tokens + case.response_tokens),
+        "rows": case.samples,
+        "tokens": case.samples * (case.prompt_tokens + case.response_tokens),
         "flops": flops_of(case),
         "bubbles": bubbles_of(case),
     }

@@ -6,7 +6,7 @@ These functions are collective over the world.
 from dataclasses import dataclass
 
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import Sums, iteration_metrics
 from verl_megatron.run import Run
 
@@ -16,7 +16,7 @@ class Collected:
     """Samples and scores of an iteration, before training."""
 
     batch: RolloutBatch  # the samples owned by this rank
-    rows: RowTable
+    table: SampleTable
     sums: Sums
     reshard_bytes: int
 
@@ -29,14 +29,14 @@ def collect(run: Run, step: int) -> Collected:
     with clock.phase("rollout"):
         batch = run.sampler.collect(run.source, run.draw, iteration=step, version=version)
         clock.own_work_ends()
-        rows = run.table_of(batch)  # waits for the slowest replica
+        table = run.table_of(batch)  # waits for the slowest replica
     with clock.phase("return"):
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):
-        batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, rows)
+        batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, table)
     return Collected(
         batch=batch,
-        rows=rows,
+        table=table,
         sums=sums,
         reshard_bytes=run.channel.report.bytes_received + run.channel.report.bytes_local,
     )
@@ -44,11 +44,11 @@ def collect(run: Run, step: int) -> Collected:
 
 def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
     """Update the models, publish the weights and return the iteration's metrics."""
-    metrics = run.learner.learn(collected.batch, collected.rows, collected.sums, step=step)
+    metrics = run.learner.learn(collected.batch, collected.table, collected.sums, step=step)
     run.channel.publish(step)
     costs = iteration_metrics(
         run.clock.pop(),
-        response_tokens=int(collected.rows.response_R.sum()),
+        response_tokens=int(collected.table.response_B.sum()),
         reshard_bytes=collected.reshard_bytes,
         memory_bytes=run.used_memory(),
     )

@@ -18,7 +18,7 @@ from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import PhaseTimer, Sums, reduce_over_world
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
@@ -66,13 +66,13 @@ class Learner:
         """The first model that an iteration updates."""
         return (self.critic or self.actor).engine
 
-    def score(self, batch: RolloutBatch, rows: RowTable) -> Tensor:
+    def score(self, batch: RolloutBatch, table: SampleTable) -> Tensor:
         """Return the reward model's scores of the samples owned by this rank, [B] float32; 0 without one."""
         if "reward" not in self.roles:
             return torch.zeros(len(batch))
-        return self.roles["reward"].infer(batch, rows, ("values",), last_token=True)["values"].sum(1)
+        return self.roles["reward"].infer(batch, table, ("values",), last_token=True)["values"].sum(1)
 
-    def learn(self, batch: RolloutBatch, rows: RowTable, sums: Sums, *, step: int) -> dict[str, float]:
+    def learn(self, batch: RolloutBatch, table: SampleTable, sums: Sums, *, step: int) -> dict[str, float]:
         """Update the models on scored samples.
 
         Args:
@@ -85,41 +85,41 @@ class Learner:
         """
         clock = self.clock
         with clock.phase("log_probs"):
-            for_actor = self._log_probs(batch, rows)
+            for_actor = self._log_probs(batch, table)
         if self.critic is not None:
             with clock.phase("values"):
-                for_critic = self.critic.dispatch(batch, rows)
-                (results,) = infer_together([self.critic], for_critic, batch, rows, ("values",))
+                for_critic = self.critic.dispatch(batch, table)
+                (results,) = infer_together([self.critic], for_critic, batch, table, ("values",))
                 batch.values = results["values"]
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
-                batch, self.config, kl_coef=self.kl.coef, num_groups=rows.num_groups, all_sum=all_sum
+                batch, self.config, kl_coef=self.kl.coef, num_groups=table.num_groups, all_sum=all_sum
             )
             sums.merge(batch_sums(batch, kl_estimator=self.config.kl_estimator))
         if self.critic is not None:
             with clock.phase("critic_update"):
-                sums.merge(self._update_critic(for_critic, batch, rows))
+                sums.merge(self._update_critic(for_critic, batch, table))
         if step > self.config.critic_warmup:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
-                sums.merge(self._update_actor(for_actor, batch, rows))
+                sums.merge(self._update_actor(for_actor, batch, table))
         metrics = reduce_over_world(sums)
         if "kl/ref" in metrics:
-            self.kl.update(metrics["kl/ref"], len(rows.lengths_R))
+            self.kl.update(metrics["kl/ref"], len(table.lengths_B))
             metrics["kl/coef"] = self.kl.coef
         return metrics
 
-    def _log_probs(self, batch: RolloutBatch, rows: RowTable) -> DispatchedBatch:
+    def _log_probs(self, batch: RolloutBatch, table: SampleTable) -> DispatchedBatch:
         """Compute old and reference log-probs in one pass; the update reuses the dispatched samples."""
         roles = [self.roles[name] for name in ("actor", "reference") if name in self.roles]
-        dispatched = self.actor.dispatch(batch, rows)
-        results = infer_together(roles, dispatched, batch, rows, ("logprobs",))
+        dispatched = self.actor.dispatch(batch, table)
+        results = infer_together(roles, dispatched, batch, table, ("logprobs",))
         batch.logprobs = results[0]["logprobs"]
         if "reference" in self.roles:
             batch.ref_logprobs = results[1]["logprobs"]
         return dispatched
 
-    def _update_actor(self, dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable) -> Sums:
+    def _update_actor(self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable) -> Sums:
         """Run the epochs and mini-batches of the policy loss."""
         config, kl_coef = self.config, self.kl.coef
 
@@ -135,7 +135,7 @@ class Learner:
         stop = too_far if config.stop_kl else None
         sums, steps = self.actor.update(
             dispatched,
-            rows,
+            table,
             loss,
             self.algorithm.normalizer,
             fields=POLICY_FIELDS,
@@ -145,7 +145,7 @@ class Learner:
         sums.add("policy/steps", steps, 1)
         return sums
 
-    def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch, rows: RowTable) -> Sums:
+    def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable) -> Sums:
         """Run the epochs and mini-batches of the value loss."""
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
@@ -153,5 +153,5 @@ class Learner:
 
         self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
         return self.critic.update(
-            dispatched, rows, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
+            dispatched, table, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
         )[0]

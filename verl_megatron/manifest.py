@@ -99,7 +99,7 @@ _MANIFEST: dict[str, Callable[[Any], bool]] = {
     "cursor": _is_cursor,
     "roles": _is_roles,
 }
-_ROWS: dict[str, Callable[[Any], bool]] = {
+_SAMPLES: dict[str, Callable[[Any], bool]] = {
     "made_with": lambda value: isinstance(value, dict),
     "batch": lambda value: _is_batch(value),
     "sums": lambda value: _is_sums(value),
@@ -126,9 +126,9 @@ def manifest_problem(manifest: dict) -> str | None:
     return None
 
 
-def rows_problem(part: dict) -> str | None:
+def samples_problem(part: dict) -> str | None:
     """Return the first invalid entry of a rank's saved samples as a clause; None if they are valid."""
-    return _problem(part, _ROWS)
+    return _problem(part, _SAMPLES)
 
 
 def recorded_problem(recorded: dict) -> str | None:
@@ -147,7 +147,7 @@ def _problem(content: dict, wanted: Mapping[str, Callable[[Any], bool]]) -> str 
 
 def _is_batch(value: Any) -> bool:
     dtypes = dict.fromkeys(
-        ("row_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64
+        ("sample_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64
     )
     dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
     known = RolloutBatch.__dataclass_fields__.keys()
@@ -155,13 +155,14 @@ def _is_batch(value: Any) -> bool:
         return False
     if not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         return False
-    rows, whole = value["row_id"].shape, value["generated_ids"].shape
-    if len(rows) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
+    samples, whole = value["sample_id"].shape, value["generated_ids"].shape
+    if len(samples) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
     shapes = {
-        name: rows if name in ("row_id", "group_id", "policy_version", "rewards") else whole for name in value
+        name: samples if name in ("sample_id", "group_id", "policy_version", "rewards") else whole
+        for name in value
     }
-    shapes["input_ids"] = (*rows, value["input_ids"].size(1))
+    shapes["input_ids"] = (*samples, value["input_ids"].size(1))
     return all(
         t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items()
     )

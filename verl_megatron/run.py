@@ -24,7 +24,7 @@ from verl_megatron.checks.settings import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor, PromptDataset, TrainingPrompts
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
 from verl_megatron.model_specs import ModelSpec, models_of
@@ -59,9 +59,9 @@ class Run:
     built: dict[str, float]  # build time of each component, seconds
     plan: Plan  # weight-sync plan
 
-    def table_of(self, batch: RolloutBatch) -> RowTable:
+    def table_of(self, batch: RolloutBatch) -> SampleTable:
         """Gather the table of the iteration's samples from all ranks. Collective over the world."""
-        return RowTable.gather(batch, num_mini_batches=self.config.algorithm.mini_batches)
+        return SampleTable.gather(batch, num_mini_batches=self.config.algorithm.mini_batches)
 
     def used_memory(self) -> dict[str, int]:
         """Return bytes in use after each phase, maximum over ranks. Collective over the world."""
@@ -158,7 +158,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
 def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
     """Start reward workers on the first rank of each replica, which owns its samples."""
     reward = config.reward
-    if not reward.function or not engine.is_home:
+    if not reward.function or not engine.is_owner:
         return None
     pool = RewardPool(
         reward.function,

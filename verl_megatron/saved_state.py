@@ -21,7 +21,7 @@ from parallel.collectives import all_max
 from verl_megatron.checks.versions import installed
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.iteration import Collected
-from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, rows_problem
+from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, samples_problem
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.role import Role
 from verl_megatron.rollout.sampling import Sampling
@@ -35,7 +35,7 @@ PACKAGES = (
     "transformers",
     "transformer-engine",
 )  # packages whose versions a manifest records
-ROWS, RECORDED = "rows", "recorded"  # attachments of a checkpoint, added in the next iteration
+SAMPLES, RECORDED = "samples", "recorded"  # attachments of a checkpoint, added in the next iteration
 LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated iteration reproduces
 
 
@@ -137,7 +137,7 @@ class SavedState:
 
     # ---- the iteration after a checkpoint ------------------------------------------------------------------
 
-    def keep_rows(self, collected: Collected) -> None:
+    def keep_samples(self, collected: Collected) -> None:
         """Attach the current iteration's samples to the checkpoint that it starts from, if there is one."""
         if self._newest is None or collected is self._resumed:
             return
@@ -153,7 +153,7 @@ class SavedState:
 
         def add(group: dist.ProcessGroup | None) -> None:
             try:
-                checkpoints.add(path, ROWS, own, group=group)
+                checkpoints.add(path, SAMPLES, own, group=group)
             except CheckpointError as error:
                 self.say(f"warning: {error}; a run that ends now collects them anew")
 
@@ -170,7 +170,7 @@ class SavedState:
             "seed": config.run.seed,
         }
 
-    def rows(self) -> Collected | None:
+    def collected(self) -> Collected | None:
         """Return the saved samples of the next iteration, once; their time counts towards that iteration."""
         return self._resumed
 
@@ -224,12 +224,12 @@ class SavedState:
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
-                f"run.resume=verify: iteration {self.step}, repeated from {path} on the rows of that time, "
+                f"run.resume=verify: iteration {self.step}, repeated from {path} on the samples of that time, "
                 f"differs in {len(apart)} of {len(recorded)} numbers: {shown};"
                 " compare versions and settings with the manifest there, or set run.resume=newest"
             )
         self.say(
-            f"run.resume=verify: iteration {self.step}, repeated on the rows of that time, "
+            f"run.resume=verify: iteration {self.step}, repeated on the samples of that time, "
             f"gives all {len(recorded)} recorded numbers"
         )
 
@@ -283,21 +283,21 @@ class SavedState:
                 f"of layouts {saved['layouts']} under {mine['layouts']}; "
                 "random states begin anew from run.seed and the step"
             )
-        self._resume_rows(path)
-        rows = ", with the rows collected for the next" if self._resumed else ""
+        self._resume_samples(path)
+        samples = ", with the samples collected for the next" if self._resumed else ""
         self.say(
-            f"resuming after iteration {self.step} from {path}, {how}{rows} (read in "
+            f"resuming after iteration {self.step} from {path}, {how}{samples} (read in "
             f"{time.perf_counter() - begin:.1f} s)"
         )
 
-    def _resume_rows(self, path: Path) -> None:
-        found = resume.added(path, ROWS, say=self.say, check=rows_problem)
+    def _resume_samples(self, path: Path) -> None:
+        found = resume.added(path, SAMPLES, say=self.say, check=samples_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found
         if any(part["made_with"] != self._made_with() for part in parts):
             return self.say(
-                f"the rows in {path} were collected with other settings of data, rollout or reward, "
+                f"the samples in {path} were collected with other settings of data, rollout or reward, "
                 "and are collected anew"
             )
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
@@ -309,7 +309,7 @@ class SavedState:
                 _merged([Sums.from_state(part["sums"]) for part in parts]),
             )
         self._resumed = Collected(
-            batch=batch, rows=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
+            batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
         )
 
 
@@ -317,7 +317,7 @@ def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
     """Return this rank's share of the samples saved by all ranks of another world size."""
     rank, count = dist.get_rank(), dist.get_world_size()
     return RolloutBatch.concatenate(
-        [batch.select((batch.row_id % count == rank).nonzero().squeeze(1)) for batch in batches]
+        [batch.select((batch.sample_id % count == rank).nonzero().squeeze(1)) for batch in batches]
     )
 
 

@@ -20,7 +20,7 @@ from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Demonstration, PromptCursor
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import PhaseTimer, reduce_over_world
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
@@ -69,14 +69,18 @@ class SFTTrainer:
             dict(place=dist.get_rank(), of=dist.get_world_size()),
         )
         agree(lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)))
-        rows, held_out, arch = self.inputs.train, self.inputs.validation, read_architecture(config.actor.path)
+        demonstrations, held_out, arch = (
+            self.inputs.train,
+            self.inputs.validation,
+            read_architecture(config.actor.path),
+        )
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(
             config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning
         )
         gc.freeze()  # exclude what was built; the command line starts with collection disabled
         gc.enable()
-        cursor = PromptCursor(num_prompts=len(rows), seed=run.seed, shuffle=config.data.shuffle)
+        cursor = PromptCursor(num_prompts=len(demonstrations), seed=run.seed, shuffle=config.data.shuffle)
         tracker = (
             MetricsTracker(run.output_dir, run.track_metrics, first_step=0, total_steps=run.iterations)
             if self.is_first
@@ -87,7 +91,9 @@ class SFTTrainer:
         record_profile(clock, watchdog, run.track_metrics, run.output_dir)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
-                metrics = self._step(actor, [rows[i] for i in cursor.draw(config.data.rows_per_step)])
+                metrics = self._step(
+                    actor, [demonstrations[i] for i in cursor.draw(config.data.rows_per_step)]
+                )
             if held_out is not None and (
                 step == run.iterations or (run.validate_interval and step % run.validate_interval == 0)
             ):
@@ -103,8 +109,8 @@ class SFTTrainer:
             tracker.close()
         return metrics
 
-    def _step(self, actor: Role, rows: list[Demonstration]) -> dict[str, float]:
-        batch, table = spread(rows)
+    def _step(self, actor: Role, demonstrations: list[Demonstration]) -> dict[str, float]:
+        batch, table = spread(demonstrations)
         dispatched = actor.dispatch(batch, table)
         sums, _ = actor.update(
             dispatched,
@@ -116,17 +122,19 @@ class SFTTrainer:
         )
         return reduce_over_world(sums)
 
-    def _loss(self, actor: Role, rows: list[Demonstration]) -> float:
+    def _loss(self, actor: Role, demonstrations: list[Demonstration]) -> float:
         """Return the mean negative log-likelihood of the response tokens."""
-        batch, table = spread(rows)
+        batch, table = spread(demonstrations)
         logprobs_BT: Tensor = actor.infer(batch, table, ("logprobs",))["logprobs"]
-        return -all_sum(logprobs_BT.double().sum()).item() / int(table.response_R.sum())
+        return -all_sum(logprobs_BT.double().sum()).item() / int(table.response_B.sum())
 
 
-def spread(rows: list[Demonstration]) -> tuple[RolloutBatch, RowTable]:
+def spread(demonstrations: list[Demonstration]) -> tuple[RolloutBatch, SampleTable]:
     """Distribute demonstrations over the ranks; return this rank's samples and the table of all."""
-    mine = range(dist.get_rank(), len(rows), dist.get_world_size())
-    batch = RolloutBatch.from_rows(
-        list(mine), [rows[i].prompt_token_ids for i in mine], [rows[i].response_token_ids for i in mine]
+    mine = range(dist.get_rank(), len(demonstrations), dist.get_world_size())
+    batch = RolloutBatch.from_lists(
+        list(mine),
+        [demonstrations[i].prompt_token_ids for i in mine],
+        [demonstrations[i].response_token_ids for i in mine],
     )
-    return batch, RowTable.gather(batch, num_mini_batches=1)
+    return batch, SampleTable.gather(batch, num_mini_batches=1)

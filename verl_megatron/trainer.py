@@ -17,7 +17,7 @@ from verl_megatron.checks.versions import check_versions, optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import Collected, collect, learn
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import Sums, reduce_over_world
@@ -25,7 +25,7 @@ from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, rows_together
+from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, samples_together
 from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
@@ -128,7 +128,7 @@ class RLTrainer:
         case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.engine.kv_cache_tokens
         return (
             f"vLLM: KV cache of {tokens:,} tokens a replica, "
-            f"{rows_together(case, tokens * kv_bytes_per_token(case))}"
+            f"{samples_together(case, tokens * kv_bytes_per_token(case))}"
         )
 
     def _train(self) -> dict[str, float]:
@@ -172,10 +172,10 @@ class RLTrainer:
         run, state, drawn_from = self.run, self.state, self.run.source.cursor.state_dict()
         if self.preemption.requested():
             return self._leave()
-        collected = state.rows() or collect(run, state.step + 1)
+        collected = state.collected() or collect(run, state.step + 1)
         if self.preemption.requested():
             return self._leave(collected, drawn_from)
-        state.keep_rows(collected)
+        state.keep_samples(collected)
         metrics = learn(run, state.step + 1, collected)
         with self.watchdog.operation("record"):
             state.done(metrics)
@@ -186,7 +186,7 @@ class RLTrainer:
         if not self.state.has_checkpoint:
             self.save(cursor=drawn_from)
         if collected is not None:
-            self.state.keep_rows(collected)
+            self.state.keep_samples(collected)
         self.say(
             f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here"
         )
@@ -223,8 +223,8 @@ class RLTrainer:
                 draw = Draw(num_prompts=len(prompts), samples_per_prompt=1, sampling=sampling)
                 batch = run.sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=version)
                 run.residency.enter_training()
-                rows = RowTable.gather(batch, num_mini_batches=1)
-                scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, rows)
+                table = SampleTable.gather(batch, num_mini_batches=1)
+                scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, table)
             sums.add("validation/accuracy", scores.sum(), len(scores))
             found = reduce_over_world(sums)
             self.state.validated = {"step": self.state.step} | found
@@ -235,14 +235,14 @@ class RLTrainer:
 
     def _dump(self, batch: RolloutBatch, scores: list[float], prompts: list[Prompt]) -> None:
         mine = []
-        for b, row in enumerate(batch.row_id.tolist()):
+        for b, sample in enumerate(batch.sample_id.tolist()):
             response = batch.generated_ids[b][batch.response_mask[b]].tolist()
             mine.append(
                 {
-                    "row": row,
-                    "prompt": prompts[row].text,
+                    "sample": sample,
+                    "prompt": prompts[sample].text,
                     "response": self.run.tokenizer.decode(response),
-                    "answer": prompts[row].answer,
+                    "answer": prompts[sample].answer,
                     "score": scores[b],
                 }
             )
@@ -250,8 +250,10 @@ class RLTrainer:
         dist.all_gather_object(gathered, mine)
         if self.is_first:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
-            rows = sorted((row for part in gathered for row in part), key=lambda row: row["row"])
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            samples = sorted(
+                (sample for part in gathered for sample in part), key=lambda sample: sample["sample"]
+            )
+            text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
             with writing_to(self.output_dir):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(

@@ -96,7 +96,7 @@ train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts
     settings+=(actor.path="$MODEL" data.train="${DATA:-}") # a plan needs none
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")
-    echo "MODEL is not set: planned for the shape $1, with rows as long as the recipe allows" >&2
+    echo "MODEL is not set: planned for the shape $1, with samples as long as the recipe allows" >&2
   else
     local folder
     folder=$(random_weights "$1")

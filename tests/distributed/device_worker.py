@@ -64,7 +64,7 @@ def train_a_step(folder: Path) -> None:
     engine = Engine(arch=ARCH, folder=str(folder), groups=groups, config=EngineConfig(), head="lm", seed=1)
     engine.prepare_training(lr=1e-2, total_steps=1)
     before = {key: tensor.clone() for key, tensor in engine.tensors.items()}
-    batch = RolloutBatch.from_rows([0, 1], [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
+    batch = RolloutBatch.from_lists([0, 1], [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
     engine.train_step(
         batch,
         [[0], [1]],

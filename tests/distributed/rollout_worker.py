@@ -1,4 +1,4 @@
-"""The processes of test_rollout.py: `rollout_worker.py FOLDER`. One process writes the rows that a world of four has to reproduce."""
+"""The processes of test_rollout.py: `rollout_worker.py FOLDER`. One process writes the samples that a world of four has to reproduce."""
 
 import gc
 import json
@@ -20,16 +20,16 @@ import torch.distributed as dist  # noqa: E402
 
 from verl_megatron.config import RolloutConfig  # noqa: E402
 from verl_megatron.rollout import vllm_cpu, vllm_weights  # noqa: E402
-from verl_megatron.rollout.sampling import Request, Sampling, row_seed  # noqa: E402
+from verl_megatron.rollout.sampling import Request, Sampling, sample_seed  # noqa: E402
 from verl_megatron.rollout.vllm import VLLMActor  # noqa: E402
 
 CONFIG = RolloutConfig(max_num_seqs=8, kv_cache_mib=32)
 SAMPLING = Sampling(temperature=0.7, max_tokens=24, ignore_eos=True)
-# Prompts of 3 to 149 tokens, two rows each; the long ones fill a block of the prefix cache.
+# Prompts of 3 to 149 tokens, two samples each; the long ones fill a block of the prefix cache.
 PROMPTS = [
     [1] + [3 + (7 * i + j * j) % 140 for j in range(2 + (147 if i % 4 == 3 else i))] for i in range(16)
 ]
-REQUESTS = [Request(row, PROMPTS[row // 2], row_seed(5, 1, row)) for row in range(32)]
+REQUESTS = [Request(sample, PROMPTS[sample // 2], sample_seed(5, 1, sample)) for sample in range(32)]
 STARTED = time.monotonic()
 
 
@@ -40,8 +40,8 @@ def actor_of(name, tp=1, **options):
     return actor
 
 
-def tokens_of(rows):
-    return {str(row.row_id): row.token_ids for row in rows}
+def tokens_of(samples):
+    return {str(sample.sample_id): sample.token_ids for sample in samples}
 
 
 def process_state():
@@ -70,10 +70,10 @@ def write_all(target, source):
     assert not written, written.keys()
 
 
-def hf_logprobs(model, row, *, temperature, top_k=0, top_p=1.0):
-    """Log-probabilities of the row's response under what sampling makes of Hugging Face's logits."""
-    ids = torch.tensor([list(row.prompt_token_ids) + row.token_ids])
-    logits_TV = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1].float() / temperature
+def hf_logprobs(model, sample, *, temperature, top_k=0, top_p=1.0):
+    """Log-probabilities of the sample's response under what sampling makes of Hugging Face's logits."""
+    ids = torch.tensor([list(sample.prompt_token_ids) + sample.token_ids])
+    logits_TV = model(ids).logits[0, len(sample.prompt_token_ids) - 1 : -1].float() / temperature
     if top_k:
         logits_TV = logits_TV.masked_fill(logits_TV < logits_TV.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
@@ -82,72 +82,72 @@ def hf_logprobs(model, row, *, temperature, top_k=0, top_p=1.0):
             -1, order_TV, probs_TV.cumsum(-1) - probs_TV < top_p
         )
         logits_TV = logits_TV.masked_fill(~keep_TV, -torch.inf)
-    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row.token_ids)[:, None])[:, 0]
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
 
 
 @torch.no_grad()
-def check_logprobs(actor, rows):
+def check_logprobs(actor, samples):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "a", dtype=torch.float32)
-    for row in rows:
+    for sample in samples:
         torch.testing.assert_close(
-            torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=0.7), rtol=0, atol=1e-4
+            torch.tensor(sample.logprobs), hf_logprobs(model, sample, temperature=0.7), rtol=0, atol=1e-4
         )
     for changes in (dict(temperature=1.3, top_k=5), dict(temperature=1.0, top_p=0.6)):
-        for row in actor.generate(REQUESTS[:6], Sampling(**changes, max_tokens=8, ignore_eos=True)):
+        for sample in actor.generate(REQUESTS[:6], Sampling(**changes, max_tokens=8, ignore_eos=True)):
             torch.testing.assert_close(
-                torch.tensor(row.logprobs), hf_logprobs(model, row, **changes), rtol=0, atol=1e-4
+                torch.tensor(sample.logprobs), hf_logprobs(model, sample, **changes), rtol=0, atol=1e-4
             )
-    (row,) = actor.generate(REQUESTS[:1], Sampling(temperature=0, max_tokens=8, ignore_eos=True))
+    (sample,) = actor.generate(REQUESTS[:1], Sampling(temperature=0, max_tokens=8, ignore_eos=True))
     ids = torch.tensor([PROMPTS[0]])
     expected = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, eos_token_id=None)[
         0, ids.shape[1] :
     ]
-    assert row.token_ids == expected.tolist()
+    assert sample.token_ids == expected.tolist()
     torch.testing.assert_close(
-        torch.tensor(row.logprobs), hf_logprobs(model, row, temperature=1.0), rtol=0, atol=1e-4
+        torch.tensor(sample.logprobs), hf_logprobs(model, sample, temperature=1.0), rtol=0, atol=1e-4
     )  # greedy: nothing is scaled
 
 
-def check_ends(actor, rows):
+def check_ends(actor, samples):
     """Stop ids, end of sequence, minimum and maximum lengths."""
-    stop = rows[0].token_ids[5]
+    stop = samples[0].token_ids[5]
     stopping = dict(temperature=0.7, max_tokens=24)
-    for free, row in zip(
-        rows,
+    for free, sample in zip(
+        samples,
         actor.generate(REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True)),
         strict=True,
     ):
         cut = free.token_ids.index(stop) + 1 if stop in free.token_ids else 24
-        assert row.token_ids == free.token_ids[:cut] and row.finish_reason == (
+        assert sample.token_ids == free.token_ids[:cut] and sample.finish_reason == (
             "stop" if stop in free.token_ids else "length"
         )
     longer = actor.generate(
         REQUESTS, Sampling(**stopping, stop_token_ids=(stop,), ignore_eos=True, min_tokens=10)
     )
     assert (
-        all(len(row.token_ids) >= 10 and stop not in row.token_ids[:9] for row in longer)
+        all(len(sample.token_ids) >= 10 and stop not in sample.token_ids[:9] for sample in longer)
         and len(longer[0].token_ids) > 6
     )
     ended = [
-        row
-        for row in actor.generate(REQUESTS, Sampling(temperature=2.0, max_tokens=90))
-        if row.finish_reason == "stop"
+        sample
+        for sample in actor.generate(REQUESTS, Sampling(temperature=2.0, max_tokens=90))
+        if sample.finish_reason == "stop"
     ]
     assert ended and all(
-        row.token_ids.index(2) == len(row.token_ids) - 1 for row in ended
+        sample.token_ids.index(2) == len(sample.token_ids) - 1 for sample in ended
     )  # 2 ends a sequence
     last = Request(7, [1] * 250, 3)
-    (row,) = actor.generate([last], SAMPLING)
-    assert len(row.token_ids) == 6 and row.finish_reason == "length"  # what fits into max_model_len=256
+    (sample,) = actor.generate([last], SAMPLING)
+    assert len(sample.token_ids) == 6 and sample.finish_reason == "length"  # what fits into max_model_len=256
 
 
 def check_refusals(actor):
     for prompt, message in (
-        ([1] * 256, "row 9: a prompt of 256 tokens"),
-        ([], "row 9 has an empty prompt"),
-        ([150], "row 9: token id 150"),
+        ([1] * 256, "sample 9: a prompt of 256 tokens"),
+        ([], "sample 9 has an empty prompt"),
+        ([150], "sample 9: token id 150"),
     ):
         with pytest.raises(ValueError, match=message):
             actor.generate([*REQUESTS[:2], Request(9, prompt, 0)], SAMPLING)
@@ -159,21 +159,21 @@ def check_refusals(actor):
         VLLMActor(folder)
 
 
-def check_failing_callback(actor, rows):
+def check_failing_callback(actor, samples):
     """An error in on_finish travels, and the engine is usable afterwards."""
 
-    def fail(row):
-        raise KeyError(row.row_id)
+    def fail(sample):
+        raise KeyError(sample.sample_id)
 
     with pytest.raises(KeyError):
         actor.generate(REQUESTS, SAMPLING, on_finish=fail)
-    assert tokens_of(actor.generate(REQUESTS[:3], SAMPLING)) == tokens_of(rows[:3])
+    assert tokens_of(actor.generate(REQUESTS[:3], SAMPLING)) == tokens_of(samples[:3])
 
 
-def check_converted(rows):
+def check_converted(samples):
     """A folder that `tools/convert.py` made of a Megatron-Core checkpoint is the original to vLLM, to the last bit."""
     converted = actor_of("converted")
-    assert converted.generate(REQUESTS, SAMPLING) == rows
+    assert converted.generate(REQUESTS, SAMPLING) == samples
     converted.close()
 
 
@@ -279,21 +279,21 @@ def check_text(fresh):
 def alone():
     before = process_state()
     actor = actor_of("a")
-    rows = actor.generate(REQUESTS, SAMPLING)
+    samples = actor.generate(REQUESTS, SAMPLING)
     assert process_state() == before
-    assert [row.row_id for row in rows] == list(range(32)) and all(
-        len(row.token_ids) == len(row.logprobs) == 24 for row in rows
+    assert [sample.sample_id for sample in samples] == list(range(32)) and all(
+        len(sample.token_ids) == len(sample.logprobs) == 24 for sample in samples
     )
-    assert len({tuple(row.token_ids) for row in rows}) == 32
-    assert tokens_of(actor.generate(REQUESTS[::-1], SAMPLING)) == tokens_of(rows)
+    assert len({tuple(sample.token_ids) for sample in samples}) == 32
+    assert tokens_of(actor.generate(REQUESTS[::-1], SAMPLING)) == tokens_of(samples)
     (folder / "alone.json").write_text(
-        json.dumps([tokens_of(rows), {row.row_id: row.logprobs for row in rows}])
+        json.dumps([tokens_of(samples), {sample.sample_id: sample.logprobs for sample in samples}])
     )
-    check_logprobs(actor, rows)
-    check_ends(actor, rows)
+    check_logprobs(actor, samples)
+    check_ends(actor, samples)
     check_refusals(actor)
-    check_failing_callback(actor, rows)
-    check_converted(rows)
+    check_failing_callback(actor, samples)
+    check_converted(samples)
     fresh = actor_of("b")
     check_write_in_place(actor, fresh)
     actor.close()
@@ -307,27 +307,30 @@ def alone():
     os.environ.update(TORCHRUN)
     joined = actor_of("a")  # joins torchrun's world by itself
     assert dist.get_world_size() == 1 and tokens_of(joined.generate(REQUESTS[:4], SAMPLING)) == tokens_of(
-        rows[:4]
+        samples[:4]
     )
     joined.close()
     assert dist.is_initialized()
 
 
-def check_rows(actor, mine, expected, expected_logprobs):
-    """Each row is some replica's, with the tokens and log-probabilities that one rank alone gives it."""
+def check_samples(actor, mine, expected, expected_logprobs):
+    """Each sample is some replica's, with the tokens and log-probabilities that one rank alone gives it."""
     taken = [None] * dist.get_world_size()
-    dist.all_gather_object(taken, {row.row_id: row.token_ids for row in mine})
+    dist.all_gather_object(taken, {sample.sample_id: sample.token_ids for sample in mine})
     taken = [taken[rank] for rank in actor.ranks]
-    for place, rows in enumerate(taken):
-        assert rows == taken[place - place % actor.tp]
-    homes = taken[:: actor.tp]
-    assert sorted(row for rows in homes for row in rows) == list(range(32))
-    for row in mine:
-        assert row.token_ids == expected[str(row.row_id)]
+    for place, samples in enumerate(taken):
+        assert samples == taken[place - place % actor.tp]
+    owners = taken[:: actor.tp]
+    assert sorted(sample for samples in owners for sample in samples) == list(range(32))
+    for sample in mine:
+        assert sample.token_ids == expected[str(sample.sample_id)]
         torch.testing.assert_close(
-            torch.tensor(row.logprobs), torch.tensor(expected_logprobs[str(row.row_id)]), rtol=0, atol=1e-4
+            torch.tensor(sample.logprobs),
+            torch.tensor(expected_logprobs[str(sample.sample_id)]),
+            rtol=0,
+            atol=1e-4,
         )
-    return [len(rows) for rows in homes]
+    return [len(samples) for samples in owners]
 
 
 def shards_of(actor):
@@ -364,7 +367,7 @@ def check_shared(shards, expected, expected_logprobs):
     assert kept < weights.keys()
     shared = {name: seven(tensor) for name, tensor in weights.items() if name not in kept}
     actor = actor_of("a", 2, load_weights=False, ranks=ranks, shared_weights=shared)
-    assert (actor.replica, actor.tp_rank, actor.is_home) == {
+    assert (actor.replica, actor.tp_rank, actor.is_owner) == {
         0: (0, 0, True),
         2: (0, 1, False),
         1: (1, 0, True),
@@ -379,10 +382,10 @@ def check_shared(shards, expected, expected_logprobs):
     for name, tensor in weights.items():
         (held[name] if name in kept else shared[name]).copy_(tensor)
     finished = []
-    shares = check_rows(
+    shares = check_samples(
         actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs
     )
-    assert len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
+    assert len(finished) == (shares[actor.replica] if actor.is_owner else 0), shares
     held = actor.weight_target()
     assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in shared.items())
     actor.close()
@@ -410,15 +413,15 @@ def world():
         dist.get_rank() % 2,
     )
     finished = []
-    shares = check_rows(
+    shares = check_samples(
         actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs
     )
-    assert len(finished) == (shares[actor.replica] if actor.is_home else 0), shares
+    assert len(finished) == (shares[actor.replica] if actor.is_owner else 0), shares
 
-    def slow(row):
+    def slow(sample):
         time.sleep(0.3)
 
-    shares = check_rows(
+    shares = check_samples(
         actor,
         actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None),
         expected,
@@ -426,19 +429,19 @@ def world():
     )
     assert shares[0] < 14, shares  # 8 at first, then one each 0.3 s
     assert tokens_of(actor.generate(REQUESTS[:6], SAMPLING, shared=False)) == {
-        str(row): expected[str(row)] for row in range(6)
+        str(sample): expected[str(sample)] for sample in range(6)
     }
     assert process_state() == before
     store = dist.distributed_c10d._get_default_store()
     assert not any(
-        store.check([f"verl_megatron/rows/{i}"]) or store.check([f"verl_megatron/rows/{i}/finished"])
+        store.check([f"verl_megatron/samples/{i}"]) or store.check([f"verl_megatron/samples/{i}/finished"])
         for i in range(4)
     )
     actor.close()
     check_shared(shards, expected, expected_logprobs)
     for tp in (4, 1):  # more ranks than key-value heads; four replicas
         actor = actor_of("a", tp)
-        check_rows(actor, actor.generate(REQUESTS, SAMPLING), expected, expected_logprobs)
+        check_samples(actor, actor.generate(REQUESTS, SAMPLING), expected, expected_logprobs)
         actor.close()
     total = torch.ones(1)
     dist.all_reduce(total)

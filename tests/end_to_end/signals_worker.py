@@ -190,7 +190,7 @@ def strike(running: Running, name: str) -> bool:
 
 
 def await_moment(running: Running, name: str, draw: random.Random) -> None:
-    """A random one of the imports, the building or the iterations; a worker of the reward is struck while it waits for rows."""
+    """A random one of the imports, the building or the iterations; a worker of the reward is struck while it waits for samples."""
     if name == "reward worker":
         running.wait_for(r"step \d+", within_s=120)
     elif draw.random() < 0.7:

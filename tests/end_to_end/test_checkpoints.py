@@ -37,11 +37,11 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
         ended.stdout,
     ), ended.text
     assert re.search(
-        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step, with the rows",
+        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step, with the samples",
         ended.stdout,
     ), ended.text
     assert re.search(
-        r"run.resume=verify: iteration 3, repeated on the rows of that time, gives all \d\d recorded numbers",
+        r"run.resume=verify: iteration 3, repeated on the samples of that time, gives all \d\d recorded numbers",
         ended.stdout,
     ), ended.text
     assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_4.damaged"]

@@ -169,11 +169,11 @@ def test_a_reward_that_always_fails(toy, tmp_path, validation):
         timeout_s=200
     )
     assert ended.code != 0 and len(ended.error_lines) == 1, ended.text
-    rows = 8 if validation else 16
+    samples = 8 if validation else 16
     assert all(
         words in ended.error_lines[0]
         for words in (
-            f"failed on all {rows} rows",
+            f"failed on all {samples} samples",
             "mend the function",
             "RuntimeError: this reward is broken",
         )

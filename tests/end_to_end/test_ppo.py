@@ -43,7 +43,7 @@ def test_memory_modes_learn_the_same(whole_run, toy, tmp_path, mode, offload):
 def test_whole_run_leaves_what_it_promises(whole_run, toy):
     folder = whole_run.output_dir
     assert re.search(
-        r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 rows at once$",
+        r"^vLLM: KV cache of [\d,]+ tokens a replica, 8 of a replica's 8 samples at once$",
         whole_run.ended.stdout,
         re.MULTILINE,
     ), whole_run.ended.text
@@ -60,7 +60,7 @@ def test_whole_run_leaves_what_it_promises(whole_run, toy):
         rows = [
             json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()
         ]
-        assert [row["row"] for row in rows] == list(range(8))
+        assert [row["sample"] for row in rows] == list(range(8))
         assert all(row["prompt"].startswith("sort ") and row["response"] and row["answer"] for row in rows)
     before, after = (
         load_file(folder / "actor/model.safetensors"),
@@ -138,7 +138,7 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
 
 
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):
-    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs its rows the score and is said, not the run."""
+    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs its samples the score and is said, not the run."""
     questions = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()[:4]]
     lines = [
         json.dumps(question | {"kind": kind})

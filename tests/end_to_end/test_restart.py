@@ -88,7 +88,7 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
     )
     assert (
         ended.stdout.count("resuming after iteration 2") == 3
-        and "with the rows collected for the next" in ended.stdout
+        and "with the samples collected for the next" in ended.stdout
     ), ended.text
     assert "command_line.py" not in ended.stderr, ended.text  # the rank that lost its peer adds no traceback
     expected = learned(undisturbed)
@@ -120,7 +120,7 @@ def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
 
 
 def test_verify_names_what_differs(undisturbed, toy, tmp_path):
-    """The first iteration after a checkpoint is repeated on its rows: every number is the recorded one, but for the one that was changed."""
+    """The first iteration after a checkpoint is repeated on its samples: every number is the recorded one, but for the one that was changed."""
     shutil.copytree(undisturbed / "checkpoint/step_2", tmp_path / "run/checkpoint/step_2")
     path = tmp_path / "run/checkpoint/step_2"
     recorded = json.loads((path / "recorded.json").read_text())["told"]

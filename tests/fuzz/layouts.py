@@ -6,7 +6,13 @@ from functools import partial
 from tests.fuzz.case import ACCEPTED, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 
-HEADS, KV_HEADS, FEED_FORWARD, LAYERS, ROWS = 6, 2, 640, 4, 48  # the toy model, and the rows of a mini-batch
+HEADS, KV_HEADS, FEED_FORWARD, LAYERS, SAMPLES = (
+    6,
+    2,
+    640,
+    4,
+    48,
+)  # the toy model, and the samples of a mini-batch
 LAYOUTS = (
     *(
         "",
@@ -170,7 +176,7 @@ def drawn(job: Job, rng: random.Random) -> Case:
     fits = (
         fits
         and (vpp == 1 or (pp > 1 and LAYERS % (pp * vpp) == 0))
-        and dp <= ROWS
+        and dp <= SAMPLES
         and not (excess and world % (tp * pp))
     )
     layout = f"tp{tp}pp{pp}" + (f"vpp{vpp}" if vpp > 1 else "") + rng.choice(("", "sp"))

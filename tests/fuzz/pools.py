@@ -12,7 +12,7 @@ TIMEOUT_S = 2.0
 LONGEST_TEXT = 200_000  # characters: what a worker prints is shown up to a limit
 HEAD = "import math, os, random, signal, sys, time\n"
 DEF = "def score(prompt, response, ground_truth, extra):\n    if response == 'good':\n        return 1.0\n"
-# What a call does that must cost its row, and no other.
+# What a call does that must cost its sample, and no other.
 HARMFUL = (
     *(
         "sys.exit(0)",
@@ -102,7 +102,7 @@ ODD = (
         "del globals()['math']",
     ),
 )
-GOOD_ROWS = 3
+GOOD_SAMPLES = 3
 
 
 def mutations() -> list[Mutation]:
@@ -117,24 +117,24 @@ def called(job: Job, rng: random.Random, *, does: str, expected: str, returns: s
         name=does,
         longest=LONGEST_TEXT,
         expected=expected,
-        act=partial(score_rows, file, workers=rng.choice((1, 2)), at=rng.randrange(GOOD_ROWS)),
+        act=partial(score_samples, file, workers=rng.choice((1, 2)), at=rng.randrange(GOOD_SAMPLES)),
     )
 
 
-def score_rows(file: Path, *, workers: int, at: int) -> None:
-    """Score good rows and one of the other kind; if that fails, say so and end with 2, as a run ends."""
+def score_samples(file: Path, *, workers: int, at: int) -> None:
+    """Score good samples and one of the other kind; if that fails, say so and end with 2, as a run ends."""
     from verl_megatron.rewards.pool import RewardPool
 
     with RewardPool(f"{file}:score", workers=workers, timeout_s=TIMEOUT_S) as pool:
-        for row_id in range(GOOD_ROWS + 1):
-            pool.submit(row_id, "prompt", "bad" if row_id == at else "good", "truth", {})
+        for sample_id in range(GOOD_SAMPLES + 1):
+            pool.submit(sample_id, "prompt", "bad" if sample_id == at else "good", "truth", {})
         rewards = pool.results()
         pool.submit(0, "prompt", "good", "truth", {})
         again = pool.results()[0]
         shown = [str(example) for example in pool.examples.values()]
-    good = [reward for row_id, reward in rewards.items() if row_id != at] + [again]
+    good = [reward for sample_id, reward in rewards.items() if sample_id != at] + [again]
     if any(reward.failure or reward.score != 1.0 for reward in good):
-        sys.exit(f"rows beside the bad one have {good}")
+        sys.exit(f"samples beside the bad one have {good}")
     if rewards[at].failure:
         print(f"error: {rewards[at].failure}", *shown, file=sys.stderr)
         sys.exit(2)

@@ -28,22 +28,22 @@ LAYOUTS = {
 
 
 def hf_log_probs(model, batch) -> list[torch.Tensor]:
-    """By row: log p of each token from the second on, in float32."""
-    rows = []
+    """By sample: log p of each token from the second on, in float32."""
+    samples = []
     for ids, mask in zip(batch.generated_ids, batch.attention_mask):
         ids = ids[mask].cuda()
         with torch.no_grad():
             log_p = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
-        rows.append(log_p[:-1].gather(1, ids[1:, None]).squeeze(1).cpu())
-    return rows
+        samples.append(log_p[:-1].gather(1, ids[1:, None]).squeeze(1).cpu())
+    return samples
 
 
 def error_of(results, mine, truth) -> torch.Tensor:
     """[2] float64: summed absolute difference and number of compared tokens."""
     total, count = 0.0, 0
-    for b, row in enumerate(mine.row_id.tolist() if results is not None else []):
+    for b, sample in enumerate(mine.sample_id.tolist() if results is not None else []):
         asked = mine.response_mask[b].nonzero().squeeze(1)
-        total += (results["logprobs"][b, asked] - truth[row][asked - 1]).abs().sum().item()
+        total += (results["logprobs"][b, asked] - truth[sample][asked - 1]).abs().sum().item()
         count += len(asked)
     return torch.tensor([total, count], dtype=torch.float64)
 
@@ -123,7 +123,7 @@ def check_family(folder: Path, family: str) -> None:
 
 
 def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
-    """Losses of five steps towards fixed rows."""
+    """Losses of five steps towards fixed samples."""
     arch, layout = read_architecture(folder), Layout.parse(text, tuple(range(dist.get_world_size())))
     engine = Engine(
         arch=arch, folder=str(folder), groups=ProcessGroups(layout), config=config, head="lm", seed=1

@@ -17,8 +17,8 @@ from parallel.weights.architecture import read_architecture
 from tests.parity.world import (
     check,
     make_batch,
-    row_logits,
     run_checks,
+    sample_logits,
     say,
     share_of,
     shared_folder,
@@ -63,17 +63,17 @@ def logits_differ(engine: Engine, mine, micro, truth) -> float:
     worst = 0.0
     for packed, logits in answers:
         for n in range(len(logits)):
-            row, t = int(mine.row_id[packed.row[n]]), int(packed.column[n])
-            worst = max(worst, (logits[n] - truth[row][t - 1]).abs().max().item())
+            sample, t = int(mine.sample_id[packed.sample[n]]), int(packed.offset[n])
+            worst = max(worst, (logits[n] - truth[sample][t - 1]).abs().max().item())
     return worst
 
 
 def results_differ(results, mine, truth) -> tuple[float, float]:
     """Largest differences of log-probs and entropy; both have to be 0 where nothing is asked."""
     worst_logprob = worst_entropy = 0.0
-    for b, row in enumerate(mine.row_id.tolist() if results is not None else []):
+    for b, sample in enumerate(mine.sample_id.tolist() if results is not None else []):
         asked = mine.response_mask[b].nonzero().squeeze(1)
-        log_p = torch.log_softmax(truth[row][asked - 1] / TEMPERATURE, -1)
+        log_p = torch.log_softmax(truth[sample][asked - 1] / TEMPERATURE, -1)
         want = log_p.gather(1, mine.generated_ids[b, asked, None]).squeeze(1)
         worst_logprob = max(worst_logprob, (results["logprobs"][b, asked] - want).abs().max().item())
         worst_entropy = max(
@@ -87,7 +87,7 @@ def check_logits(family: str, folder: Path, layouts) -> None:
     model, arch = write_once(folder, family), read_architecture(folder)
     batch = make_batch(arch.vocab_size)
     with torch.no_grad():
-        truth = row_logits(model, batch)
+        truth = sample_logits(model, batch)
     for text, count, stage_layers in layouts:
         layout = Layout.parse(text, tuple(range(count)), stage_layers)
         common = {
@@ -134,7 +134,7 @@ def check_heads() -> None:
             results = engine.infer(mine, micro, last_token=head == "sequence")
             worst = 0.0
             with torch.no_grad():
-                truth = row_logits(model, mine)
+                truth = sample_logits(model, mine)
             for b in range(len(mine) if results is not None else 0):
                 if head == "sequence":
                     got, want = results["values"][b].sum()[None], truth[b]

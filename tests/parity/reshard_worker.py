@@ -28,8 +28,8 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.parity.world import (
     check,
     make_batch,
-    row_logits,
     run_checks,
+    sample_logits,
     say,
     share_of,
     shared_folder,
@@ -112,9 +112,9 @@ def make_vllm(folder: Path, tp: int, *, load_weights: bool) -> VLLMActor:
 
 
 def greedy(vllm: VLLMActor) -> list[list[int]]:
-    requests = [Request(row_id=i, prompt_token_ids=[3 + i, 40, 7 * i + 5], seed=i) for i in range(8)]
-    rows = vllm.generate(requests, Sampling(temperature=0.0, max_tokens=12, ignore_eos=True), shared=False)
-    return [row.token_ids for row in rows]
+    requests = [Request(sample_id=i, prompt_token_ids=[3 + i, 40, 7 * i + 5], seed=i) for i in range(8)]
+    samples = vllm.generate(requests, Sampling(temperature=0.0, max_tokens=12, ignore_eos=True), shared=False)
+    return [sample.token_ids for sample in samples]
 
 
 def assert_bitwise(found: dict, expected: dict, what: str) -> None:
@@ -287,7 +287,7 @@ def check_export_is_hugging_face() -> None:
         )
         batch = make_batch(original.config.vocab_size)
         with torch.no_grad():
-            pairs = list(zip(row_logits(original, batch), row_logits(loaded.eval(), batch)))
+            pairs = list(zip(sample_logits(original, batch), sample_logits(loaded.eval(), batch)))
         assert loaded.get_input_embeddings().num_embeddings == original.config.vocab_size == 150
         assert (
             loaded.dtype == torch.float32

@@ -1,6 +1,6 @@
 """On four ranks: optimizer steps under every layout against one rank, and against plain PyTorch written out here.
 
-Letters: N tokens asked about in a row.
+Letters: N tokens asked about in a sample.
 """
 
 import math
@@ -20,8 +20,8 @@ from parallel.weights.rules import hf_shapes
 from tests.parity.world import (
     check,
     make_batch,
-    row_logits,
     run_checks,
+    sample_logits,
     say,
     share_of,
     shared_folder,
@@ -85,7 +85,7 @@ def full_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> RolloutBatch:
-    """Rows with everything that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
+    """Samples with everything that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
     batch = make_batch(vocab_size)
     generator = torch.Generator().manual_seed(5)
 
@@ -119,7 +119,7 @@ def train(
     steps: int = 3,
     temperature: float = 1.0,
 ):
-    """Optimizer steps on all ranks' rows; the metrics of each and the weights afterwards."""
+    """Optimizer steps on all ranks' samples; the metrics of each and the weights afterwards."""
     arch = read_architecture(folder)
     engine = Engine(
         arch=arch,
@@ -221,7 +221,7 @@ def plain_value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor) -> Tensor
 def plain_loss(model, batch: RolloutBatch, head: str, temperature: float) -> Tensor:
     """Mean over all response tokens."""
     total = torch.zeros(())
-    for b, logits in enumerate(row_logits(model, batch)):
+    for b, logits in enumerate(sample_logits(model, batch)):
         asked = batch.response_mask[b].nonzero().squeeze(1)
         known = [getattr(batch, name)[b, asked] for name in FIELDS[head]]
         if head == "lm":
@@ -256,7 +256,7 @@ def initial_logprobs(model, batch: RolloutBatch, temperature: float) -> Tensor:
     """[B, T]: what the model says of each token but the first."""
     logprobs_BT = torch.zeros(batch.generated_ids.shape)
     with torch.no_grad():
-        for b, logits in enumerate(row_logits(model, batch)):
+        for b, logits in enumerate(sample_logits(model, batch)):
             ids = batch.generated_ids[b, 1 : len(logits)]
             logprobs_BT[b, 1 : len(logits)] = (
                 torch.log_softmax(logits[:-1] / temperature, -1).gather(1, ids[:, None]).squeeze(1)

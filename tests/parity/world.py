@@ -51,7 +51,7 @@ def write_once(folder: Path, family: str, head: str = "ForCausalLM", **settings)
 
 
 def make_batch(vocab_size: int, *, seed: int = 1) -> RolloutBatch:
-    """Eight rows of different lengths, the same on every rank."""
+    """Eight samples of different lengths, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:
@@ -61,23 +61,23 @@ def make_batch(vocab_size: int, *, seed: int = 1) -> RolloutBatch:
         [draw(n) for n in (1, 5, 3, 9, 2, 30, 4, 6)],
         [draw(n) for n in (7, 1, 12, 4, 20, 40, 3, 9)],
     )
-    return RolloutBatch.from_rows(list(range(8)), prompts, responses)
+    return RolloutBatch.from_lists(list(range(8)), prompts, responses)
 
 
 def share_of(batch: RolloutBatch, layout: Layout, budget: int) -> tuple[RolloutBatch, list[list[int]]]:
-    """This rank's rows and micro-batches, as a role would borrow them."""
+    """This rank's samples and micro-batches, as a role dispatches them."""
     if dist.get_rank() not in layout.ranks:
         return batch, []
-    rows = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
-    mine = batch.select(torch.tensor(rows, dtype=torch.int64))
+    samples = balance(batch.lengths.tolist(), layout.dp)[layout.coordinates(dist.get_rank()).dp]
+    mine = batch.select(torch.tensor(samples, dtype=torch.int64))
     micro = micro_batches(
         mine.lengths.tolist(), tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
     )
     return mine, micro
 
 
-def row_logits(model, batch: RolloutBatch) -> list[Tensor]:
-    """For each row [L, labels or vocabulary]: a Hugging Face model's answer to the row alone, without padding."""
+def sample_logits(model, batch: RolloutBatch) -> list[Tensor]:
+    """For each sample [L, labels or vocabulary]: a Hugging Face model's answer to the sample alone, without padding."""
     return [model(ids[mask][None]).logits[0] for ids, mask in zip(batch.generated_ids, batch.attention_mask)]
 
 

@@ -6,38 +6,38 @@ import torch
 from verl_megatron.algorithms.advantages import gae, group_advantages, token_rewards, whiten
 
 
-def ragged(rows: int = 6, length: int = 11, seed: int = 0):
-    """Random fields over [rows, length] with junk outside ragged responses, among them a response of one token and a full row."""
+def ragged(samples: int = 6, length: int = 11, seed: int = 0):
+    """Random fields over [samples, length] with junk outside ragged responses, among them a response of one token and a full sample."""
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(rows, length, dtype=torch.bool)
+    mask = torch.zeros(samples, length, dtype=torch.bool)
     spans = [(3, 8), (0, length), (5, 6), (2, 4), (9, 11), (1, 10)]
-    for row, (begin, end) in enumerate(spans[:rows]):
-        mask[row, begin:end] = True
-    rewards, values = (torch.randn(rows, length, generator=generator) for _ in range(2))
+    for sample, (begin, end) in enumerate(spans[:samples]):
+        mask[sample, begin:end] = True
+    rewards, values = (torch.randn(samples, length, generator=generator) for _ in range(2))
     return rewards, values, mask
 
 
-def gae_by_rows(rewards, values, mask, gamma, lam):
+def gae_by_samples(rewards, values, mask, gamma, lam):
     """The definition, A_t = sum_k (gamma lam)^k delta_{t+k}, token by token."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    for row in range(len(rewards)):
-        positions = [t for t in range(mask.shape[1]) if mask[row, t]]
+    for sample in range(len(rewards)):
+        positions = [t for t in range(mask.shape[1]) if mask[sample, t]]
         reward, value = (
-            [rewards[row, t].item() for t in positions],
-            [values[row, t].item() for t in positions] + [0.0],
+            [rewards[sample, t].item() for t in positions],
+            [values[sample, t].item() for t in positions] + [0.0],
         )
         delta = [reward[i] + gamma * value[i + 1] - value[i] for i in range(len(positions))]
         for i, t in enumerate(positions):
-            advantages[row, t] = sum((gamma * lam) ** (k - i) * delta[k] for k in range(i, len(positions)))
-            returns[row, t] = advantages[row, t] + value[i]
+            advantages[sample, t] = sum((gamma * lam) ** (k - i) * delta[k] for k in range(i, len(positions)))
+            returns[sample, t] = advantages[sample, t] + value[i]
     return advantages, returns
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.99, 0.0)])
-def test_gae_matches_a_loop_over_ragged_rows(gamma, lam):
+def test_gae_matches_a_loop_over_ragged_samples(gamma, lam):
     rewards, values, mask = ragged()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
-    expected_advantages, expected_returns = gae_by_rows(rewards, values, mask, gamma, lam)
+    expected_advantages, expected_returns = gae_by_samples(rewards, values, mask, gamma, lam)
     torch.testing.assert_close(advantages, expected_advantages)
     torch.testing.assert_close(returns, expected_returns)
 
@@ -48,7 +48,7 @@ def test_gae_with_lambda_one_gives_the_sum_of_later_rewards_as_returns():
     torch.testing.assert_close(returns, (rewards * mask).flip(-1).cumsum(-1).flip(-1) * mask)
 
 
-def test_gae_of_no_rows_and_of_a_row_without_response():
+def test_gae_of_no_samples_and_of_a_sample_without_response():
     assert gae(torch.zeros(0, 5), torch.zeros(0, 5), torch.zeros(0, 5, dtype=torch.bool), gamma=1, lam=1)[
         0
     ].shape == (0, 5)
@@ -60,14 +60,14 @@ def test_gae_of_no_rows_and_of_a_row_without_response():
 
 def test_token_rewards_put_the_score_last_and_the_kl_everywhere():
     _, kl, mask = ragged()
-    mask[3] = False  # a row without a response
+    mask[3] = False  # a sample without a response
     scores = torch.tensor([1.0, -2.0, 0.5, 7.0, 0.0, 3.0])
     got = token_rewards(scores, mask, kl, 0.3)
     expected = torch.zeros_like(kl)
-    for row in range(len(mask)):
-        positions = mask[row].nonzero().flatten().tolist()
+    for sample in range(len(mask)):
+        positions = mask[sample].nonzero().flatten().tolist()
         for t in positions:
-            expected[row, t] = -0.3 * kl[row, t] + (scores[row] if t == positions[-1] else 0.0)
+            expected[sample, t] = -0.3 * kl[sample, t] + (scores[sample] if t == positions[-1] else 0.0)
     torch.testing.assert_close(got, expected)
     assert torch.equal(token_rewards(scores, mask, None, 0.3).sum(-1), scores * mask.any(-1))
 
@@ -114,7 +114,7 @@ def test_whitening_matches_the_statistics_of_all_tokens(shift_mean):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_whitening_does_not_depend_on_where_rows_lie(split):
+def test_whitening_does_not_depend_on_where_samples_lie(split):
     x, _, mask = ragged()
     parts = list(zip(x.split(split), mask.split(split), strict=True))
     got = Ranks(parts).run(lambda part, all_sum: whiten(*part, all_sum=all_sum))
@@ -141,11 +141,11 @@ def groups_by_loop(rewards, groups, scale_by_std):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("scale_by_std", [True, False])
-def test_group_advantages_match_a_loop_wherever_rows_lie(split, scale_by_std):
+def test_group_advantages_match_a_loop_wherever_samples_lie(split, scale_by_std):
     rewards = torch.tensor([1.0, 0.0, 0.3, 1.0, 5.0, 0.0])
     groups = torch.tensor(
         [2, 0, 2, 0, 3, 2]
-    )  # group 1 is empty, group 3 has one row, rows of a group are apart
+    )  # group 1 is empty, group 3 has one sample, samples of a group are apart
     parts = list(zip(rewards.split(split), groups.split(split), strict=True))
 
     def one_rank(part, all_sum):

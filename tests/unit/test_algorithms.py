@@ -1,4 +1,4 @@
-"""The two algorithms on a small batch, against their definitions row by row."""
+"""The two algorithms on a small batch, against their definitions sample by sample."""
 
 from dataclasses import fields
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_megatron.algorithms import ALGORITHMS, get_algorithm
-from verl_megatron.algorithms.advantages import own_rows
+from verl_megatron.algorithms.advantages import own_samples
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 
@@ -15,16 +15,16 @@ SPANS = [(2, 6), (1, 3), (4, 8), (3, 4), (2, 8), (1, 7)]  # of the responses
 
 @pytest.fixture
 def batch() -> RolloutBatch:
-    """Three prompts with two samples each, rows out of order."""
+    """Three prompts with two samples each, samples out of order."""
     generator = torch.Generator().manual_seed(0)
     response = torch.zeros(6, 8, dtype=torch.bool)
     attention = torch.zeros(6, 8, dtype=torch.bool)
-    for row, (begin, end) in enumerate(SPANS):
-        response[row, begin:end] = True
-        attention[row, :end] = True
+    for sample, (begin, end) in enumerate(SPANS):
+        response[sample, begin:end] = True
+        attention[sample, :end] = True
     logprobs, ref_logprobs, values = (torch.randn(6, 8, generator=generator) * response for _ in range(3))
     return RolloutBatch(
-        row_id=torch.tensor([4, 0, 1, 5, 3, 2]),
+        sample_id=torch.tensor([4, 0, 1, 5, 3, 2]),
         group_id=torch.tensor([4, 0, 1, 5, 3, 2]) // 2,
         input_ids=torch.zeros(6, 4, dtype=torch.int64),
         generated_ids=torch.zeros(6, 8, dtype=torch.int64),
@@ -39,16 +39,17 @@ def batch() -> RolloutBatch:
 
 def run(batch, config, kl_coef=0.1):
     return get_algorithm(config.name).advantages(
-        batch, config, kl_coef=kl_coef, num_groups=3, all_sum=own_rows
+        batch, config, kl_coef=kl_coef, num_groups=3, all_sum=own_samples
     )
 
 
-def penalized_rewards(batch, row, kl_coef):
-    begin, end = SPANS[row]
+def penalized_rewards(batch, sample, kl_coef):
+    begin, end = SPANS[sample]
     rewards = [
-        -kl_coef * (batch.logprobs[row, t] - batch.ref_logprobs[row, t]).item() for t in range(begin, end)
+        -kl_coef * (batch.logprobs[sample, t] - batch.ref_logprobs[sample, t]).item()
+        for t in range(begin, end)
     ]
-    rewards[-1] += batch.rewards[row].item()
+    rewards[-1] += batch.rewards[sample].item()
     return rewards
 
 
@@ -58,14 +59,18 @@ def test_ppo(batch, kl_in, whiten):
     config = AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8, whiten=whiten, kl_in=kl_in)
     result = run(batch, config)
     advantages, returns = torch.zeros(6, 8), torch.zeros(6, 8)
-    for row, (begin, end) in enumerate(SPANS):
-        rewards = penalized_rewards(batch, row, 0.1 if kl_in == "reward" else 0.0)
-        torch.testing.assert_close(result.token_rewards[row, begin:end], torch.tensor(rewards))
+    for sample, (begin, end) in enumerate(SPANS):
+        rewards = penalized_rewards(batch, sample, 0.1 if kl_in == "reward" else 0.0)
+        torch.testing.assert_close(result.token_rewards[sample, begin:end], torch.tensor(rewards))
         next_value = next_advantage = 0.0
         for t in reversed(range(begin, end)):
-            value = batch.values[row, t].item()
+            value = batch.values[sample, t].item()
             next_advantage = rewards[t - begin] + 0.9 * next_value - value + 0.9 * 0.8 * next_advantage
-            advantages[row, t], returns[row, t], next_value = next_advantage, next_advantage + value, value
+            advantages[sample, t], returns[sample, t], next_value = (
+                next_advantage,
+                next_advantage + value,
+                value,
+            )
     if whiten:
         tokens = advantages[batch.response_mask]
         advantages = (advantages - tokens.mean()) / tokens.std(correction=0) * batch.response_mask
@@ -80,18 +85,20 @@ def test_grpo(batch, kl_in, scale_by_std):
     batch.values = None
     result = run(batch, config)
     scores = {
-        batch.row_id[row].item(): sum(penalized_rewards(batch, row, 0.1 if kl_in == "reward" else 0.0))
-        for row in range(6)
+        batch.sample_id[sample].item(): sum(
+            penalized_rewards(batch, sample, 0.1 if kl_in == "reward" else 0.0)
+        )
+        for sample in range(6)
     }
-    for row, (begin, end) in enumerate(SPANS):
-        row_id = batch.row_id[row].item()
-        own, other = scores[row_id], scores[row_id ^ 1]  # rows 2p and 2p + 1 share prompt p
+    for sample, (begin, end) in enumerate(SPANS):
+        sample_id = batch.sample_id[sample].item()
+        own, other = scores[sample_id], scores[sample_id ^ 1]  # samples 2p and 2p + 1 share prompt p
         advantage = (own - other) / 2
         if scale_by_std:
             advantage /= abs(own - other) / 2**0.5 + 1e-6  # standard deviation of two over n - 1
         expected = torch.zeros(8)
         expected[begin:end] = advantage
-        torch.testing.assert_close(result.advantages[row], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.advantages[sample], expected, rtol=1e-5, atol=1e-6)
     assert result.returns is None and not get_algorithm("grpo").needs_critic
 
 
@@ -101,7 +108,7 @@ def test_a_new_batch_comes_back_and_the_old_one_stays(batch, name):
     result = run(batch, AlgorithmConfig(name=name))
     assert all(getattr(batch, name) is value for name, value in before.items())
     assert result.advantages.dtype == result.token_rewards.dtype == torch.float32
-    assert result.row_id is batch.row_id and batch.advantages is None
+    assert result.sample_id is batch.sample_id and batch.advantages is None
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -119,7 +126,7 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are():
 
 
 def spread_out(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
-    """Per-token values [B, T] at other positions of rows of `width` tokens."""
+    """Per-token values [B, T] at other positions of samples of `width` tokens."""
     wide = torch.zeros(len(values), width, dtype=values.dtype)
     wide[:, places] = values
     return wide
@@ -131,7 +138,7 @@ def spread_out(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.
     ids=lambda config: config.name,
 )
 def test_tokens_that_are_not_the_models_own_take_no_part(batch, config):
-    """Rows with gaps, in which values and log-probs are not 0, give what the same rows without gaps give."""
+    """Samples with gaps, in which values and log-probs are not 0, give what the same samples without gaps give."""
     places = torch.tensor([0, 1, 2, 5, 6, 9, 11, 12])  # of the eight tokens among thirteen
     gaps = torch.ones(13, dtype=torch.bool).index_fill(0, places, False)
     wide = {

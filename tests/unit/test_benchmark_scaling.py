@@ -456,7 +456,7 @@ def tiny_model(folder: Path, **more) -> Path:
     [
         (
             ["--prompt-tokens", "100000"],
-            "on 1 ranks: data.max_prompt_tokens=100000 and rollout.max_tokens=8 make rows of 100008 tokens",
+            "on 1 ranks: data.max_prompt_tokens=100000 and rollout.max_tokens=8 make samples of 100008 tokens",
         ),
         (["actor.layout=tp0"], 'layout "tp0" has a size of 0'),
     ],
@@ -536,7 +536,7 @@ def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):
     )
     sizes = sizes_to_run(given)
     assert [
-        (str(size.case.actor.layout), size.case.replicas, size.case.rows, size.case.packed_tokens)
+        (str(size.case.actor.layout), size.case.replicas, size.case.samples, size.case.packed_tokens)
         for size in sizes
     ] == [("tp1", 1, 64, 1023), ("tp2dp2sp", 2, 256, 1023)]
     assert (

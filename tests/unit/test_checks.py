@@ -89,8 +89,8 @@ BAD = [
     (dict(rollout__top_k=0), ["rollout.top_k=0"]),
     (dict(rollout__top_p=0.0), ["rollout.top_p=0.0", "(0, 1]"]),
     (dict(rollout__temperature=0.0), ["rollout.temperature=0.0"]),
-    (dict(rollout__max_tokens=157), ["rows of 257 tokens", "256 positions"]),
-    (dict(algorithm__mini_batches=3), ["8 rows", "algorithm.mini_batches=3"]),
+    (dict(rollout__max_tokens=157), ["samples of 257 tokens", "256 positions"]),
+    (dict(algorithm__mini_batches=3), ["8 samples", "algorithm.mini_batches=3"]),
     (dict(algorithm__mini_batches=8), ["mini-batches of 1", "critic.layout=pp2dp2"]),
     (dict(algorithm__name="grpo"), ["data.samples_per_prompt=1", "at least 2"]),
     (dict(algorithm__name="pppo"), ["algorithm.name='pppo'", 'did you mean "ppo"?']),
@@ -150,7 +150,7 @@ BAD = [
     (dict(run__seed=10**5000), ["run.seed=a int that is too long"]),
     (
         dict(data__prompts_per_iteration=10**6, data__samples_per_prompt=10**6),
-        ["1000000000000 rows are more than 1,000,000"],
+        ["1000000000000 samples are more than 1,000,000"],
     ),
     (dict(actor__layout="tp1000000000"), ["actor.layout='tp1000000000'"]),
     (dict(actor__layout="tp" + "9" * 10**6), ["actor.layout='tp999", "characters"]),
@@ -300,8 +300,8 @@ def test_batch_arithmetic_is_one_line(folder):
         algorithm__epochs=3,
     )
     assert batch_arithmetic(config, 4) == (
-        "64 prompts x 4 samples = 256 rows = 2 mini-batches of 128; actor tp2pp2: 128 rows of a mini-batch a data-parallel rank; "
-        "critic pp2dp2: 64 rows of a mini-batch a data-parallel rank; micro-batches of at most 8192 tokens; 3 epochs: 6 optimizer steps an iteration; "
+        "64 prompts x 4 samples = 256 samples = 2 mini-batches of 128; actor tp2pp2: 128 samples of a mini-batch a data-parallel rank; "
+        "critic pp2dp2: 64 samples of a mini-batch a data-parallel rank; micro-batches of at most 8192 tokens; 3 epochs: 6 optimizer steps an iteration; "
         "rollout 2 replicas of tp2"
     )
 

@@ -19,8 +19,8 @@ def test_pad_trailing_fills_every_dimension_but_the_first():
 
 
 def test_trim_cuts_per_token_fields_only():
-    fields = {"row_id": torch.arange(2), "logprobs": torch.arange(8.0).view(2, 4)}
+    fields = {"sample_id": torch.arange(2), "logprobs": torch.arange(8.0).view(2, 4)}
     cut = trim(fields, 3)
-    assert torch.equal(cut["row_id"], fields["row_id"]) and torch.equal(
+    assert torch.equal(cut["sample_id"], fields["sample_id"]) and torch.equal(
         cut["logprobs"], fields["logprobs"][:, :3]
     )

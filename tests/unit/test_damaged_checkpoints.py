@@ -27,7 +27,7 @@ from parallel.checkpoint.folders import MANIFEST, CheckpointError
 from verl_megatron.algorithms.kl import AdaptiveKL
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor
-from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, rows_problem
+from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, samples_problem
 from verl_megatron.observe.metrics import Sums
 
 NUMBERS = dict(
@@ -68,7 +68,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> Path:
-    """Checkpoints of steps 1 and 2 with weights, random states, rows and recorded numbers."""
+    """Checkpoints of steps 1 and 2 with weights, random states, samples and recorded numbers."""
     folder = tmp_path_factory.mktemp("whole")
     for step in (1, 2):
         tensors = {
@@ -86,7 +86,7 @@ def whole(world, tmp_path_factory) -> Path:
         path = checkpoints.save(
             folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write
         )
-        batch = RolloutBatch.from_rows([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]])
+        batch = RolloutBatch.from_lists([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]])
         batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([0, 0])
         sums = {"totals": {"loss": (1.0, 2.0)}, "maxima": {}}
         own = {
@@ -97,7 +97,7 @@ def whole(world, tmp_path_factory) -> Path:
             "seconds": {"rollout": 1.0},
             "cursor": CURSOR,
         }
-        checkpoints.add(path, "rows", own)
+        checkpoints.add(path, "samples", own)
         checkpoints.tell(path, "recorded", {"policy/loss": 0.5, "rate": math.nan})
     return folder
 
@@ -112,15 +112,15 @@ def load(folder: Path, said: list[str]) -> tuple[str, dict[str, str]]:
     random_state.set_rng_state(resume.own_state(path)["rng"])
     PromptCursor(num_prompts=5, seed=1).load_state_dict(manifest["cursor"])
     AdaptiveKL(0.1, 0.1, 10).load_state_dict(manifest["kl"])
-    rows = resume.added(path, "rows", say=said.append, check=rows_problem)
-    if rows is not None:
-        RolloutBatch(**rows[0][0]["batch"]), Sums.from_state(rows[0][0]["sums"])
+    samples = resume.added(path, "samples", say=said.append, check=samples_problem)
+    if samples is not None:
+        RolloutBatch(**samples[0][0]["batch"]), Sums.from_state(samples[0][0]["sums"])
     recorded = resume.told(path, "recorded", say=said.append, check=recorded_problem)
     parts = {
         "manifest": {**manifest, "files": ...},
         "tensors": tensors,
         "rng": resume.own_state(path),
-        "rows": rows,
+        "samples": samples,
         "recorded": recorded,
     }
     return path.name, {name: repr(part) for name, part in parts.items()}
@@ -231,7 +231,7 @@ def places(content: dict, above: tuple = ()) -> Iterator[tuple]:
 def changed_keys(
     step: Path, chance: random.Random, *, seal: bool
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    for name in (MANIFEST, "rows.json", "recorded.json"):
+    for name in (MANIFEST, "samples.json", "recorded.json"):
         content = json.loads((step / name).read_text())
         for place in places(content):
             for value in ("removed", *chance.sample(VALUES, 2)):
@@ -285,7 +285,7 @@ def test_a_spoiled_file_is_told_by_name_or_changes_nothing(whole, tmp_path):
             assert len(said) == 1 and "step_2 is damaged and not used: " in said[0] and parts == older, what
             continue
         apart = {part for part in parts if parts[part] != sound[part]}
-        assert apart <= {"rows", "recorded"} and all(parts[part] == "None" for part in apart), what
+        assert apart <= {"samples", "recorded"} and all(parts[part] == "None" for part in apart), what
         assert said or not apart or what.startswith("remove of"), f"{what}: nothing was said"
         assert all(line.startswith("warning: ") and len(line) < 1000 and "\n" not in line for line in said), (
             what
@@ -311,13 +311,13 @@ def test_what_was_written_anew_with_a_digest_has_to_make_sense(whole, tmp_path):
 
 
 def key_of_another_checkpoint(path: Path) -> None:
-    for name in ("rows.json", "rows_0.pt", "recorded.json"):
+    for name in ("samples.json", "samples_0.pt", "recorded.json"):
         shutil.copy(path.parent / "step_1" / name, path / name)
 
 
 def test_what_was_added_to_another_checkpoint_is_not_used(whole, tmp_path):
     name, parts, said = trial(whole, tmp_path / "run", key_of_another_checkpoint)
-    assert name == "step_2" and parts["rows"] == parts["recorded"] == "None"
+    assert name == "step_2" and parts["samples"] == parts["recorded"] == "None"
     assert len(said) == 2 and all(".json belongs to another checkpoint" in line for line in said)
 
 

@@ -80,7 +80,7 @@ def test_an_unknown_gpu_is_named(ranks):
 
 def test_supervised_runs_are_checked_too(ranks):
     ranks(4, 4)
-    assert "actor tp2dp2: 256 rows a step, about 128.0 a data-parallel rank" in supervised_plan(
+    assert "actor tp2dp2: 256 demonstrations a step, about 128.0 a data-parallel rank" in supervised_plan(
         {"actor": {"path": "llama3-8b", "layout": "tp2"}}
     )
     with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):

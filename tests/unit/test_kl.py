@@ -57,18 +57,18 @@ def test_reference_kl_is_zero_outside_the_response_and_none_without_reference():
 
 def test_adaptive_coefficient_follows_the_published_rule():
     controller = AdaptiveKL(0.1, target=6.0, horizon=1000)
-    controller.update(kl_per_row=6.6, rows=100)  # error 0.1
+    controller.update(kl_per_sample=6.6, samples=100)  # error 0.1
     assert controller.coef == pytest.approx(0.1 * 1.01)
-    controller.update(kl_per_row=60.0, rows=100)  # error limited to 0.2
+    controller.update(kl_per_sample=60.0, samples=100)  # error limited to 0.2
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02)
-    controller.update(kl_per_row=0.0, rows=100)  # and to -0.2
+    controller.update(kl_per_sample=0.0, samples=100)  # and to -0.2
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
-def test_adaptive_coefficient_stays_positive_with_many_rows():
+def test_adaptive_coefficient_stays_positive_with_many_samples():
     controller = AdaptiveKL(0.1, target=6.0, horizon=10)
     for _ in range(20):
-        controller.update(kl_per_row=0.0, rows=1000)
+        controller.update(kl_per_sample=0.0, samples=1000)
     assert 0 < controller.coef < 0.1
 
 

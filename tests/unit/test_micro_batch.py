@@ -1,6 +1,6 @@
-"""Packing, written out by hand for small rows.
+"""Packing, written out by hand for small samples.
 
-Row 0 is [10 11 | 12 13 14], row 1 is [20 21 22 | 23], row 2 is [30 | 31]: prompt | response.
+Sample 0 is [10 11 | 12 13 14], sample 1 is [20 21 22 | 23], sample 2 is [30 | 31]: prompt | response.
 """
 
 import pytest
@@ -12,18 +12,18 @@ from verl_megatron.data.micro_batch import MicroBatch, pack, to_device
 
 @pytest.fixture
 def batch() -> RolloutBatch:
-    rows = RolloutBatch.from_rows([5, 6, 7], [[10, 11], [20, 21, 22], [30]], [[12, 13, 14], [23], [31]])
-    rows.advantages = rows.generated_ids / 10  # the advantage of token 13 is 1.3
-    return rows
+    samples = RolloutBatch.from_lists([5, 6, 7], [[10, 11], [20, 21, 22], [30]], [[12, 13, 14], [23], [31]])
+    samples.advantages = samples.generated_ids / 10  # the advantage of token 13 is 1.3
+    return samples
 
 
 def asked(micro: MicroBatch) -> list[tuple[int, int, int, int]]:
-    """For each question: the packed token whose hidden state answers, the token asked about, its row and position."""
+    """For each question: the packed token whose hidden state answers, the token asked about, its sample and position."""
     tokens = micro.tokens.squeeze(0)[micro.index]
-    return list(zip(tokens.tolist(), micro.labels.tolist(), micro.row.tolist(), micro.column.tolist()))
+    return list(zip(tokens.tolist(), micro.labels.tolist(), micro.sample.tolist(), micro.offset.tolist()))
 
 
-def test_rows_lie_one_after_the_other_without_their_last_tokens(batch):
+def test_samples_lie_one_after_the_other_without_their_last_tokens(batch):
     micro = pack(batch, [0, 1], fields=("advantages",))
     assert micro.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22]]
     assert micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
@@ -34,7 +34,7 @@ def test_rows_lie_one_after_the_other_without_their_last_tokens(batch):
     assert torch.allclose(micro.fields["advantages"], torch.tensor([1.2, 1.3, 1.4, 2.3]))
 
 
-def test_rows_come_in_the_order_asked_for(batch):
+def test_samples_come_in_the_order_asked_for(batch):
     micro = pack(batch, [2, 0])
     assert micro.tokens.tolist() == [[30, 10, 11, 12, 13]]
     assert asked(micro) == [(30, 31, 2, 1), (11, 12, 0, 2), (12, 13, 0, 3), (13, 14, 0, 4)]
@@ -55,7 +55,7 @@ def test_sequence_parallelism_fills_up_with_a_sequence_of_its_own(batch):
 
 
 def test_context_parallel_ranks_hold_the_outer_and_the_inner_pieces(batch):
-    """cp=2: rows become multiples of 4 tokens; rank 0 has quarters 0 and 3 of each, rank 1 quarters 1 and 2."""
+    """cp=2: samples become multiples of 4 tokens; rank 0 has quarters 0 and 3 of each, rank 1 quarters 1 and 2."""
     first, second = (pack(batch, [0, 1], fields=("advantages",), cp=2, cp_rank=rank) for rank in (0, 1))
     assert first.tokens.tolist() == [[10, 13, 20, 0]] and second.tokens.tolist() == [[11, 12, 21, 22]]
     assert first.positions.tolist() == [[0, 3, 0, 3]] and second.positions.tolist() == [[1, 2, 1, 2]]
@@ -90,7 +90,7 @@ def test_an_empty_micro_batch_is_filler_and_asks_nothing(batch, sizes, packed, l
 
 
 def test_an_empty_batch_packs_too(batch):
-    """A data-parallel rank that got no rows takes part with filler."""
+    """A data-parallel rank that got no samples takes part with filler."""
     nothing = batch.select(torch.zeros(0, dtype=torch.int64))
     assert pack(nothing, []).tokens.tolist() == [[0]]
 
@@ -102,15 +102,15 @@ def test_a_reward_model_reads_every_token_and_is_asked_at_the_last(batch):
     assert asked(micro) == [(14, 14, 0, 4), (23, 23, 1, 3), (31, 31, 2, 1)]
 
 
-def test_a_row_without_response_asks_nothing():
-    batch = RolloutBatch.from_rows([0, 1], [[10, 11, 12], [20]], [[], [21]])
+def test_a_sample_without_response_asks_nothing():
+    batch = RolloutBatch.from_lists([0, 1], [[10, 11, 12], [20]], [[], [21]])
     assert asked(pack(batch, [0, 1])) == [(20, 21, 1, 1)]
     assert asked(pack(batch, [0])) == []
 
 
 def test_micro_batches_copied_together_are_what_they_were(batch):
-    """Also one without questions, and a row of a reward model's."""
-    packed = [pack(batch, rows, fields=("advantages",)) for rows in ([0, 1], [], [2])] + [
+    """Also one without questions, and a sample of a reward model's."""
+    packed = [pack(batch, samples, fields=("advantages",)) for samples in ([0, 1], [], [2])] + [
         pack(batch, [1], last_token=True)
     ]
     copies = to_device(packed)

@@ -14,18 +14,18 @@ def random_lengths(seed: int) -> list[int]:
     return [rng.randint(0, longest) for _ in range(rng.randint(0, 60))]
 
 
-def sums(rows_of, lengths) -> list[int]:
-    return [sum(lengths[row] for row in rows) for rows in rows_of]
+def sums(samples_of, lengths) -> list[int]:
+    return [sum(lengths[sample] for sample in samples) for samples in samples_of]
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_balance_deals_every_row_once_and_leaves_no_bin_empty(seed):
+def test_balance_deals_every_sample_once_and_leaves_no_bin_empty(seed):
     lengths, bins = random_lengths(seed), 1 + seed % 9
     dealt = balance(lengths, bins)
     assert len(dealt) == bins
-    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
-    assert sum(not rows for rows in dealt) == max(0, bins - len(lengths))
-    assert all(rows == sorted(rows) for rows in dealt)
+    assert sorted(sample for samples in dealt for sample in samples) == list(range(len(lengths)))
+    assert sum(not samples for samples in dealt) == max(0, bins - len(lengths))
+    assert all(samples == sorted(samples) for samples in dealt)
     assert balance(list(lengths), bins) == dealt
 
 
@@ -34,13 +34,13 @@ def test_balance_is_close_to_the_best_split(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 50) for _ in range(7)]
     best = min(
-        max(sums([[row for row in range(7) if bins[row] == b] for b in range(3)], lengths))
+        max(sums([[sample for sample in range(7) if bins[sample] == b] for b in range(3)], lengths))
         for bins in product(range(3), repeat=7)
     )
     assert max(sums(balance(lengths, 3), lengths)) <= 1.2 * best
 
 
-def test_balance_of_many_rows_is_nearly_even():
+def test_balance_of_many_samples_is_nearly_even():
     rng = random.Random(0)
     lengths = [int(rng.lognormvariate(6, 1)) for _ in range(512)]
     totals = sums(balance(lengths, 8), lengths)
@@ -53,14 +53,14 @@ def test_balance_refuses_no_bins():
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_micro_batches_hold_every_row_once_within_the_budget(seed):
+def test_micro_batches_hold_every_sample_once_within_the_budget(seed):
     lengths, budget, multiple = random_lengths(seed), 5 + 37 * (seed % 7), 1 + seed % 4
     packed = micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=multiple)
-    assert sorted(row for rows in packed for row in rows) == list(range(len(lengths)))
-    for rows, total in zip(packed, sums(packed, lengths)):
-        assert total <= budget or len(rows) == 1
+    assert sorted(sample for samples in packed for sample in samples) == list(range(len(lengths)))
+    for samples, total in zip(packed, sums(packed, lengths)):
+        assert total <= budget or len(samples) == 1
     assert len(packed) % multiple == 0
-    used = [rows for rows in packed if rows]
+    used = [samples for samples in packed if samples]
     assert packed == used + [[]] * (len(packed) - len(used)) and len(packed) - len(used) < multiple
     assert micro_batches(list(lengths), tokens_per_micro_batch=budget, multiple_of=multiple) == packed
 

@@ -45,14 +45,14 @@ def grpo_config(
     layout: str, prompts: int, *, mode: str = "keep", offload: str = "none", **settings
 ) -> TrainerConfig:
     """The 8B GRPO recipe: 8 answers to each prompt."""
-    config = run_config(layout, rows=prompts, **settings)
+    config = run_config(layout, samples=prompts, **settings)
     config.algorithm.name, config.algorithm.kl_coef, config.algorithm.kl_in = "grpo", 0.001, "loss"
     config.data.samples_per_prompt = 8
     config.reshard.mode, config.reshard.offload = mode, offload
     return config
 
 
-def long_rows() -> TrainerConfig:
+def long_samples() -> TrainerConfig:
     """recipes/llama3.1_8b_grpo_16k.sh on two GPUs, 15,360 tokens of prompt and 1,024 of response."""
     config = grpo_config(
         "tp2sp",
@@ -67,22 +67,22 @@ def long_rows() -> TrainerConfig:
     return config
 
 
-def ppo_in_turns(rows: int, *, mode: str, mini_batches: int) -> TrainerConfig:
+def ppo_in_turns(samples: int, *, mode: str, mini_batches: int) -> TrainerConfig:
     """Actor and critic of 8B on two GPUs."""
-    config = run_config("tp2sp", rows=rows, rollout=2, share=0.25)
+    config = run_config("tp2sp", samples=samples, rollout=2, share=0.25)
     config.algorithm.mini_batches, config.reshard.mode, config.reshard.offload = mini_batches, mode, "all"
     return config
 
 
 def long_responses() -> TrainerConfig:
-    """The 8B PPO recipe with 1,024 rows of 512 + 1,024 tokens."""
-    config = run_config("pp2vpp4", rows=1024, rollout=2, share=0.2, tokens_per_micro_batch=4096)
+    """The 8B PPO recipe with 1,024 samples of 512 + 1,024 tokens."""
+    config = run_config("pp2vpp4", samples=1024, rollout=2, share=0.2, tokens_per_micro_batch=4096)
     config.rollout.max_tokens, config.reshard.offload = 1024, "all"
     return config
 
 
-# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 rows of 512 + 512 tokens, the others medians (tests/gpu/check.sh: ppo, grpo,
-# offload, long). Rows that share a prompt of 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for each.
+# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 samples of 512 + 512 tokens, the others medians (tests/gpu/check.sh: ppo, grpo,
+# offload, long). Samples that share a prompt of 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for each.
 # weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's weights only.
 MEASURED = {
     "tp2pp2": Measured(
@@ -98,7 +98,7 @@ MEASURED = {
         seconds=dict(rollout=4.8, log_probs=3.9, values=1.8, critic_update=5.9, actor_update=6.3),
         iteration=22.9,
     ),
-    "1,024 rows, pp2vpp4dp2": Measured(
+    "1,024 samples, pp2vpp4dp2": Measured(
         gpus=4,
         config=long_responses(),
         gib=dict(rollout=60.7, log_probs=55.7, critic_update=85.7, actor_update=86.4),
@@ -146,23 +146,23 @@ MEASURED = {
         seconds=dict(rollout=2.54, log_probs=1.91, actor_update=3.23),
         iteration=7.84,
     ),
-    "grpo, tp2, 256 rows": Measured(  # tools/bench_offload.py: iterations in which the rollout was not disturbed
+    "grpo, tp2, 256 samples": Measured(  # tools/bench_offload.py: iterations in which the rollout was not disturbed
         gpus=2,
         config=grpo_config("tp2sp", 32, rollout=2, share=0.3),
         gib=dict(rollout=124.3, log_probs=83.0, actor_update=100.0),
         seconds=dict(rollout=5.10, log_probs=7.63, actor_update=11.73),
         iteration=24.7,
     ),
-    "grpo, tp2, 256 rows, all away": Measured(
+    "grpo, tp2, 256 samples, all away": Measured(
         gpus=2,
         config=grpo_config("tp2sp", 32, rollout=2, share=0.3, offload="all"),
         gib=dict(rollout=64.8, log_probs=68.0, actor_update=100.0),
         seconds=dict(rollout=5.10, log_probs=7.90, actor_update=11.73, reshard=1.16),
         iteration=26.1,
     ),
-    "grpo, rows of 16,384": Measured(
+    "grpo, samples of 16,384": Measured(
         gpus=2,
-        config=long_rows(),
+        config=long_samples(),
         gib=dict(rollout=119.5, log_probs=82.7, actor_update=116.6),
         seconds=dict(log_probs=18.9, actor_update=29.5),
         iteration=60.6,
@@ -244,7 +244,7 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
-# tools/bench_engine.py on two H200, an 8B model: 32 rows of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
+# tools/bench_engine.py on two H200, an 8B model: 32 samples of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
 ENGINES = [
     ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
     ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),
@@ -257,7 +257,7 @@ ENGINES = [
 @pytest.mark.parametrize(("layout", "dtype", "tokens", "log_probs", "step", "gib"), ENGINES)
 def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
     config = run_config(
-        layout, rows=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens
+        layout, samples=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens
     )
     config.algorithm.mini_batches = 1
     case = actor_alone(config, 2)
@@ -271,7 +271,7 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
 
 def test_layers_of_transformer_engine_reach_the_measured_share():
     """56 % MFU forward and backward, Llama-8B layers, 4096 tokens on one GPU; with the gradients' accumulation."""
-    case = case_of(run_config("tp1", rows=4, tokens=2048, rollout=1), 1)
+    case = case_of(run_config("tp1", samples=4, tokens=2048, rollout=1), 1)
     layers = replace(case.actor, head="token")
     (one,) = passes(case, H200, layers)
     flops = 3 * 32 * case.packed_tokens * sum(layer_flops(case, layers))
@@ -283,7 +283,7 @@ def test_layers_of_transformer_engine_reach_the_measured_share():
 
 @pytest.mark.parametrize(("gpu", "gpus"), [("h200", 8), ("h100", 8), ("h200", 2)])
 def test_the_search_offers_what_fits_when_it_is_planned_again(gpu, gpus):
-    base, machine = run_config(rows=512), MACHINES[gpu]
+    base, machine = run_config(samples=512), MACHINES[gpu]
     result = search(base, world_size=gpus, machine=machine, read=arch)
     iterations = [candidate.time.iteration for candidate in result.fitting]
     assert iterations == pytest.approx(sorted(iterations), abs=0.01)
@@ -297,7 +297,7 @@ def test_the_search_offers_what_fits_when_it_is_planned_again(gpu, gpus):
 
 
 def test_every_layout_of_one_host_was_tried():
-    result = search(run_config(rows=512), world_size=4, machine=H200, read=arch)
+    result = search(run_config(samples=512), world_size=4, machine=H200, read=arch)
     tried = {candidate.case.actor.layout for candidate in (*result.fitting, *result.refused)}
     assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {
         (tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4
@@ -306,7 +306,7 @@ def test_every_layout_of_one_host_was_tried():
 
 def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
     """Of every candidate that fits, after a change of the base."""
-    base = run_config(rows=512)
+    base = run_config(samples=512)
     change(base)
     return [
         candidate.settings
@@ -438,11 +438,11 @@ def test_a_wrong_machine_file_is_refused_by_name(tmp_path, content, message):
 )
 def test_a_case_that_cannot_be_is_refused_by_name(gpus, change, message):
     with pytest.raises(ValueError, match=message):
-        case_of(configured(run_config("tp2sp", rows=4096), change), gpus)
+        case_of(configured(run_config("tp2sp", samples=4096), change), gpus)
 
 
 def test_an_engine_that_never_sleeps_has_its_room_in_every_phase():
-    base = run_config(rows=512)
+    base = run_config(samples=512)
     base.rollout.sleep = False
     result = search(base, world_size=8, machine=H200, read=arch)
     assert result.fitting

@@ -12,15 +12,15 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
 from tools.reshard_memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
-from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, rows_together
+from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
 from verl_megatron.planner.case import PlannedRole
-from verl_megatron.planner.decoding import rollout_seconds, rows_at_once
+from verl_megatron.planner.decoding import rollout_seconds, samples_at_once
 from verl_megatron.planner.handover import moved_bytes
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import held
 from verl_megatron.planner.search import configured, uneven_stages
-from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, rows_cached
+from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, samples_cached
 from verl_megatron.planner.training import group_rate, pipeline_seconds
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 
@@ -124,7 +124,7 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "layout", "budget"),
+    ("samples", "tokens", "layout", "budget"),
     [
         (256, 512, "tp2sp", 8192),
         (64, 1000, "tp1", 5000),
@@ -132,10 +132,10 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
         (128, 3000, "tp2cp2", 4096),
     ],
 )
-def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
-    case = case_of(run_config(layout, rows=rows, tokens=tokens, tokens_per_micro_batch=budget), 8)
+def test_micro_batches_are_those_of_packing(samples, tokens, layout, budget):
+    case = case_of(run_config(layout, samples=samples, tokens=tokens, tokens_per_micro_batch=budget), 8)
     role = case.actor
-    mine = [2 * tokens] * -(-rows // 4 // role.layout.dp)
+    mine = [2 * tokens] * -(-samples // 4 // role.layout.dp)
     packed = micro_batches(
         mine,
         tokens_per_micro_batch=budget * role.layout.cp,
@@ -147,53 +147,53 @@ def test_micro_batches_are_those_of_packing(rows, tokens, layout, budget):
 @pytest.mark.parametrize(
     ("limit", "cached", "said"),
     [
-        (256, 128, "128 of a replica's 128 rows at once"),
-        (64, 128, "rows at once (rollout.max_num_seqs)"),
-        (256, 100, "100 of a replica's 128 rows at once (the KV cache"),
+        (256, 128, "128 of a replica's 128 samples at once"),
+        (64, 128, "samples at once (rollout.max_num_seqs)"),
+        (256, 100, "100 of a replica's 128 samples at once (the KV cache"),
     ],
 )
-def test_what_keeps_rows_waiting_is_named(limit, cached, said):
-    config = run_config(rows=256, rollout=2)
+def test_what_keeps_samples_waiting_is_named(limit, cached, said):
+    config = run_config(samples=256, rollout=2)
     config.rollout.max_num_seqs = limit
     case = case_of(config, 4)
-    assert said in rows_together(
+    assert said in samples_together(
         case, cached * (case.prompt_tokens + case.response_tokens) * kv_bytes_per_token(case)
     )
 
 
 @pytest.mark.parametrize(
-    ("rows", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)]
+    ("samples", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)]
 )
-def test_rows_at_once_are_those_a_replica_draws_first(rows, gpus, tp, limit):
-    config = run_config("tp2sp", rows=rows, rollout=tp)
+def test_samples_at_once_are_those_a_replica_draws_first(samples, gpus, tp, limit):
+    config = run_config("tp2sp", samples=samples, rollout=tp)
     config.rollout.max_num_seqs = limit
     case = case_of(config, gpus)
-    first = Dispatcher(WorkQueue(rows, num_replicas=1), limit=limit, group=None)
-    first.target = Dispatcher(_Rows(rows, case.replicas), limit=limit, group=None).target
-    assert rows_at_once(case, float("inf")) == len(first.draw(0))
+    first = Dispatcher(WorkQueue(samples, num_replicas=1), limit=limit, group=None)
+    first.target = Dispatcher(_Queue(samples, case.replicas), limit=limit, group=None).target
+    assert samples_at_once(case, float("inf")) == len(first.draw(0))
 
 
 @dataclass
-class _Rows:
+class _Queue:
     """What a dispatcher asks a queue of several replicas before it draws."""
 
     total: int
     num_replicas: int
 
 
-@pytest.mark.parametrize(("rows", "samples"), [(1, 1), (5, 1), (8, 8), (13, 8), (32, 8)])
-def test_samples_share_their_prompts_cache(rows, samples):
-    config = run_config("tp2sp", rows=4)
-    config.data.samples_per_prompt, config.data.max_prompt_tokens = samples, 15_360
+@pytest.mark.parametrize(("count", "per_prompt"), [(1, 1), (5, 1), (8, 8), (13, 8), (32, 8)])
+def test_samples_share_their_prompts_cache(count, per_prompt):
+    config = run_config("tp2sp", samples=4)
+    config.data.samples_per_prompt, config.data.max_prompt_tokens = per_prompt, 15_360
     case = case_of(config, 2)
-    tokens = cached_tokens(case, rows)
-    assert tokens == -(-rows // samples) * 15_360 + rows * 512
-    assert rows_cached(case, tokens) == rows and rows_cached(case, tokens - 1) == rows - 1
+    tokens = cached_tokens(case, count)
+    assert tokens == -(-count // per_prompt) * 15_360 + count * 512
+    assert samples_cached(case, tokens) == count and samples_cached(case, tokens - 1) == count - 1
 
 
 def test_generation_without_cuda_graphs_or_in_float32_takes_longer():
     def seconds(dtype="bfloat16", eager=False):
-        config = run_config("tp2sp", rows=256, dtype=dtype)
+        config = run_config("tp2sp", samples=256, dtype=dtype)
         config.rollout.enforce_eager = eager
         return rollout_seconds(case_of(config, 4), H200, 64 * GIB)
 

@@ -135,7 +135,7 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
         ),
         (
             ["--model", "llama3-8b", "--gpus", "8", "data.prompts_per_iteration=77"],
-            "77 rows do not split into algorithm.mini_batches=4",
+            "77 samples do not split into algorithm.mini_batches=4",
         ),
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),
@@ -151,11 +151,11 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
         ),
         (
             ["--model", "llama3-8b", "--gpus", "8", "--prompt", "1024", "--response", "15360"],
-            "rows of 16384 tokens, more than the model's 8192 positions",
+            "samples of 16384 tokens, more than the model's 8192 positions",
         ),
         (
             ["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples", "1"],
-            "compares a row with no other",
+            "compares a sample with no other",
         ),
         (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),
         (

@@ -21,7 +21,7 @@ SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 # Script: nodes, GPUs of each, environment, and what the plan says of the layouts.
 RUNS = [
     ("quickstart", 1, 4, {}, r"critic    pp2dp2 "),
-    ("sft", 1, 2, {}, r"actor tp2sp: 256 rows"),
+    ("sft", 1, 2, {}, r"actor tp2sp: 256 demonstrations"),
     ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2dp2sp .* llama3-8b"),
     ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-8b"),
     ("llama3_8b_grpo", 1, 4, {}, r"actor     dp4 "),
@@ -357,5 +357,5 @@ def test_a_plan_of_supervised_training_speaks_of_no_random_weights(tmp_path):
     said = say("bash", "recipes/sft.sh", "--dry-run", folder=tmp_path)
     assert (
         said.stderr
-        == "MODEL is not set: planned for the shape llama3-8b, with rows as long as the recipe allows\n"
+        == "MODEL is not set: planned for the shape llama3-8b, with samples as long as the recipe allows\n"
     )

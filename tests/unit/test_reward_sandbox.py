@@ -57,7 +57,7 @@ async def later(prompt, response, ground_truth, extra):
 '''
 # What a reward function does, and what is said of it; nothing: its score counts.
 CALLS = {
-    "os._exit(0)": "reward worker died on row 0: its process ended: exit code 0",
+    "os._exit(0)": "reward worker died on sample 0: its process ended: exit code 0",
     "os._exit(3)": "exit code 3",
     "Ends()": "exit code 0",
     "os.abort()": "killed by SIGABRT",
@@ -154,7 +154,7 @@ def gone(pids: set[int], *, within_s: float = 10.0) -> bool:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_a_call_does_costs_its_row_only(pool, call):
+def test_what_a_call_does_costs_its_sample_only(pool, call):
     started = time.monotonic()
     found = said(pool, call)
     assert (CALLS[call] in found) if CALLS[call] else found == ""
@@ -183,9 +183,9 @@ def test_the_trainer_cannot_be_signalled(functions, call):
         with RewardPool(SPEC) as pool:
             if pool.refused and "getppid" not in CALL:
                 raise SystemExit("without namespaces")
-            for row, call in enumerate([CALL, "2 - 1"]):
-                pool.submit(row, str(os.getpid()), "", call)
-                reward = pool.results()[row]
+            for sample, call in enumerate([CALL, "2 - 1"]):
+                pool.submit(sample, str(os.getpid()), "", call)
+                reward = pool.results()[sample]
             print(reward.score)
     """
     done = subprocess.run(
@@ -207,9 +207,9 @@ def test_children_end_with_their_worker(functions, namespaces):
         import os, time
         with RewardPool(SPEC, timeout_s=1) as pool:
             print("without" if pool.refused else "with", flush=True)
-            for row, call in enumerate(["daemon()", "daemon() or time.sleep(60)"]):
-                pool.submit(row, "", "", call)
-                print(pool.results()[row].failure, flush=True)
+            for sample, call in enumerate(["daemon()", "daemon() or time.sleep(60)"]):
+                pool.submit(sample, "", "", call)
+                print(pool.results()[sample].failure, flush=True)
                 input()
         print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
     """
@@ -235,7 +235,7 @@ def test_children_end_with_their_worker(functions, namespaces):
 
 
 def test_a_worker_that_somebody_kills_is_replaced(functions):
-    """Any of its processes, idle or in a call: the rows get their scores."""
+    """Any of its processes, idle or in a call: the samples get their scores."""
     with RewardPool(f"{functions}:score", timeout_s=30) as pool:
         for call in ("2 - 1", "time.sleep(0.3)"):
             for place in range(3):
@@ -266,8 +266,8 @@ def test_a_worker_that_is_killed_as_it_starts_is_started_again(tmp_path):
 def test_everything_ends_with_a_killed_trainer(functions):
     script = """
         pool = RewardPool(SPEC, workers=2, timeout_s=300)
-        for row in range(2):
-            pool.submit(row, "", "", "daemon() or time.sleep(60)")
+        for sample in range(2):
+            pool.submit(sample, "", "", "daemon() or time.sleep(60)")
         print("ready", flush=True)
         pool.results()
     """
@@ -308,13 +308,13 @@ def test_output_is_passed_on_and_cut(functions, capfd):
     )
 
 
-def test_a_file_that_goes_bad_later_fails_its_rows_by_name(tmp_path):
+def test_a_file_that_goes_bad_later_fails_its_samples_by_name(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import os\ndef score(p, r, t, e):\n    os._exit(1)\n")
     with RewardPool(f"{path}:score") as pool:
         path.write_text("import gone\n")
-        for row in range(2):
-            pool.submit(row, "", "", "")
+        for sample in range(2):
+            pool.submit(sample, "", "", "")
         pool.results()
         assert pool.failures == {"worker died": 2} and "exit code 1" in pool.first_failure.error
         pool.submit(0, "", "", "")
@@ -322,22 +322,22 @@ def test_a_file_that_goes_bad_later_fails_its_rows_by_name(tmp_path):
         assert "No module named 'gone'" in pool.first_failure.error
 
 
-def test_complaints_about_all_rows(functions):
+def test_complaints_about_all_samples(functions):
     with RewardPool(f"{functions}:score") as pool:
         said(pool, "fail(KeyError('gone'))")
-        assert pool.complaint(1, 2) == ""  # another rank had a row that went well
+        assert pool.complaint(1, 2) == ""  # another rank had a sample that went well
         assert all(
             words in pool.complaint(2, 2)
             for words in (
                 functions,
-                "all 2 rows",
+                "all 2 samples",
                 "mend the function",
-                "reward exception on row 0",
+                "reward exception on sample 0",
                 "KeyError: 'gone'",
             )
         )
-        for row in range(MAX_METRICS + 1):
-            pool.submit(row, "", "", f"dict(score=1, n{row}=1)")
+        for sample in range(MAX_METRICS + 1):
+            pool.submit(sample, "", "", f"dict(score=1, n{sample}=1)")
         pool.results()
         assert f"metrics of {MAX_METRICS + 1} names ('n0', 'n1', 'n10', ...)" in pool.complaint(
             0, MAX_METRICS + 1

@@ -105,15 +105,18 @@ def test_pool_scores_equal_direct_calls(functions):
     function = load_reward(f"{functions}:length")
     with RewardPool(f"{functions}:length", workers=2) as pool:
         for iteration in range(2):
-            rows = {row_id: ("prompt", "word " * row_id, None, {"bonus": iteration}) for row_id in range(20)}
-            for row_id, row in rows.items():
-                pool.submit(row_id, *row)
+            samples = {
+                sample_id: ("prompt", "word " * sample_id, None, {"bonus": iteration})
+                for sample_id in range(20)
+            }
+            for sample_id, sample in samples.items():
+                pool.submit(sample_id, *sample)
             rewards = pool.results()
-            assert rewards.keys() == rows.keys()
-            for row_id, row in rows.items():
-                expected = function(*row)
-                assert rewards[row_id].score == expected["score"]
-                assert rewards[row_id].metrics == {
+            assert rewards.keys() == samples.keys()
+            for sample_id, sample in samples.items():
+                expected = function(*sample)
+                assert rewards[sample_id].score == expected["score"]
+                assert rewards[sample_id].metrics == {
                     "words": expected["words"]
                 }  # what is no finite number is no metric
             assert pool.calls == 20 and 0 < pool.latency_ms < 1000 and not pool.failures
@@ -137,7 +140,7 @@ def test_workers_import_neither_torch_nor_the_main_script(functions, tmp_path):
     assert done.stdout.split() == ["None", "0.0", "0.0"], done.stderr
 
 
-def test_every_failure_costs_its_row_only(functions):
+def test_every_failure_costs_its_sample_only(functions):
     kinds = {
         "raise": "exception",
         "hang": "timeout",
@@ -151,15 +154,15 @@ def test_every_failure_costs_its_row_only(functions):
         "good": None,
     }
     with RewardPool(f"{functions}:misbehave", workers=2, timeout_s=1.0, failure_score=-1.0) as pool:
-        for row_id, response in enumerate(kinds):
-            pool.submit(row_id, "the prompt", response, None)
+        for sample_id, response in enumerate(kinds):
+            pool.submit(sample_id, "the prompt", response, None)
         started = time.monotonic()
         rewards = pool.results()
         assert time.monotonic() - started < 20
         workers = children_of(os.getpid())
-        for row_id, kind in enumerate(kinds.values()):
-            assert rewards[row_id].failure == kind
-            assert rewards[row_id].score == (1.0 if kind is None else -1.0)
+        for sample_id, kind in enumerate(kinds.values()):
+            assert rewards[sample_id].failure == kind
+            assert rewards[sample_id].score == (1.0 if kind is None else -1.0)
         assert pool.failures == {
             "exception": 2,
             "timeout": 1,
@@ -171,7 +174,7 @@ def test_every_failure_costs_its_row_only(functions):
         assert "KeyError: 'gone'" in str(pool.examples["exception"]) and "'the prompt'" in str(
             pool.examples["exception"]
         )
-        assert pool.examples["not finite"].row_id == 4  # the first of its kind
+        assert pool.examples["not finite"].sample_id == 4  # the first of its kind
         pool.submit(0, "", "good", None)  # killed workers were replaced
         assert pool.results()[0].score == 1.0 and not pool.failures
         assert len(workers) <= 2  # the hanging one was killed
@@ -180,8 +183,8 @@ def test_every_failure_costs_its_row_only(functions):
 def test_close_ends_workers_in_the_middle_of_a_call(functions):
     before = children_of(os.getpid())
     pool = RewardPool(f"{functions}:misbehave", workers=2, timeout_s=300)
-    for row_id in range(500):
-        pool.submit(row_id, "x" * 2000, "hang", None)  # more than a pipe holds
+    for sample_id in range(500):
+        pool.submit(sample_id, "x" * 2000, "hang", None)  # more than a pipe holds
     workers = children_of(os.getpid()) - before
     assert len(workers) == 2
     pool.close()
@@ -192,7 +195,7 @@ def test_workers_die_with_a_killed_parent(functions):
     root = str(Path(__file__).resolve().parents[2])
     script = (
         f"from verl_megatron.rewards.pool import RewardPool\npool = RewardPool({functions + ':misbehave'!r}, workers=2, timeout_s=300)\n"
-        "for row_id in range(2):\n    pool.submit(row_id, '', 'hang', None)\nprint('ready', flush=True)\npool.results()\n"
+        "for sample_id in range(2):\n    pool.submit(sample_id, '', 'hang', None)\nprint('ready', flush=True)\npool.results()\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script],

@@ -1,4 +1,4 @@
-"""Seeds, token budgets and the queue of rows, without an engine."""
+"""Seeds, token budgets and the queue of samples, without an engine."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,16 @@ import pytest
 
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
-from verl_megatron.rollout.sampling import Request, Sampling, row_seed, token_budget
+from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 
 
-def test_row_seeds_are_distinct_and_mixed():
-    seeds = [row_seed(run, iteration, row) for run in (1, 2) for iteration in range(40) for row in range(256)]
+def test_sample_seeds_are_distinct_and_mixed():
+    seeds = [
+        sample_seed(run, iteration, sample)
+        for run in (1, 2)
+        for iteration in range(40)
+        for sample in range(256)
+    ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 63 for seed in seeds)
     low_bits = [seed & 0xFFFFFFFF for seed in seeds]  # all that a Mersenne Twister takes
     assert len(set(low_bits)) == len(low_bits)
@@ -19,8 +24,8 @@ def test_row_seeds_are_distinct_and_mixed():
 
 
 def test_the_mixing_loses_nothing():
-    """Seeds far apart in (iteration, row) stay distinct, because every step can be undone."""
-    assert len({row_seed(-3, 1 << i, (1 << j) - 1) for i in range(31) for j in range(33)}) == 31 * 33
+    """Seeds far apart in (iteration, sample) stay distinct, because every step can be undone."""
+    assert len({sample_seed(-3, 1 << i, (1 << j) - 1) for i in range(31) for j in range(33)}) == 31 * 33
 
 
 def test_sampling_from_config_takes_every_field():
@@ -56,10 +61,10 @@ def test_token_budget():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "row 3 has an empty prompt"),
-        ([1] * 40, "row 3: a prompt of 40 tokens .* max_model_len=40"),
-        ([1, 9], "row 3: token id 9 .* vocabulary of 9"),
-        ([-1, 3], "row 3: token id -1"),
+        ([], "sample 3 has an empty prompt"),
+        ([1] * 40, "sample 3: a prompt of 40 tokens .* max_model_len=40"),
+        ([1, 9], "sample 3: token id 9 .* vocabulary of 9"),
+        ([-1, 3], "sample 3: token id -1"),
     ],
 )
 def test_token_budget_refuses(prompt, message):
@@ -91,20 +96,20 @@ class _Queue:
 
 @pytest.mark.parametrize(("total", "replicas", "limit"), [(10, 4, 8), (64, 2, 256), (3, 4, 8), (100, 4, 8)])
 def test_replicas_end_as_early_as_possible(total, replicas, limit):
-    """A step of a replica takes as long for every number of rows: rows wait only where all slots of all replicas are taken."""
-    lengths = [1 + 7 * row % 23 for row in range(total)]
+    """A step of a replica takes as long for every number of samples: samples wait only where all slots of all replicas are taken."""
+    lengths = [1 + 7 * sample % 23 for sample in range(total)]
     queue = _Queue(total, replicas)
     dispatchers = [Dispatcher(queue, limit=limit, group=None) for _ in range(replicas)]
-    left = [[] for _ in dispatchers]  # steps that the rows of each replica still need
+    left = [[] for _ in dispatchers]  # steps that the samples of each replica still need
     steps, idle = 0, 0
     while True:
         for dispatcher, mine in zip(dispatchers, left):
-            mine += [lengths[row] for row in dispatcher.draw(len(mine))]
+            mine += [lengths[sample] for sample in dispatcher.draw(len(mine))]
         if not any(left):
             break
         idle += queue.given < total and any(len(mine) < limit for mine in left)
         steps += 1
-        left = [[row - 1 for row in mine if row > 1] for mine in left]
+        left = [[sample - 1 for sample in mine if sample > 1] for mine in left]
     assert queue.given == total and not idle
     if total <= replicas * limit:
         assert steps == max(lengths)

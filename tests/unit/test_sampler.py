@@ -15,7 +15,7 @@ from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import Reward
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.sampler import Draw, Sampler
-from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 from verl_megatron.rollout.weights import ColocatedChannel
 
 
@@ -30,14 +30,14 @@ class FirstToken:
     """A reward pool that scores a response by its length and the ground truth."""
 
     def __init__(self):
-        self.rows, self.examples, self.total_ms, self.calls = {}, {}, 0.0, 0
+        self.samples, self.examples, self.total_ms, self.calls = {}, {}, 0.0, 0
         self.failures, self.metric_names = Counter(), set()
 
-    def submit(self, row_id, prompt, response, answer, extra):
-        self.rows[row_id] = Reward(score=float(answer) + len(response) / 100)
+    def submit(self, sample_id, prompt, response, answer, extra):
+        self.samples[sample_id] = Reward(score=float(answer) + len(response) / 100)
 
     def results(self, *, progress=lambda: None):
-        found, self.rows, self.calls = self.rows, {}, len(self.rows)
+        found, self.samples, self.calls = self.samples, {}, len(self.samples)
         return found
 
 
@@ -70,7 +70,7 @@ def world():
 
 
 def lengths(request):
-    return [10 + request.row_id] * (1 + request.row_id % 3)
+    return [10 + request.sample_id] * (1 + request.sample_id % 3)
 
 
 def test_samples_are_numbered_prompt_by_prompt_and_scored():
@@ -80,10 +80,10 @@ def test_samples_are_numbered_prompt_by_prompt_and_scored():
     )
     sampler = sampler_of(engine, FirstToken())
     batch = sampler.collect(Endless(), draw, iteration=4, version=3)
-    assert batch.row_id.tolist() == list(range(6)) and batch.group_id.tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.sample_id.tolist() == list(range(6)) and batch.group_id.tolist() == [0, 0, 1, 1, 2, 2]
     assert batch.policy_version.tolist() == [3] * 6
     assert batch.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
-    assert [request.seed for request in engine.submitted] == [row_seed(3, 4, i) for i in range(6)]
+    assert [request.seed for request in engine.submitted] == [sample_seed(3, 4, i) for i in range(6)]
     assert engine.most_running == 4, "the engine is kept full, and not fuller"
     torch.testing.assert_close(
         sampler.score(batch, Sums()), torch.tensor([0.01, 0.02, 1.03, 1.01, 2.02, 2.03])
@@ -100,7 +100,7 @@ def test_groups_that_are_not_kept_are_replaced_and_numbers_stay_dense():
         return int(scores[0]) % 2 == 1
 
     batch = sampler.collect(source, draw, iteration=1, version=0, keep_group=keep_odd)
-    assert batch.row_id.tolist() == list(range(8)) and batch.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.sample_id.tolist() == list(range(8)) and batch.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert batch.input_ids[:, 0].tolist() == [2, 2, 4, 4, 6, 6, 8, 8], "prompts 1, 3, 5 and 7"
     assert sampler.score(batch, Sums()).int().tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
     assert source.drawn == 4 + 2 + 1 + 1 and all(len(scores) == 2 for scores in asked)
@@ -116,7 +116,7 @@ def test_rounds_are_bounded_and_a_batch_may_be_smaller():
     batch = sampler.collect(
         Endless(), draw, iteration=2, version=0, keep_group=lambda scores: int(scores[0]) == 1
     )
-    assert batch.row_id.tolist() == [0, 1]
+    assert batch.sample_id.tolist() == [0, 1]
 
 
 def test_a_turn_goes_on_after_a_tools_answer_which_is_not_the_models():
@@ -143,12 +143,12 @@ def test_a_turn_goes_on_after_a_tools_answer_which_is_not_the_models():
 
 
 def test_a_tools_answer_that_leaves_no_room_ends_the_sample():
-    rows = generate(
+    samples = generate(
         ScriptedEngine(lambda request: [7] * 3),
         [Request(0, [1], 0, Sampling(max_tokens=5))],
         continue_turn=lambda _: [50, 51],
     )
-    assert rows == [Generation(0, [1], [7] * 3, [-1.0] * 3, "stop")]
+    assert samples == [Generation(0, [1], [7] * 3, [-1.0] * 3, "stop")]
 
 
 def test_what_was_generated_before_an_abort_is_there():

@@ -25,17 +25,17 @@ def test_the_same_bits_or_near_enough():
     assert differences({"loss": math.nan}, {"loss": 1.0}, relative=1e-2)
 
 
-def test_rows_of_several_ranks_make_one_batch():
-    one = RolloutBatch.from_rows([3, 0], [[1, 2], [3]], [[4], [5, 6, 7]], [[-0.1], [-0.2, -0.3, -0.4]])
-    none = RolloutBatch.from_rows([], [], [], [])
-    other = RolloutBatch.from_rows([1, 2], [[8] * 5, [9]], [[1], [2]], [[-0.5], [-0.6]])
+def test_samples_of_several_ranks_make_one_batch():
+    one = RolloutBatch.from_lists([3, 0], [[1, 2], [3]], [[4], [5, 6, 7]], [[-0.1], [-0.2, -0.3, -0.4]])
+    none = RolloutBatch.from_lists([], [], [], [])
+    other = RolloutBatch.from_lists([1, 2], [[8] * 5, [9]], [[1], [2]], [[-0.5], [-0.6]])
     whole = RolloutBatch.concatenate([one, none, other])
     prompts, responses, logprobs = (
         [[3], [8] * 5, [9], [1, 2]],
         [[5, 6, 7], [1], [2], [4]],
         [[-0.2, -0.3, -0.4], [-0.5], [-0.6], [-0.1]],
     )
-    expected = RolloutBatch.from_rows([0, 1, 2, 3], prompts, responses, logprobs).tensors()
+    expected = RolloutBatch.from_lists([0, 1, 2, 3], prompts, responses, logprobs).tensors()
     found = whole.tensors()
     assert found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
@@ -72,9 +72,9 @@ def state(monkeypatch, tmp_path) -> SavedState:
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, [1, 3]), (2, [0, 1, 2, 3])])
-def test_rows_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expected):
+def test_samples_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expected):
     """What two ranks had written is this rank's own, and stays whole."""
-    batch = RolloutBatch.from_rows([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
+    batch = RolloutBatch.from_lists([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
     part = {
         "made_with": {},
         "cursor": {},
@@ -86,8 +86,8 @@ def test_rows_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expec
     monkeypatch.setattr(
         "parallel.checkpoint.resume.added", lambda path, name, say, check: ([part], world_size)
     )
-    state._resume_rows(Path())
-    assert state._resumed.batch.row_id.tolist() == expected and state._resumed.rows == len(expected)
+    state._resume_samples(Path())
+    assert state._resumed.batch.sample_id.tolist() == expected and state._resumed.table == len(expected)
 
 
 def test_only_the_first_attempt_begins_anew(state, monkeypatch):

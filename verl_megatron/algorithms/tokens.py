@@ -35,7 +35,7 @@ class PolicyTokens:
         """Return the target tokens of a micro-batch."""
         fields = micro.fields
         return cls(
-            micro.row,
+            micro.sample,
             fields.get("logprobs"),
             fields["advantages"],
             fields.get("ref_logprobs"),

@@ -105,7 +105,7 @@ def check_weights(folder: str, head: Head) -> list[str]:
         if head == "sequence" and SCORE[0] in absent:
             stem = FAMILIES[arch.model_type].stem
             raise ValueError(
-                f"{folder} has no {SCORE[0]}, so as a reward model it would give every row 0; "
+                f"{folder} has no {SCORE[0]}, so as a reward model it would give every sample 0; "
                 f"name the folder of a {stem}{HEADS[head]} with one label"
             )
         new = absent if head == "token" else []

@@ -28,7 +28,7 @@ from verl_megatron.rewards.pool import check_reward
 
 Schema = TypeVar("Schema")
 LEAST_TEMPERATURE = 0.01  # vLLM's smallest temperature above 0
-MOST_ROWS = 1_000_000  # samples per iteration: every rank has a table of all
+MOST_SAMPLES = 1_000_000  # samples per iteration: every rank has a table of all
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 
 
@@ -135,7 +135,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     problems += output_problems(config.run, {role: getattr(config, role).path for role in layouts})
     problems += _check_reward(config, world_size)
     problems += _check_rollout(config, arch, world_size)
-    problems += _check_rows(config, layouts)
+    problems += _check_samples(config, layouts)
     problems += _check_algorithm(config, needs_critic)
     return problems
 
@@ -151,7 +151,7 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     if layout is not None and data.rows_per_step < layout.dp:
         problems.append(
             f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of "
-            f"actor.layout={layout} without a row; raise it"
+            f"actor.layout={layout} without a sample; raise it"
         )
     if arch is not None and data.max_tokens > arch.max_positions:
         problems.append(
@@ -373,7 +373,7 @@ def _check_rollout(config: TrainerConfig, arch: Architecture | None, world_size:
     if tokens > arch.served_positions:
         problems.append(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
-            f"rollout.max_tokens={rollout.max_tokens} make rows of {tokens} tokens, "
+            f"rollout.max_tokens={rollout.max_tokens} make samples of {tokens} tokens, "
             f"more than the model's {arch.served_positions} positions; lower one of them"
         )
     return problems
@@ -410,7 +410,7 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
     if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
-            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} rows of {tokens} tokens do not fit this "
+            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} samples of {tokens} tokens do not fit this "
             f"host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
@@ -424,34 +424,34 @@ def shares_dtype(config: TrainerConfig) -> bool:
 def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) -> list[str]:
     """Check a run whose layouts are not chosen yet; values are in their intervals, `arch` is the actor's."""
     return (
-        _check_rows(config, {})
+        _check_samples(config, {})
         + _check_rollout(config, arch, world_size)
         + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
     )
 
 
-def _check_rows(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
+def _check_samples(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
     """Check that the samples of an iteration divide into mini-batches and data-parallel ranks."""
     data, algorithm = config.data, config.algorithm
-    rows, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.mini_batches
+    samples, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.mini_batches
     product = (
         f"data.prompts_per_iteration={data.prompts_per_iteration} x "
-        f"data.samples_per_prompt={data.samples_per_prompt} = {rows} rows"
+        f"data.samples_per_prompt={data.samples_per_prompt} = {samples} samples"
     )
-    if parts < 1 or rows < 1:
+    if parts < 1 or samples < 1:
         return []  # reported by their intervals
-    if rows > MOST_ROWS:
+    if samples > MOST_SAMPLES:
         return [
-            f"{shown(product)[1:-1]} are more than {MOST_ROWS:,}; lower one of them and raise run.iterations"
+            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; lower one of them and raise run.iterations"
         ]
-    if rows % parts:
-        return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {rows}"]
+    if samples % parts:
+        return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {samples}"]
     return [
-        f"{product} in {parts} mini-batches of {rows // parts} leave some of the {layout.dp} data-parallel "
-        f"ranks of {name}.layout={layout} without a row; "
-        f"use fewer mini-batches, more rows or a layout with less dp"
+        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} data-parallel "
+        f"ranks of {name}.layout={layout} without a sample; "
+        f"use fewer mini-batches, more samples or a layout with less dp"
         for name, layout in layouts.items()
-        if layout is not None and rows // parts < layout.dp
+        if layout is not None and samples // parts < layout.dp
     ]
 
 
@@ -460,7 +460,7 @@ def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
     least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
     if samples < least:
         problems.append(
-            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a row with no "
+            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with no "
             f"other; use at least {least}"
         )
     if algorithm.critic_warmup and not needs_critic:
@@ -510,7 +510,7 @@ def _check_importance(config: TrainerConfig) -> list[str]:
 def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
     """Describe the batch division of an iteration in one line; `config` must have passed `check_config`."""
     data, algorithm, engine = config.data, config.algorithm, config.engine
-    rows = data.prompts_per_iteration * data.samples_per_prompt
+    samples = data.prompts_per_iteration * data.samples_per_prompt
     roles = {"actor": config.actor} | (
         {"critic": config.critic} if ALGORITHMS[algorithm.name].needs_critic else {}
     )
@@ -520,15 +520,15 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
             model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers)
         )
         shares.append(
-            f"{name} {layout}: {_about(rows // algorithm.mini_batches, layout.dp)} of a mini-batch a "
+            f"{name} {layout}: {_about(samples // algorithm.mini_batches, layout.dp)} of a mini-batch a "
             "data-parallel rank"
         )
     steps = algorithm.epochs * algorithm.mini_batches
     return (
         f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
-        f"{_count(rows, 'row')}"
+        f"{_count(samples, 'sample')}"
         f" = {_count(algorithm.mini_batches, 'mini-batch', 'mini-batches')} of "
-        f"{rows // algorithm.mini_batches}; {'; '.join(shares)};"
+        f"{samples // algorithm.mini_batches}; {'; '.join(shares)};"
         f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; "
         f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
         f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of "
@@ -540,5 +540,7 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _about(rows: int, parts: int) -> str:
-    return _count(rows // parts, "row") if rows % parts == 0 else f"about {rows / parts:.1f} rows"
+def _about(samples: int, parts: int) -> str:
+    return (
+        _count(samples // parts, "sample") if samples % parts == 0 else f"about {samples / parts:.1f} samples"
+    )

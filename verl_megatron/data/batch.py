@@ -17,7 +17,9 @@ from torch import Tensor
 class RolloutBatch:
     """Samples with prompts, responses and scores. Fields that the algorithm does not need stay None."""
 
-    row_id: Tensor  # [B] int64, index of the sample in the iteration: 0, 1, ... over all ranks, without gaps
+    sample_id: (
+        Tensor  # [B] int64, index of the sample in the iteration: 0, 1, ... over all ranks, without gaps
+    )
     input_ids: Tensor  # [B, S] int64, prompts
     generated_ids: Tensor  # [B, T] int64, prompt and response
     attention_mask: Tensor  # [B, T] bool, prompt and response
@@ -36,7 +38,7 @@ class RolloutBatch:
     returns: Tensor | None = None  # [B, T] float32
 
     def __len__(self) -> int:
-        return len(self.row_id)
+        return len(self.sample_id)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are set, by name."""
@@ -53,7 +55,7 @@ class RolloutBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        """Join `parts` into one batch, ordered by `row_id` and padded to the widest.
+        """Join `parts` into one batch, ordered by `sample_id` and padded to the widest.
 
         `parts` has at least one batch, and all have the same fields set.
         """
@@ -70,12 +72,12 @@ class RolloutBatch:
             )
 
         batch = cls(**{name: joined([part.tensors()[name] for part in parts]) for name in parts[0].tensors()})
-        return batch.select(batch.row_id.argsort())
+        return batch.select(batch.sample_id.argsort())
 
     @classmethod
-    def from_rows(
+    def from_lists(
         cls,
-        row_ids: list[int],
+        sample_ids: list[int],
         prompts: list[list[int]],
         responses: list[list[int]],
         rollout_logprobs: list[list[float]] | None = None,
@@ -86,9 +88,9 @@ class RolloutBatch:
         """
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
         width, prompt_width = max(lengths, default=1), max(map(len, prompts), default=1)
-        ids = torch.zeros(len(row_ids), width, dtype=torch.int64)
-        prompt_ids = torch.zeros(len(row_ids), prompt_width, dtype=torch.int64)
-        logprobs = torch.zeros(len(row_ids), width)
+        ids = torch.zeros(len(sample_ids), width, dtype=torch.int64)
+        prompt_ids = torch.zeros(len(sample_ids), prompt_width, dtype=torch.int64)
+        logprobs = torch.zeros(len(sample_ids), width)
         for b, (prompt, response) in enumerate(zip(prompts, responses)):
             prompt_ids[b, : len(prompt)] = torch.tensor(prompt)
             ids[b, : lengths[b]] = torch.tensor(prompt + response)
@@ -100,7 +102,7 @@ class RolloutBatch:
             place_T >= torch.tensor(list(map(len, prompts)), dtype=torch.int64)[:, None]
         )
         return cls(
-            row_id=torch.tensor(row_ids, dtype=torch.int64),
+            sample_id=torch.tensor(sample_ids, dtype=torch.int64),
             input_ids=prompt_ids,
             generated_ids=ids,
             attention_mask=attention_mask,

@@ -1,7 +1,7 @@
 """Dispatch of samples from their owner ranks to the ranks of a role, and collection of the results.
 
-Letters: B samples owned by this rank, W samples that this rank works on, T positions of prompt and response,
-R samples of the iteration.
+Letters: B samples of the iteration, O samples owned by this rank, W samples that this rank works on, T positions
+of prompt and response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.layout import Layout
-from parallel.redistribute import exchange_rows
+from parallel.redistribute import exchange_samples
 from verl_megatron.data.batch import RolloutBatch
 
 
@@ -46,67 +46,71 @@ class DataCollector:
         self._answers = rank in [layout.rank_of(pp=last, dp=dp) for dp in range(layout.dp)]
 
     def to_role(
-        self, batch: RolloutBatch, dp_of_row: Tensor, fields: Sequence[str] | None = None
+        self, batch: RolloutBatch, dp_of_sample: Tensor, fields: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
         """Dispatch samples to their data-parallel ranks.
 
         Args:
             batch: the samples owned by this rank, possibly none; the same fields are set on every rank.
-            dp_of_row: [R] int64, data-parallel index that works on each sample, the same on every rank.
+            dp_of_sample: [B] int64, data-parallel index that works on each sample, the same on every rank.
             fields: names of the fields to send; those that are not set are skipped. None: all.
 
         Returns:
-            The fields, with "row_id", of the samples of this rank's data-parallel index, sorted by "row_id".
+            The fields, with "sample_id", of the samples of this rank's data-parallel index, in that order.
         """
-        destinations = [self._workers[dp] for dp in dp_of_row[batch.row_id.cpu()].tolist()]
+        destinations = [self._workers[dp] for dp in dp_of_sample[batch.sample_id.cpu()].tolist()]
         sent = {
             name: value
             for name, value in batch.tensors().items()
-            if fields is None or name == "row_id" or name in fields
+            if fields is None or name == "sample_id" or name in fields
         }
-        received = exchange_rows(sent, destinations, self.group, device=self.device)
-        order = received["row_id"].argsort()
-        return {name: value[order].to(batch.row_id.device) for name, value in received.items()}
+        received = exchange_samples(sent, destinations, self.group, device=self.device)
+        order = received["sample_id"].argsort()
+        return {name: value[order].to(batch.sample_id.device) for name, value in received.items()}
 
-    def to_home(
+    def to_owner(
         self,
         names: Sequence[str],
         values: Mapping[str, Tensor] | None,
-        row_id: Tensor,
-        home_of_row: Tensor,
+        sample_id: Tensor,
+        owner_of_sample: Tensor,
         batch: RolloutBatch,
     ) -> dict[str, Tensor]:
         """Send per-token results back to the owner ranks of the samples, all in one exchange.
 
         Args:
             names: of the results, the same on every rank.
-            values: by name, [W, T'] results in the order of `row_id`. Read only on the first rank (tp 0, cp
+            values: by name, [W, T'] results in the order of `sample_id`. Read only on the first rank (tp 0, cp
                 0) of the last pipeline stage of each data-parallel index; elsewhere it may be None.
-            row_id: [W] int64, the samples that this rank works on.
-            home_of_row: [R] int64, owner rank of each sample.
+            sample_id: [W] int64, the samples that this rank works on.
+            owner_of_sample: [B] int64, owner rank of each sample.
             batch: the samples owned by this rank.
 
         Returns:
-            By name, [B, T] float32 aligned with the samples of `batch`, 0 after the end of a sample.
+            By name, [O, T] float32 aligned with the samples of `batch`, 0 after the end of a sample.
         """
         if self._answers:
-            assert values is not None and all(len(values[name]) == len(row_id) for name in names), (
-                "the last stage has a result for each row that works there"
+            assert values is not None and all(len(values[name]) == len(sample_id) for name in names), (
+                "the last stage has a result for each sample that it works on"
             )
-            sent = {"row_id": row_id} | {name: values[name].float() for name in names}
+            sent = {"sample_id": sample_id} | {name: values[name].float() for name in names}
         else:
-            sent = {"row_id": row_id.new_zeros(0)} | {
-                name: torch.zeros(0, 0, device=row_id.device) for name in names
+            sent = {"sample_id": sample_id.new_zeros(0)} | {
+                name: torch.zeros(0, 0, device=sample_id.device) for name in names
             }
-        destinations = [[home] for home in home_of_row[sent["row_id"].cpu()].tolist()]
-        received = exchange_rows(sent, destinations, self.group, device=self.device)
-        order, place = received["row_id"].argsort(), batch.row_id.argsort()
-        found = received["row_id"][order].to(batch.row_id.device)
-        assert torch.equal(found, batch.row_id[place]), "each row at home gets its results once"
-        home = {name: torch.zeros(batch.generated_ids.shape, device=batch.row_id.device) for name in names}
+        destinations = [[owner] for owner in owner_of_sample[sent["sample_id"].cpu()].tolist()]
+        received = exchange_samples(sent, destinations, self.group, device=self.device)
+        order, place = received["sample_id"].argsort(), batch.sample_id.argsort()
+        found = received["sample_id"][order].to(batch.sample_id.device)
+        assert torch.equal(found, batch.sample_id[place]), "each owned sample gets its results once"
+        returned = {
+            name: torch.zeros(batch.generated_ids.shape, device=batch.sample_id.device) for name in names
+        }
         for name in names:
-            home[name][place] = pad_to(received[name][order], home[name].size(1)).to(batch.row_id.device)
-        return home
+            returned[name][place] = pad_to(received[name][order], returned[name].size(1)).to(
+                batch.sample_id.device
+            )
+        return returned
 
 
 def trim(fields: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:

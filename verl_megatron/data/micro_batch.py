@@ -32,9 +32,9 @@ class MicroBatch:
     cu_seqlens: Tensor  # [len(lengths) + 1] int32
     index: Tensor  # [N] int64, packed positions whose hidden states predict the target tokens
     labels: Tensor  # [N] int64, the target tokens
-    row: Tensor  # [N] int64, sample of the batch
-    column: Tensor  # [N] int64, position t in the sample
-    # [N] each: the batch's per-token fields at (row, column)
+    sample: Tensor  # [N] int64, index of the sample in the batch
+    offset: Tensor  # [N] int64, position t in the sample
+    # [N] each: the batch's per-token fields at (sample, offset)
     fields: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
@@ -45,14 +45,14 @@ class MicroBatch:
             self.cu_seqlens,
             self.index,
             self.labels,
-            self.row,
-            self.column,
+            self.sample,
+            self.offset,
             *self.fields.values(),
         ]
 
     def holding(self, tensors: list[Tensor]) -> "MicroBatch":
         """Return a copy with `tensors` in place of `tensors()`."""
-        tokens, positions, cu_seqlens, index, labels, row, column, *fields = tensors
+        tokens, positions, cu_seqlens, index, labels, sample, offset, *fields = tensors
         return MicroBatch(
             tokens,
             positions,
@@ -60,8 +60,8 @@ class MicroBatch:
             cu_seqlens,
             index,
             labels,
-            row,
-            column,
+            sample,
+            offset,
             dict(zip(self.fields, fields)),
         )
 
@@ -74,7 +74,7 @@ def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
 
 def pack(
     batch: RolloutBatch,
-    rows: list[int],
+    samples: list[int],
     *,
     fields: tuple[str, ...] = (),
     last_token: bool = False,
@@ -82,59 +82,61 @@ def pack(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> MicroBatch:
-    """Pack the samples `rows` of a batch (on the CPU).
+    """Pack the samples with indices `samples` of a batch (on the CPU).
 
     Args:
         fields: per-token fields of the batch to gather at the target tokens.
         last_token: use one target per sample, its last token (reward model), instead of every response token.
         multiple_of: pad the packed tokens of this rank to a multiple of it (sequence parallelism, fp8).
     """
-    take = torch.tensor(rows, dtype=torch.int64)
+    take = torch.tensor(samples, dtype=torch.int64)
     # A rank without samples still runs its part of the pipeline, and the padding sequence indexes one sample.
     if len(batch) == 0:
-        batch = RolloutBatch.from_rows([0], [[0]], [[]])
-    lengths_R = batch.attention_mask[take].sum(1)
-    used_R = lengths_R if last_token else lengths_R - 1
+        batch = RolloutBatch.from_lists([0], [[0]], [[]])
+    lengths_B = batch.attention_mask[take].sum(1)
+    used_B = lengths_B if last_token else lengths_B - 1
     unit = 2 * cp if cp > 1 else 1
-    whole_R = (used_R + unit - 1) // unit * unit  # with padding
-    total = int(whole_R.sum())
+    whole_B = (used_B + unit - 1) // unit * unit  # with padding
+    total = int(whole_B.sum())
     filler = -total % (unit * multiple_of) or (unit * multiple_of if total == 0 else 0)
-    whole = whole_R.tolist() + ([filler] if filler else [])
+    whole = whole_B.tolist() + ([filler] if filler else [])
 
-    whole_R = torch.tensor(whole)
-    start_R = whole_R.cumsum(0) - whole_R
+    whole_B = torch.tensor(whole)
+    start_B = whole_B.cumsum(0) - whole_B
     # Q: packed tokens before the context-parallel split
-    sequence_Q = torch.repeat_interleave(torch.arange(len(whole)), whole_R)
-    position_Q = torch.arange(int(whole_R.sum())) - start_R[sequence_Q]
-    row_Q = torch.cat([take, take.new_zeros(len(whole) - len(rows))])[sequence_Q]
-    used_Q = torch.cat([used_R, used_R.new_zeros(len(whole) - len(rows))])[sequence_Q]
+    sequence_Q = torch.repeat_interleave(torch.arange(len(whole)), whole_B)
+    position_Q = torch.arange(int(whole_B.sum())) - start_B[sequence_Q]
+    sample_Q = torch.cat([take, take.new_zeros(len(whole) - len(samples))])[sequence_Q]
+    used_Q = torch.cat([used_B, used_B.new_zeros(len(whole) - len(samples))])[sequence_Q]
     real_Q = position_Q < used_Q
     tokens_Q = torch.where(
-        real_Q, batch.generated_ids[row_Q, position_Q.clamp(max=batch.generated_ids.size(1) - 1)], 0
+        real_Q, batch.generated_ids[sample_Q, position_Q.clamp(max=batch.generated_ids.size(1) - 1)], 0
     )
     if last_token:
-        asked_Q, column_Q = position_Q == used_Q - 1, position_Q
+        asked_Q, offset_Q = position_Q == used_Q - 1, position_Q
     else:
-        column_Q = torch.where(real_Q, position_Q + 1, 0)
-        asked_Q = real_Q & batch.response_mask[row_Q, column_Q].bool()
+        offset_Q = torch.where(real_Q, position_Q + 1, 0)
+        asked_Q = real_Q & batch.response_mask[sample_Q, offset_Q].bool()
 
     mine = (
-        _context_parallel_part(position_Q, whole_R[sequence_Q], cp, cp_rank)
+        _context_parallel_part(position_Q, whole_B[sequence_Q], cp, cp_rank)
         if cp > 1
         else torch.arange(len(position_Q))
     )
     index = asked_Q[mine].nonzero().squeeze(1)
-    row, column = row_Q[mine][index], column_Q[mine][index]
+    sample, offset = sample_Q[mine][index], offset_Q[mine][index]
     return MicroBatch(
         tokens=tokens_Q[mine].unsqueeze(0),
         positions=position_Q[mine].unsqueeze(0),
         lengths=whole,
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), whole_R.cumsum(0)]).int(),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), whole_B.cumsum(0)]).int(),
         index=index,
-        labels=batch.generated_ids[row, column],
-        row=row,
-        column=column,
-        fields={name: value[row, column] for name in fields if (value := getattr(batch, name)) is not None},
+        labels=batch.generated_ids[sample, offset],
+        sample=sample,
+        offset=offset,
+        fields={
+            name: value[sample, offset] for name in fields if (value := getattr(batch, name)) is not None
+        },
     )
 
 

@@ -19,14 +19,14 @@ def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     """
     if bins < 1:
         raise ValueError(f"bins={bins} must be at least 1")
-    rows_of: list[list[int]] = [[] for _ in range(bins)]
+    samples_of: list[list[int]] = [[] for _ in range(bins)]
     # Tokens of each bin; every sample counts one more, so that samples of 0 tokens are spread too.
     heap = [(0, place) for place in range(bins)]
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+    for sample in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
         tokens, place = heap[0]
-        rows_of[place].append(row)
-        heapq.heapreplace(heap, (tokens + lengths[row] + 1, place))
-    return sorted((sorted(rows) for rows in rows_of), key=lambda rows: (not rows, rows))
+        samples_of[place].append(sample)
+        heapq.heapreplace(heap, (tokens + lengths[sample] + 1, place))
+    return sorted((sorted(samples) for samples in samples_of), key=lambda samples: (not samples, samples))
 
 
 def micro_batches(
@@ -46,13 +46,13 @@ def micro_batches(
             f"tokens_per_micro_batch={tokens_per_micro_batch} and multiple_of={multiple_of}"
             " must be at least 1"
         )
-    rows_of: list[list[int]] = []
+    samples_of: list[list[int]] = []
     room_of: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        place = next((i for i, room in enumerate(room_of) if room >= lengths[row]), len(rows_of))
-        if place == len(rows_of):
-            rows_of.append([])
+    for sample in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        place = next((i for i, room in enumerate(room_of) if room >= lengths[sample]), len(samples_of))
+        if place == len(samples_of):
+            samples_of.append([])
             room_of.append(tokens_per_micro_batch)
-        rows_of[place].append(row)
-        room_of[place] -= lengths[row]
-    return [sorted(rows) for rows in rows_of] + [[] for _ in range(-len(rows_of) % multiple_of)]
+        samples_of[place].append(sample)
+        room_of[place] -= lengths[sample]
+    return [sorted(samples) for samples in samples_of] + [[] for _ in range(-len(samples_of) % multiple_of)]

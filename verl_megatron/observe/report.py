@@ -81,7 +81,7 @@ def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
 
 def draw_reward(axis: "Axes", rows: Rows) -> None:
     """Plot the mean reward, and the validation accuracy if it was measured."""
-    axis.set(title="Reward", ylabel="mean reward of a row")
+    axis.set(title="Reward", ylabel="mean reward of a sample")
     plot(axis, series(rows, "reward/mean"), color=BLUE, label="training reward")
     steps, accuracy = series(rows, "validation/accuracy")
     if steps:
@@ -94,17 +94,17 @@ def draw_kl(axis: "Axes", rows: Rows) -> None:
     axis.set(title="KL divergence", ylabel="nats")
     to_reference, to_old = series(rows, "kl/ref"), series(rows, "policy/approx_kl")
     if to_reference[0] and to_old[0]:
-        lines = plot(axis, to_reference, color=BLUE, label="from the reference, per row (left)")
+        lines = plot(axis, to_reference, color=BLUE, label="from the reference, per sample (left)")
         right = axis.twinx()
         lines += plot(right, to_old, color=GREEN, label="of the update, per token (right)")
         right.set_ylabel("nats per token", color=GREEN)
         right.tick_params(axis="y", labelcolor=GREEN)
-        axis.set_ylabel("nats per row", color=BLUE)
+        axis.set_ylabel("nats per sample", color=BLUE)
         axis.tick_params(axis="y", labelcolor=BLUE)
         headroom(axis, right)
         right.legend(lines, [line.get_label() for line in lines], loc="upper left")
     elif to_reference[0]:
-        axis.set(title="KL divergence from the reference", ylabel="nats per row")
+        axis.set(title="KL divergence from the reference", ylabel="nats per sample")
         plot(axis, to_reference, color=BLUE)
     else:
         axis.set(title="KL divergence of the update", ylabel="nats per token")

@@ -12,7 +12,7 @@ from verl_megatron.planner.search import search
 from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.serving import kv_bytes_per_token
 from verl_megatron.planner.supervised import check_supervised_fits, supervised_report
-from verl_megatron.planner.text import comparison_lines, report, rows_together, search_text
+from verl_megatron.planner.text import comparison_lines, report, samples_together, search_text
 
 __all__ = [
     "MACHINES",
@@ -28,7 +28,7 @@ __all__ = [
     "plan_memory",
     "plan_seconds",
     "report",
-    "rows_together",
+    "samples_together",
     "search",
     "search_text",
     "supervised_report",

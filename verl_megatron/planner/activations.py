@@ -45,8 +45,8 @@ def micro_batches_in_flight(role: PlannedRole, stage: int, count: int) -> float:
 
 def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
     """Peak activation bytes on a rank of `stage` during an update."""
-    count, rows = case.micro_batches(role)
-    tokens, width = rows * case.packed_tokens / role.layout.cp, case.element_bytes
+    count, samples = case.micro_batches(role)
+    tokens, width = samples * case.packed_tokens / role.layout.cp, case.element_bytes
     layer = tokens * layer_elements(role) * width
     kept = (
         tokens * role.arch.hidden_size * width / _outer_split(role)
@@ -92,8 +92,8 @@ def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> 
     """
     if stage != role.layout.pp - 1 or role.head != "lm":
         return 0.0
-    rows, vocabulary = case.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp
-    packed, asked = (rows * count / role.layout.cp for count in (case.packed_tokens, case.response_tokens))
+    samples, vocabulary = case.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp
+    packed, asked = (samples * count / role.layout.cp for count in (case.packed_tokens, case.response_tokens))
     hidden = (packed + asked) * role.arch.hidden_size * case.element_bytes
     logits = case.element_bytes * ceil(asked) * vocabulary
     chunk = min(CHUNK_BYTES, logits)

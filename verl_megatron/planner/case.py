@@ -167,7 +167,7 @@ class Case:
         )
 
     @property
-    def rows(self) -> int:
+    def samples(self) -> int:
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
 
     @property
@@ -194,18 +194,18 @@ class Case:
         dtype = self.config.rollout.dtype
         return self.element_bytes if dtype == "auto" else ELEMENT_BYTES[dtype]
 
-    def rows_of_rank(self, role: PlannedRole) -> int:
+    def samples_of_rank(self, role: PlannedRole) -> int:
         """Samples of a mini-batch on the data-parallel rank with the most."""
-        return ceil(self.rows / self.config.algorithm.mini_batches / role.layout.dp)
+        return ceil(self.samples / self.config.algorithm.mini_batches / role.layout.dp)
 
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
         """Return a data-parallel rank's micro-batches per mini-batch, and the samples of a full one.
 
         Follows verl_megatron/data/packing.py.
         """
-        layout, row, rows = role.layout, self.packed_tokens + 1, self.rows_of_rank(role)
-        together = min(rows, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // row))
-        count = ceil(rows / together)
+        layout, sample, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
+        together = min(samples, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // sample))
+        count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 
 

@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from verl_megatron.planner.case import Case, attention_channels, part_elements, served_elements
 from verl_megatron.planner.machine import Machine
-from verl_megatron.planner.serving import kv_bytes_per_token, rows_cached
+from verl_megatron.planner.serving import kv_bytes_per_token, samples_cached
 from verl_megatron.planner.training import group_rate, slowdown
 
 
@@ -18,10 +18,10 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
 
     Each sample takes `response_tokens` steps.
     """
-    rows, at_once = ceil(case.rows / case.replicas), rows_at_once(case, kv_cache_bytes)
+    samples, at_once = ceil(case.samples / case.replicas), samples_at_once(case, kv_cache_bytes)
     if at_once < 1:
         return float("inf")
-    full, rest = divmod(rows, at_once)
+    full, rest = divmod(samples, at_once)
     waves = full * _wave_seconds(case, machine, at_once) + (
         _wave_seconds(case, machine, rest) if rest else 0.0
     )
@@ -30,31 +30,31 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
     return prompts * case.prompt_tokens * _prompt_token_seconds(case, machine) + waves
 
 
-def rows_at_once(case: Case, kv_cache_bytes: float) -> int:
+def samples_at_once(case: Case, kv_cache_bytes: float) -> int:
     """Samples that a replica decodes concurrently.
 
     The limits are vLLM's settings, its cache and the queue (rollout/dispatch.py).
     """
-    most = min(ceil(case.rows / case.replicas), case.config.rollout.max_num_seqs)
+    most = min(ceil(case.samples / case.replicas), case.config.rollout.max_num_seqs)
     return (
         most
         if kv_cache_bytes == inf
-        else max(0, min(most, rows_cached(case, kv_cache_bytes / kv_bytes_per_token(case))))
+        else max(0, min(most, samples_cached(case, kv_cache_bytes / kv_bytes_per_token(case))))
     )
 
 
-def _wave_seconds(case: Case, machine: Machine, rows: int) -> float:
-    """Seconds of `rows` concurrent samples from their first to their last token."""
+def _wave_seconds(case: Case, machine: Machine, samples: int) -> float:
+    """Seconds of `samples` concurrent samples from their first to their last token."""
     arch, tp = case.actor.arch, case.config.rollout.tp
     parts = served_elements(arch, tp)
     read = arch.num_layers * parts.layer + (parts.embedding if arch.tied else parts.output)
-    cached = rows * (case.prompt_tokens + case.response_tokens / 2) * kv_bytes_per_token(case)
-    products = 2 * rows * read / machine.layer_flops * slowdown(case.rollout_element_bytes)
+    cached = samples * (case.prompt_tokens + case.response_tokens / 2) * kv_bytes_per_token(case)
+    products = 2 * samples * read / machine.layer_flops * slowdown(case.rollout_element_bytes)
     weights = max(read * case.rollout_element_bytes / machine.copy_rate, products)
     computed = weights + cached / machine.copy_rate + 2 * arch.num_layers * machine.decode_reduce_s * (tp > 1)
     if case.config.rollout.enforce_eager:  # without CUDA graphs
         computed = max(computed, arch.num_layers * machine.decode_launch_s)
-    return case.response_tokens * (computed + machine.decode_step_s + rows * machine.decode_row_s)
+    return case.response_tokens * (computed + machine.decode_step_s + samples * machine.decode_row_s)
 
 
 def _prompt_token_seconds(case: Case, machine: Machine) -> float:

@@ -280,7 +280,9 @@ class Problem:
 
     def __str__(self) -> str:
         remedy = (
-            " for a row; raise rollout.gpu_memory_utilization or rollout.tp" if self.cause == KV_CACHE else ""
+            " for a sample; raise rollout.gpu_memory_utilization or rollout.tp"
+            if self.cause == KV_CACHE
+            else ""
         )
         return (
             f"{self.cause}: {self.needed_bytes / GIB:,.1f} GiB needed,"
@@ -302,9 +304,9 @@ def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: flo
         for cause, needed in needs.items()
         if needed > room
     ]
-    row = kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
-    if memory.kv_cache_bytes < row:
-        found.append(Problem(KV_CACHE, row, max(0.0, memory.kv_cache_bytes)))
+    sample = kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
+    if memory.kv_cache_bytes < sample:
+        found.append(Problem(KV_CACHE, sample, max(0.0, memory.kv_cache_bytes)))
     if memory.host_bytes > host_room:
         found.append(Problem("host memory", memory.host_bytes, min(host_room, machine.host_bytes)))
     return found

@@ -71,6 +71,6 @@ def _refusal(
     remedy = (
         "use the settings of one of these lines:\n" + "\n".join(f"    {line}" for line in lines)
         if lines
-        else "use more GPUs, shorter rows or smaller models"
+        else "use more GPUs, shorter samples or smaller models"
     )
     return f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {reasons}; {remedy}"

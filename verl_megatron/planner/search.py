@@ -17,14 +17,14 @@ from verl_megatron.algorithms import get_algorithm
 from verl_megatron.checks.settings import shares_dtype
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
-from verl_megatron.planner.decoding import rows_at_once
+from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
 from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
-LONG_ROW = 8192  # tokens of a sample from which context parallelism is tried
+LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
 MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # simplest first
 REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 # Memory given to vLLM beyond its samples: partially filled blocks, and what its own profiling run reserves.
@@ -182,7 +182,7 @@ class _Maker:
             | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]}
         )
         if any(
-            role.layout.dp > case.rows // case.config.algorithm.mini_batches
+            role.layout.dp > case.samples // case.config.algorithm.mini_batches
             for role in case.roles
             if role.learns
         ):
@@ -238,7 +238,7 @@ class _Maker:
         )  # phases with vLLM's weights and cache on the GPU
         room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
-        cached = cached_tokens(case, rows_at_once(case, inf)) * kv_bytes_per_token(case)
+        cached = cached_tokens(case, samples_at_once(case, inf)) * kv_bytes_per_token(case)
         wanted = (
             ceil(
                 100
@@ -290,7 +290,7 @@ def _layouts(
     if get_algorithm(base.algorithm.name).needs_critic:
         models["critic"] = base.critic.path or base.actor.path
     layers = {name: read(path).num_layers for name, path in models.items()}
-    is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_ROW
+    is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_SAMPLE
     stages = [pp for pp in range(1, min(world, *layers.values()) + 1) if world % pp == 0]
     for tp, pp, cp in product(_tensor_sizes(ranks_per_host), stages, CPS if is_long else (1,)):
         if world % (tp * pp * cp):
@@ -324,9 +324,9 @@ def _savers(base: TrainerConfig) -> Iterator[Settings]:
 
     These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
     """
-    tokens, row = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
+    tokens, sample = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
     for parts in (1, 2, 4):
-        if parts == 1 or tokens // parts >= row:
+        if parts == 1 or tokens // parts >= sample:
             yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": tokens // parts}
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 

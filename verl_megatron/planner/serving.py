@@ -46,15 +46,18 @@ def vllm_working_bytes(case: Case, machine: Machine) -> float:
     return step + 3 * 4 * config.max_num_seqs * arch.vocab_size
 
 
-def cached_tokens(case: Case, rows: int) -> int:
-    """Tokens of `rows` whole samples of a replica in vLLM's KV cache.
+def cached_tokens(case: Case, samples: int) -> int:
+    """Tokens of `samples` whole samples of a replica in vLLM's KV cache.
 
     Samples of one prompt are consecutive and share the prompt's keys and values.
     """
-    return ceil(rows / case.config.data.samples_per_prompt) * case.prompt_tokens + rows * case.response_tokens
+    return (
+        ceil(samples / case.config.data.samples_per_prompt) * case.prompt_tokens
+        + samples * case.response_tokens
+    )
 
 
-def rows_cached(case: Case, tokens: float) -> int:
+def samples_cached(case: Case, tokens: float) -> int:
     """Maximum number of samples whose tokens all fit the cache."""
     samples = case.config.data.samples_per_prompt
     prompts, left = divmod(tokens, case.prompt_tokens + samples * case.response_tokens)

@@ -60,7 +60,7 @@ def supervised_report(
             f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB"
             f" of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
             f"seconds predicted: {step_seconds(case, machine, case.actor):.1f}"
-            f" a step of rows of {config.data.max_tokens} tokens",
+            f" a step of samples of {config.data.max_tokens} tokens",
             f"{DOES_NOT_FIT}\n  {problem}; {REMEDY}"
             if problem
             else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",

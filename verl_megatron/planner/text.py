@@ -6,7 +6,7 @@ from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner.case import Case
 from verl_megatron.planner.comparison import Compared
-from verl_megatron.planner.decoding import rows_at_once
+from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
 from verl_megatron.planner.search import MARGIN, Candidate, Search, search, spelled
@@ -45,7 +45,7 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
         lines += (
             ["These settings do, best first:", *(f"  {line}" for line in others)]
             if others
-            else ["No layout does: use more GPUs, shorter rows or smaller models."]
+            else ["No layout does: use more GPUs, shorter samples or smaller models."]
         )
     else:
         spare = machine.gpu_bytes - memory.peak_bytes
@@ -68,10 +68,10 @@ def headline(case: Case, machine: Machine) -> str:
     """Summarize the planned run in one line."""
     roles = ", ".join(f"{role.name} {role.layout}" for role in case.roles)
     rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
-    rows = f"{case.rows} rows of {case.prompt_tokens} + {case.response_tokens} tokens"
+    samples = f"{case.samples} samples of {case.prompt_tokens} + {case.response_tokens} tokens"
     return (
         f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout};"
-        f" {rows} in {case.config.algorithm.mini_batches} mini-batches"
+        f" {samples} in {case.config.algorithm.mini_batches} mini-batches"
     )
 
 
@@ -106,25 +106,25 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
     """Format an iteration's phases, its rollout throughput and its MFU."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
-    generated = case.rows * case.response_tokens / time.seconds["rollout"]
+    generated = case.samples * case.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
-        f"rollout: {generated:,.0f} tokens/s, {rows_together(case, memory.kv_cache_bytes)};"
+        f"rollout: {generated:,.0f} tokens/s, {samples_together(case, memory.kv_cache_bytes)};"
         f" MFU {time.mfu():.1%} ({mfu})",
     ]
 
 
-def rows_together(case: Case, kv_cache_bytes: float) -> str:
+def samples_together(case: Case, kv_cache_bytes: float) -> str:
     """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
-    rows, at_once = ceil(case.rows / case.replicas), rows_at_once(case, kv_cache_bytes)
-    text = f"{at_once} of a replica's {rows} rows at once"
-    if at_once < min(rows, case.config.rollout.max_num_seqs):
+    samples, at_once = ceil(case.samples / case.replicas), samples_at_once(case, kv_cache_bytes)
+    text = f"{at_once} of a replica's {samples} samples at once"
+    if at_once < min(samples, case.config.rollout.max_num_seqs):
         return (
             f"{text} (the KV cache holds no more:"
             " rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
         )
-    return text if at_once == rows else f"{text} (rollout.max_num_seqs)"
+    return text if at_once == samples else f"{text} (rollout.max_num_seqs)"
 
 
 def search_text(result: Search, *, best: int, machine: Machine) -> str:
@@ -183,7 +183,7 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
     lines += (
         ["", "recipe lines:", *recipe_lines(result)]
         if shown
-        else ["", "nothing fits: use more GPUs, shorter rows or smaller models"]
+        else ["", "nothing fits: use more GPUs, shorter samples or smaller models"]
     )
     return "\n".join(lines)
 

@@ -40,7 +40,7 @@ def slowdown(element_bytes: int) -> float:
 
 def forward_flops(case: Case, role: PlannedRole) -> float:
     """FLOPs of one pass over all samples of an iteration."""
-    packed, asked = case.rows * case.packed_tokens, case.rows * case.response_tokens
+    packed, asked = case.samples * case.packed_tokens, case.samples * case.response_tokens
     return (
         role.arch.num_layers * packed * sum(layer_flops(case, role))
         + (role.head == "lm") * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
@@ -88,8 +88,11 @@ def pipeline_seconds(role: PlannedRole, count: int, stages: list[float]) -> floa
 def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
     """Seconds of an average micro-batch on each pipeline stage."""
     count = case.micro_batches(role)[0]
-    rows = case.rows_of_rank(role) / count
-    tokens, asked = rows * case.packed_tokens / role.layout.cp, rows * case.response_tokens / role.layout.cp
+    samples = case.samples_of_rank(role) / count
+    tokens, asked = (
+        samples * case.packed_tokens / role.layout.cp,
+        samples * case.response_tokens / role.layout.cp,
+    )
     layer = _layer_pass(case, machine, role, tokens)
     sent = _pipeline_exchange(case, machine, role, tokens)
     stages = []

@@ -57,13 +57,13 @@ class Failure:
 
     kind: str
     error: str
-    row_id: int
+    sample_id: int
     prompt: str
     response: str
 
     def __str__(self) -> str:
         example = f"\n  prompt: {shown(self.prompt)}\n  response: {shown(self.response)}"
-        return f"reward {self.kind} on row {self.row_id}: {self.error}{example}"
+        return f"reward {self.kind} on sample {self.sample_id}: {self.error}{example}"
 
 
 def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
@@ -134,16 +134,21 @@ class RewardPool:
         return self.total_ms / max(self.calls, 1)
 
     def submit(
-        self, row_id: int, prompt: str, response: str, ground_truth: Any, extra: dict[str, Any] | None = None
+        self,
+        sample_id: int,
+        prompt: str,
+        response: str,
+        ground_truth: Any,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         """Queue a sample for the workers and return immediately."""
-        assert row_id not in self._pending, f"row {row_id} was submitted twice"
+        assert sample_id not in self._pending, f"sample {sample_id} was submitted twice"
         future: Future = Future()
-        self._pending[row_id] = (prompt, response, future)
+        self._pending[sample_id] = (prompt, response, future)
         self._tasks.put(((prompt, response, ground_truth, extra or {}), future))
 
     def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
-        """Return rewards by row_id of the samples submitted since the last call.
+        """Return rewards by sample_id of the samples submitted since the last call.
 
         Calls `progress` after each of them.
         """
@@ -151,18 +156,18 @@ class RewardPool:
         self.failures, self.total_ms, self.calls = Counter(), 0.0, len(pending)
         self.first_failure, self.metric_names = None, set()
         rewards = {}
-        for row_id, row in pending.items():
-            rewards[row_id] = self._collect(row_id, *row)
+        for sample_id, call in pending.items():
+            rewards[sample_id] = self._collect(sample_id, *call)
             progress()
         return rewards
 
-    def _collect(self, row_id: int, prompt: str, response: str, future: Future) -> Reward:
+    def _collect(self, sample_id: int, prompt: str, response: str, future: Future) -> Reward:
         score, metrics, kind, text, elapsed_ms = future.result()
         self.total_ms += elapsed_ms
         if kind is None:
             self.metric_names |= metrics.keys()
             return Reward(score=score, metrics=metrics)
-        failure = Failure(kind=kind, error=text, row_id=row_id, prompt=prompt, response=response)
+        failure = Failure(kind=kind, error=text, sample_id=sample_id, prompt=prompt, response=response)
         self.failures[kind] += 1
         self.examples.setdefault(kind, failure)
         self.first_failure = self.first_failure or failure
@@ -175,12 +180,12 @@ class RewardPool:
         """
         setting = f"reward.function={shown(self.spec)}"
         if 0 < calls == failed and self.first_failure is not None:
-            problem = f"{setting} failed on all {calls} rows, so nothing can be learnt from them"
+            problem = f"{setting} failed on all {calls} samples, so nothing can be learnt from them"
             return f"{problem}; {REMEDIES[self.first_failure.kind]}; {self.first_failure}"
         if len(self.metric_names) > MAX_METRICS:
             few = ", ".join(shown(name) for name in sorted(self.metric_names)[:3])
             problem = f"{setting} reports metrics of {len(self.metric_names)} names ({few}, ...)"
-            return f"{problem}; use at most {MAX_METRICS} names, the same for all rows"
+            return f"{problem}; use at most {MAX_METRICS} names, the same for all samples"
         return ""
 
     def close(self) -> None:
@@ -217,8 +222,8 @@ class _Slot(Thread):
         except Exception as error:
             self._first.put(error)
         while (task := self._tasks.get()) is not None:
-            row, future = task
-            future.set_result(self._call(row))
+            call, future = task
+            future.set_result(self._call(call))
         self._end_worker()
 
     def finish(self) -> None:
@@ -229,13 +234,13 @@ class _Slot(Thread):
                 worker.stop()  # makes a call in progress fail
             self.join(0.1)
 
-    def _call(self, row: tuple) -> list:
+    def _call(self, call: tuple) -> list:
         """Return score, metrics, kind of failure, its text, and ms."""
         started = time.perf_counter()
         for repeated in (False, True):
             try:
                 self._ensure_worker()
-                score, metrics, kind, text, elapsed_ms = self._worker.ask(pickle.dumps(row), self._timeout_s)
+                score, metrics, kind, text, elapsed_ms = self._worker.ask(pickle.dumps(call), self._timeout_s)
                 return [float(score), metrics, kind, text, elapsed_ms]
             except TimeoutError:
                 self._end_worker()

@@ -57,11 +57,11 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     os._exit(0)
 
 
-def _timed(function: RewardFunction, row: tuple) -> list:
+def _timed(function: RewardFunction, call: tuple) -> list:
     """Return an Answer and the call's ms."""
     started = time.perf_counter()
     try:
-        answer = _read(function(*row))
+        answer = _read(function(*call))
     except BaseException as error:  # SystemExit as well: user code must not end the run
         answer = 0.0, {}, EXCEPTION, described(error)
     with contextlib.suppress(BaseException):

@@ -229,8 +229,10 @@ class Engine:
 
         def on_last_stage(_: Engine, outputs: Outputs, micro: MicroBatch):
             loss_N, metrics = loss(outputs, micro)
-            if scale.weight_R is not None:
-                loss_N = scale.weight_R.to(loss_N.device)[batch.row_id.to(loss_N.device)[micro.row]] * loss_N
+            if scale.weight_B is not None:
+                loss_N = (
+                    scale.weight_B.to(loss_N.device)[batch.sample_id.to(loss_N.device)[micro.sample]] * loss_N
+                )
             total = loss_N.sum()
             return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
@@ -463,7 +465,7 @@ def _filled(
     filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
     for micro, outputs in answers:
         for name in names:
-            filled[name][micro.row, micro.column] = outputs[name]
+            filled[name][micro.sample, micro.offset] = outputs[name]
     if engine.layout.cp > 1:
         for value in filled.values():
             dist.all_reduce(value, group=engine.groups.cp)

@@ -15,7 +15,7 @@ from verl_megatron.algorithms.normalizers import Normalizer
 from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
-from verl_megatron.data.rows import RowTable
+from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.models.build import Head
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.engine import Engine, Loss, infer_models
@@ -28,7 +28,7 @@ class DispatchedBatch:
     """Samples of this rank's data-parallel index and their micro-batches."""
 
     batch: RolloutBatch
-    dp_of_row: Tensor  # [R] int64, data-parallel index of each sample of the iteration
+    dp_of_sample: Tensor  # [B] int64, data-parallel index of each sample of the iteration
     micro_batches: list[
         list[list[int]]
     ]  # per mini-batch; the same for forward passes and updates, so that ratios start at 1
@@ -40,45 +40,45 @@ class Role:
     def __init__(self, engine: Engine, collector: DataCollector):
         self.engine, self.collector = engine, collector
 
-    def dispatch(self, batch: RolloutBatch, rows: RowTable) -> DispatchedBatch:
+    def dispatch(self, batch: RolloutBatch, table: SampleTable) -> DispatchedBatch:
         """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
         layout = self.engine.layout
-        dp_of_row = rows.assign(layout.dp)
-        fields = self.collector.to_role(batch, dp_of_row, TOKENS)
-        width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["row_id"]) else 1
+        dp_of_sample = table.assign(layout.dp)
+        fields = self.collector.to_role(batch, dp_of_sample, TOKENS)
+        width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["sample_id"]) else 1
         here = RolloutBatch(
-            input_ids=fields["row_id"].new_zeros(len(fields["row_id"]), 0), **trim(fields, width)
+            input_ids=fields["sample_id"].new_zeros(len(fields["sample_id"]), 0), **trim(fields, width)
         )
         budget = self.engine.config.tokens_per_micro_batch * layout.cp
-        micro = rows.micro_batches(
-            here.row_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
+        micro = table.micro_batches(
+            here.sample_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
         )
-        return DispatchedBatch(here, dp_of_row, micro)
+        return DispatchedBatch(here, dp_of_sample, micro)
 
     def send_fields(self, dispatched: DispatchedBatch, batch: RolloutBatch, names: Sequence[str]) -> None:
         """Send per-token fields of dispatched samples; fields that are None are skipped."""
-        fields = self.collector.to_role(batch, dispatched.dp_of_row, names)
-        assert torch.equal(fields.pop("row_id"), dispatched.batch.row_id), (
+        fields = self.collector.to_role(batch, dispatched.dp_of_sample, names)
+        assert torch.equal(fields.pop("sample_id"), dispatched.batch.sample_id), (
             "fields follow the samples that were dispatched"
         )
         width = dispatched.batch.generated_ids.size(1)
         dispatched.batch = replace(dispatched.batch, **trim(fields, width))
 
     def infer(
-        self, batch: RolloutBatch, rows: RowTable, names: Sequence[str], *, last_token: bool = False
+        self, batch: RolloutBatch, table: SampleTable, names: Sequence[str], *, last_token: bool = False
     ) -> dict[str, Tensor]:
         """Return per-token results [B, T] float32 of the samples owned by this rank.
 
         `names` are "logprobs" and "entropy", or "values".
         """
-        return infer_together([self], self.dispatch(batch, rows), batch, rows, names, last_token=last_token)[
-            0
-        ]
+        return infer_together(
+            [self], self.dispatch(batch, table), batch, table, names, last_token=last_token
+        )[0]
 
     def update(
         self,
         dispatched: DispatchedBatch,
-        rows: RowTable,
+        table: SampleTable,
         loss: Loss,
         normalizer: Normalizer,
         *,
@@ -94,8 +94,8 @@ class Role:
         """
         sums, steps = Sums(), 0
         for _ in range(epochs):
-            for mini_batch, micro in zip(rows.mini_batches, dispatched.micro_batches):
-                scale = normalizer(rows.response_R, mini_batch)
+            for mini_batch, micro in zip(table.mini_batches, dispatched.micro_batches):
+                scale = normalizer(table.response_B, mini_batch)
                 metrics = self.engine.train_step(
                     dispatched.batch, micro, loss, fields=tuple(fields), scale=scale
                 )
@@ -110,7 +110,7 @@ def infer_together(
     roles: Sequence[Role],
     dispatched: DispatchedBatch,
     batch: RolloutBatch,
-    rows: RowTable,
+    table: SampleTable,
     names: Sequence[str],
     *,
     last_token: bool = False,
@@ -124,10 +124,10 @@ def infer_together(
     sent = (
         {f"{name}_{place}": results[place][name] for place, name in keys} if results[0] is not None else None
     )
-    home = roles[0].collector.to_home(
-        [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.row_id, rows.home_R, batch
+    returned = roles[0].collector.to_owner(
+        [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.sample_id, table.owner_B, batch
     )
-    return [{name: home[f"{name}_{place}"] for name in names} for place in range(len(roles))]
+    return [{name: returned[f"{name}_{place}"] for name in names} for place in range(len(roles))]
 
 
 def layout_of(model: ModelConfig) -> Layout:

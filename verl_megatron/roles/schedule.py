@@ -67,7 +67,7 @@ def run_schedule(
     multiple_of = first.compute.token_multiple * split
     shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
     packed = to_device(
-        [pack(batch, rows, fields=fields, last_token=last_token, **shape) for rows in micro_batches]
+        [pack(batch, samples, fields=fields, last_token=last_token, **shape) for samples in micro_batches]
     )
     if not packed:
         return []

@@ -36,7 +36,7 @@ class WorkQueue:
     def __init__(self, total: int, *, num_replicas: int = 1):
         self.total = total
         self.num_replicas = num_replicas
-        self._key = f"verl_megatron/rows/{next(_queue_number)}"
+        self._key = f"verl_megatron/samples/{next(_queue_number)}"
         self._store = dist.distributed_c10d._get_default_store() if num_replicas > 1 else dist.HashStore()
 
     def take(self, count: int) -> range:
@@ -118,7 +118,7 @@ def generate(
         _check_request(request, engine)
     queue = WorkQueue(len(requests), num_replicas=engine.num_replicas if shared else 1)
     dispatcher = Dispatcher(queue, limit=engine.max_num_seqs, group=engine.tp_group)
-    place = {request.row_id: index for index, request in enumerate(requests)}
+    place = {request.sample_id: index for index, request in enumerate(requests)}
     turns, done, num_running = _Turns(engine, continue_turn), {}, 0
     with engine.session():
         while True:
@@ -130,17 +130,17 @@ def generate(
                 break
             on_step()
             for generation in engine.step():
-                row, next_request = turns.add(requests[place[generation.row_id]], generation)
+                sample, next_request = turns.add(requests[place[generation.sample_id]], generation)
                 if next_request is not None:
                     engine.submit(next_request)
                     continue
                 num_running -= 1
-                done[place[row.row_id]] = row
-                if on_finish and engine.is_home:
-                    on_finish(row)
-    rows = [done[index] for index in sorted(done)]
-    _check_same_rows(rows, engine)
-    return rows
+                done[place[sample.sample_id]] = sample
+                if on_finish and engine.is_owner:
+                    on_finish(sample)
+    samples = [done[index] for index in sorted(done)]
+    _check_same_samples(samples, engine)
+    return samples
 
 
 class _Turns:
@@ -159,8 +159,8 @@ class _Turns:
         Args:
             request: of the first turn.
         """
-        if generation.row_id in self._earlier:
-            earlier, between = self._earlier.pop(generation.row_id)
+        if generation.sample_id in self._earlier:
+            earlier, between = self._earlier.pop(generation.sample_id)
             generation = earlier.then(between, generation)
         if self._continue_turn is None:
             return generation, None
@@ -170,14 +170,14 @@ class _Turns:
         room = min(request.sampling.max_tokens - used, self._engine.max_model_len - len(prompt))
         if given is None or room < 1:
             return generation, None
-        turn = self._num_turns[request.row_id] = self._num_turns.get(request.row_id, 0) + 1
-        self._earlier[request.row_id] = generation, given
+        turn = self._num_turns[request.sample_id] = self._num_turns.get(request.sample_id, 0) + 1
+        self._earlier[request.sample_id] = generation, given
         sampling = replace(request.sampling, max_tokens=room, min_tokens=0)
-        return generation, Request(request.row_id, prompt, request.seed + turn, sampling)
+        return generation, Request(request.sample_id, prompt, request.seed + turn, sampling)
 
     def _ask(self, generation: Generation) -> Sequence[int] | None:
         """Call `continue_turn` on the owner rank and broadcast the result: calls may not be deterministic."""
-        answer = [self._continue_turn(generation) if self._engine.is_home else None]
+        answer = [self._continue_turn(generation) if self._engine.is_owner else None]
         if self._engine.tp_group is not None:
             dist.broadcast_object_list(answer, group=self._engine.tp_group, group_src=0)
         return answer[0]
@@ -193,11 +193,11 @@ def _check_request(request: Request, engine: RolloutEngine) -> None:
     token_budget(request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
 
 
-def _check_same_rows(rows: list[Generation], engine: RolloutEngine) -> None:
+def _check_same_samples(samples: list[Generation], engine: RolloutEngine) -> None:
     """Check that the ranks of a replica, which sample independently, generated the same tokens."""
     if engine.tp_group is None:
         return
-    text = json.dumps([(row.row_id, row.token_ids) for row in rows]).encode()
+    text = json.dumps([(sample.sample_id, sample.token_ids) for sample in samples]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     mine_1, all_R = (
         torch.tensor([digest]),

@@ -30,7 +30,7 @@ class RolloutEngine(Protocol):
     has_tokenizer: bool  # required for stop strings
 
     @property
-    def is_home(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank is the owner rank of its replica's samples."""
         ...
 

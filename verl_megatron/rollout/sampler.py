@@ -20,7 +20,7 @@ from verl_megatron.rewards.pool import Reward, RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
 from verl_megatron.rollout.dispatch import ContinueTurn, generate
 from verl_megatron.rollout.engine import RolloutEngine
-from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 
 KeepGroup = Callable[[Sequence[float]], bool]  # rewards of a prompt's samples → whether to train on them
 
@@ -100,8 +100,8 @@ class Sampler:
         for _ in range(draw.max_rounds):
             prompts = source.draw(draw.num_prompts if not num_drawn else wanted - num_kept)
             requests = self._requests(prompts, draw, iteration=iteration, first_group=num_drawn)
-            rows = self._generate(requests, prompts, draw, continue_turn)
-            batch = _batch_of(rows, samples_per_prompt=draw.samples_per_prompt, policy_version=version)
+            samples = self._generate(requests, prompts, draw, continue_turn)
+            batch = _batch_of(samples, samples_per_prompt=draw.samples_per_prompt, policy_version=version)
             num_drawn += len(prompts)
             if keep_group is None:
                 return batch
@@ -125,7 +125,7 @@ class Sampler:
             Request(
                 first + i,
                 prompts[i // n].prompt_token_ids,
-                row_seed(self.seed, iteration, first + i),
+                sample_seed(self.seed, iteration, first + i),
                 draw.sampling,
             )
             for i in range(n * len(prompts))
@@ -135,21 +135,21 @@ class Sampler:
         self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
     ) -> list[Generation]:
         """Generate this rank's samples, ordered by number; submit each for reward as it finishes."""
-        first = requests[0].row_id
+        first = requests[0].sample_id
 
-        def score(row: Generation) -> None:
-            prompt = prompts[(row.row_id - first) // draw.samples_per_prompt]
-            self.pool.submit(row.row_id, prompt.text, self._text(row), prompt.answer, prompt.extra)
+        def score(sample: Generation) -> None:
+            prompt = prompts[(sample.sample_id - first) // draw.samples_per_prompt]
+            self.pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
 
-        on_finish = score if self.pool is not None and self.engine.is_home else None
-        rows = generate(
+        on_finish = score if self.pool is not None and self.engine.is_owner else None
+        samples = generate(
             self.engine, requests, on_finish=on_finish, on_step=self.on_step, continue_turn=continue_turn
         )
-        return sorted(rows, key=lambda row: row.row_id) if self.engine.is_home else []
+        return sorted(samples, key=lambda sample: sample.sample_id) if self.engine.is_owner else []
 
-    def _text(self, row: Generation) -> str:
+    def _text(self, sample: Generation) -> str:
         """Return the response text passed to the reward, including tool outputs."""
-        return self.tokenizer.decode(row.token_ids)
+        return self.tokenizer.decode(sample.token_ids)
 
     def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
         """Return the rewards of the last collection, [B] float32; 0 without a reward function.
@@ -162,8 +162,8 @@ class Sampler:
         if self.pool is None:
             return rewards_B
         sums.add(REWARD_LATENCY, self.pool.total_ms, self.pool.calls)
-        for b, row in enumerate(batch.row_id.tolist()):
-            result = self._results[row]
+        for b, sample in enumerate(batch.sample_id.tolist()):
+            result = self._results[sample]
             rewards_B[b] = result.score
             sums.add(REWARD_FAILED, float(result.failure is not None), 1)
             for name, value in result.metrics.items():
@@ -197,8 +197,8 @@ class Sampler:
         """
         self._wait_for_rewards()
         mine = [
-            (group, self._results[row].score)
-            for row, group in zip(batch.row_id.tolist(), batch.group_id.tolist())
+            (group, self._results[sample].score)
+            for sample, group in zip(batch.sample_id.tolist(), batch.group_id.tolist())
         ]
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -215,25 +215,25 @@ class Sampler:
         places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))
         group_id = torch.tensor([number[group] for group in part.group_id.tolist()], dtype=torch.int64)
-        row_id = group_id * samples_per_prompt + part.row_id % samples_per_prompt
-        for old in batch.row_id.tolist():
+        sample_id = group_id * samples_per_prompt + part.sample_id % samples_per_prompt
+        for old in batch.sample_id.tolist():
             result = self._results.pop(old)
-            if old in part.row_id:
-                self._results[int(row_id[part.row_id == old])] = result
-        return replace(part, row_id=row_id, group_id=group_id)
+            if old in part.sample_id:
+                self._results[int(sample_id[part.sample_id == old])] = result
+        return replace(part, sample_id=sample_id, group_id=group_id)
 
 
-def _batch_of(rows: Sequence[Generation], *, samples_per_prompt: int, policy_version: int) -> RolloutBatch:
-    batch = RolloutBatch.from_rows(
-        [row.row_id for row in rows],
-        [list(row.prompt_token_ids) for row in rows],
-        [list(row.token_ids) for row in rows],
-        [list(row.logprobs) for row in rows],
+def _batch_of(samples: Sequence[Generation], *, samples_per_prompt: int, policy_version: int) -> RolloutBatch:
+    batch = RolloutBatch.from_lists(
+        [sample.sample_id for sample in samples],
+        [list(sample.prompt_token_ids) for sample in samples],
+        [list(sample.token_ids) for sample in samples],
+        [list(sample.logprobs) for sample in samples],
     )
-    for b, row in enumerate(rows):
-        if row.is_sampled is not None:
-            first = len(row.prompt_token_ids)
-            batch.response_mask[b, first : first + len(row.token_ids)] = torch.tensor(row.is_sampled)
-    batch.group_id = batch.row_id // samples_per_prompt
-    batch.policy_version = torch.full_like(batch.row_id, policy_version)
+    for b, sample in enumerate(samples):
+        if sample.is_sampled is not None:
+            first = len(sample.prompt_token_ids)
+            batch.response_mask[b, first : first + len(sample.token_ids)] = torch.tensor(sample.is_sampled)
+    batch.group_id = batch.sample_id // samples_per_prompt
+    batch.policy_version = torch.full_like(batch.sample_id, policy_version)
     return batch

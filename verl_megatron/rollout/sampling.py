@@ -42,11 +42,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sample to generate. Samples of the same prompt differ in `row_id` and `seed` only."""
+    """A sample to generate. Samples of the same prompt differ in `sample_id` and `seed` only."""
 
-    row_id: int  # number of the sample in the iteration
+    sample_id: int  # number of the sample in the iteration
     prompt_token_ids: Sequence[int]
-    seed: int  # sampling seed, see `row_seed`
+    seed: int  # sampling seed, see `sample_seed`
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -54,7 +54,7 @@ class Request:
 class Generation:
     """A finished sample."""
 
-    row_id: int
+    sample_id: int
     prompt_token_ids: Sequence[int]
     token_ids: list[int]  # response, including the stop token
     logprobs: list[
@@ -69,7 +69,7 @@ class Generation:
         """Join this turn, appended tokens (not sampled, with log-probability 0 here) and the next turn."""
         given, own = len(other_token_ids), self.is_sampled or [True] * len(self.token_ids)
         return Generation(
-            row_id=self.row_id,
+            sample_id=self.sample_id,
             prompt_token_ids=self.prompt_token_ids,
             token_ids=[*self.token_ids, *other_token_ids, *following.token_ids],
             logprobs=[*self.logprobs, *[0.0] * given, *following.logprobs],
@@ -78,19 +78,19 @@ class Generation:
         )
 
 
-def row_seed(run_seed: int, iteration: int, row_id: int) -> int:
+def sample_seed(run_seed: int, iteration: int, sample_id: int) -> int:
     """Return the seed of a sample in [0, 2^63), independent of the replica that generates it.
 
-    (iteration, row_id) is packed into one number below 2^63, and an odd multiple of the run's seed is added.
+    (iteration, sample_id) is packed into one number below 2^63, and an odd multiple of the run's seed is added.
     The bits are mixed by invertible steps (multiplication by an odd number, xor with the upper bits). So
     within a run all samples have different seeds, and neighbouring samples differ in about half of the bits.
 
     Args:
         iteration: below 2^31.
-        row_id: below 2^32.
+        sample_id: below 2^32.
     """
-    assert 0 <= iteration < 1 << 31 and 0 <= row_id < 1 << 32, (iteration, row_id)
-    seed = ((iteration << 32 | row_id) + run_seed * 0x1E3779B97F4A7C15) & _SEED_MASK
+    assert 0 <= iteration < 1 << 31 and 0 <= sample_id < 1 << 32, (iteration, sample_id)
+    seed = ((iteration << 32 | sample_id) + run_seed * 0x1E3779B97F4A7C15) & _SEED_MASK
     for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
         seed = ((seed ^ seed >> 31) * factor) & _SEED_MASK
     return seed ^ seed >> 31
@@ -102,20 +102,20 @@ def token_budget(request: Request, *, max_model_len: int, vocab_size: int) -> in
     Raises:
         ValueError: the prompt is empty, leaves no room for a response, or has ids outside the vocabulary.
     """
-    length, row = len(request.prompt_token_ids), request.row_id
+    length, sample = len(request.prompt_token_ids), request.sample_id
     if not length:
         raise ValueError(
-            f"row {row} has an empty prompt; give it at least one token, such as the tokenizer's bos"
+            f"sample {sample} has an empty prompt; give it at least one token, such as the tokenizer's bos"
         )
     if length >= max_model_len:
         raise ValueError(
-            f"row {row}: a prompt of {length} tokens leaves no room for a response within "
+            f"sample {sample}: a prompt of {length} tokens leaves no room for a response within "
             f"max_model_len={max_model_len}; shorten the prompt or raise max_model_len"
         )
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"row {row}: token id {low if low < 0 else high} is outside the model's vocabulary of "
+            f"sample {sample}: token id {low if low < 0 else high} is outside the model's vocabulary of "
             f"{vocab_size}; use the model's own tokenizer"
         )
     return min(request.sampling.max_tokens, max_model_len - length)

@@ -19,7 +19,7 @@ from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag
-from verl_megatron.rollout.sampling import Generation, Request, Sampling, row_seed, token_budget
+from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 
 _ENVIRONMENT = {
@@ -179,7 +179,7 @@ class VLLMActor:
         return self.config.max_num_seqs
 
     @property
-    def is_home(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank is the owner rank of its replica's samples."""
         return self.tp_rank == 0
 
@@ -207,9 +207,9 @@ class VLLMActor:
         budget = token_budget(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = _sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
         self._llm.llm_engine.add_request(
-            str(request.row_id), tokens_input(list(request.prompt_token_ids)), params
+            str(request.sample_id), tokens_input(list(request.prompt_token_ids)), params
         )
-        self._running[request.row_id] = request
+        self._running[request.sample_id] = request
 
     def step(self) -> list[Generation]:
         """Decode one token of every running request; return the requests that finished."""
@@ -218,23 +218,24 @@ class VLLMActor:
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
         outputs = [
-            _partial_output(self._llm.llm_engine.output_processor, str(row_id)) for row_id in request_ids
+            _partial_output(self._llm.llm_engine.output_processor, str(sample_id))
+            for sample_id in request_ids
         ]
         generations = [replace(self._finished(output), finish_reason="abort") for output in outputs]
-        self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
+        self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
         return generations
 
     def _drop(self, request_ids: Sequence[int]) -> None:
-        self._llm.llm_engine.abort_request([str(row_id) for row_id in request_ids])
-        for row_id in request_ids:
-            del self._running[row_id]
+        self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
+        for sample_id in request_ids:
+            del self._running[sample_id]
 
     def _finished(self, output) -> Generation:
         request, completion = self._running.pop(int(output.request_id)), output.outputs[0]
         logprobs = list(completion.logprobs.logprobs)
         assert len(logprobs) == len(completion.token_ids)
         return Generation(
-            request.row_id,
+            request.sample_id,
             request.prompt_token_ids,
             list(completion.token_ids),
             logprobs,
@@ -254,11 +255,12 @@ class VLLMActor:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model_name)
         requests = [
-            Request(i, self._tokenizer.encode_prompt(prompt), row_seed(self.seed, 0, i))
+            Request(i, self._tokenizer.encode_prompt(prompt), sample_seed(self.seed, 0, i))
             for i, prompt in enumerate(prompts)
         ]
         texts = [
-            self._tokenizer.decode(row.token_ids) for row in self.generate(requests, sampling, shared=False)
+            self._tokenizer.decode(sample.token_ids)
+            for sample in self.generate(requests, sampling, shared=False)
         ]
         for stop in sampling.stop:
             texts = [text.split(stop)[0] for text in texts]

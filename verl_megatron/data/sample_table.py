@@ -1,0 +1,81 @@
+"""The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
+
+Letters: B samples of the whole iteration.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.collectives import all_sum
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.packing import balance, micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTable:
+    """All samples of the iteration by `sample_id`, the same on all ranks."""
+
+    lengths_B: Tensor  # int64, tokens of prompt and response
+    response_B: Tensor  # int64, response tokens
+    owner_B: Tensor  # int64, world rank that generated the sample (its owner)
+    group_B: Tensor  # int64, index of the sample's prompt; 0 where samples have none
+    mini_batches: list[range]  # sample indices of each optimizer step of an epoch
+
+    @classmethod
+    def gather(cls, batch: RolloutBatch, *, num_mini_batches: int) -> "SampleTable":
+        """Gather the table. Collective over the world.
+
+        `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
+        gaps. Mini-batches differ by one sample at most.
+        """
+        num_samples = int(all_sum(torch.tensor(len(batch))))
+        table = torch.zeros(5, num_samples, dtype=torch.int64)
+        owner = torch.full_like(batch.sample_id, dist.get_rank())
+        group = torch.zeros_like(owner) if batch.group_id is None else batch.group_id
+        table[:, batch.sample_id] = torch.stack(
+            [batch.lengths, batch.response_mask.sum(1), owner, group, torch.ones_like(owner)]
+        )
+        table = all_sum(table)
+        assert (table[4] == 1).all(), "every sample has one owner"
+        bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
+        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)])
+
+    @property
+    def num_groups(self) -> int:
+        """Number of prompts of the iteration."""
+        return int(self.group_B.max()) + 1 if len(self.group_B) else 0
+
+    def assign(self, dp: int) -> Tensor:
+        """Assign each sample to one of `dp` data-parallel indices; returns [B] int64.
+
+        Every mini-batch is balanced by tokens over all of them.
+        """
+        index_B = torch.zeros_like(self.lengths_B)
+        for samples in self.mini_batches:
+            for place, members in enumerate(
+                balance(self.lengths_B[samples.start : samples.stop].tolist(), dp)
+            ):
+                index_B[torch.tensor(members, dtype=torch.int64) + samples.start] = place
+        return index_B
+
+    def micro_batches(
+        self, sample_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int
+    ) -> list[list[list[int]]]:
+        """Return the micro-batches of each mini-batch, each a list of indices into `sample_id`.
+
+        `sample_id` lists the samples dispatched to this rank, sorted.
+        """
+        lengths, result = self.lengths_B[sample_id].tolist(), []
+        for samples in self.mini_batches:
+            mine = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1).tolist()
+            groups = micro_batches(
+                [lengths[i] for i in mine],
+                tokens_per_micro_batch=tokens_per_micro_batch,
+                multiple_of=multiple_of,
+            )
+            result.append([[mine[i] for i in group] for group in groups] or [[] for _ in range(multiple_of)])
+        return result
