@@ -109,10 +109,21 @@ class RewardConfig(Section):
     function: str = "match"  # built-in name or path.py:function (must import within 45 s); empty: none
     timeout_s: float = 10.0  # time limit of one call, seconds
     workers: int = 1  # reward worker processes per vLLM replica
+    overlong_tokens: int = 0  # last tokens before rollout.max_tokens in which the score falls; 0: off
+    overlong_penalty: float = 1.0  # largest deduction from the score, at rollout.max_tokens
     failure_score: float = 0.0  # score of a call that raised, timed out or returned no finite number
     path: str = ""  # Hugging Face sequence-classification folder; empty: no reward model
     layout: str = "tp1"  # layout of the reward model, as actor.layout
     devices: str = ""  # ranks of the reward model, as actor.devices
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(Section):
+    """Frozen model of on-policy distillation."""
+
+    path: str = ""  # Hugging Face folder with the actor's tokenizer; empty: no teacher
+    layout: str = "tp1"  # layout of the teacher, as actor.layout
+    devices: str = ""  # ranks of the teacher, as actor.devices
 
 
 @dataclass(kw_only=True)
@@ -142,7 +153,9 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """Policy-gradient algorithm; advantages.py, losses.py and kl.py give the formulas and their sources."""
 
-    name: str = "ppo"  # ppo: critic and GAE; grpo: group-relative scores, no critic
+    name: str = "ppo"  # advantages, with their usual objective and normalizer
+    objective: str = "auto"  # loss of a token; auto: the algorithm's
+    normalizer: str = "auto"  # divisor of the loss; auto: the algorithm's
     gamma: float = 1.0  # discount factor
     lam: float = 0.95  # lambda of generalized advantage estimation (GAE)
     whiten: bool = True  # normalise advantages (mean 0, std 1) over the iteration's response tokens
@@ -151,15 +164,26 @@ class AlgorithmConfig(Section):
     mini_batches: int = 1  # optimizer steps per pass
     clip_low: float = 0.2  # lower bound of the clipped ratio: 1 - clip_low
     clip_high: float = 0.2  # upper bound of the clipped ratio: 1 + clip_high
+    dual_clip: float = 0.0  # largest loss of a negative advantage, in advantages; 0: off
     value_clip: float = 0.2  # clip range of the value loss; 0: off
     entropy_coef: float = 0.0  # coefficient of the entropy bonus in the policy loss
     kl_coef: float = 0.0  # coefficient of the KL penalty to the reference; 0: no reference model
-    kl_in: str = "reward"  # where the KL penalty is added: token rewards (reward) or policy loss (loss)
+    kl_in: str = "reward"  # where the KL penalty is added: token rewards (reward), policy loss (loss), none
     kl_estimator: str = "k1"  # with x = log p - log q: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
     kl_target: float = 0.0  # target KL per sample (sum over tokens) of the adaptive coefficient; 0: fixed
     kl_horizon: int = 10_000  # horizon of the adaptive coefficient, in samples
-    importance_cap: float = 0.0  # cap of the truncated importance weight, sampler -> trainer; 0: off
+    kl_unbiased: bool = False  # multiply the KL in the loss by p / p_old, for an unbiased gradient
+    # importance weights against the gap between sampler and trainer: none, truncate (TIS), mask (IcePop, MIS)
+    correction: str = "none"
+    correction_level: str = "token"  # token, sequence (product) or geometric (mean) ratio
+    correction_low: float = 0.0  # lower bound of the importance weight
+    correction_high: float = 2.0  # upper bound of the importance weight
+    reuse_logprobs: bool = True  # take the first step's old log-probs from its own forward pass if possible
+    check_logprobs_interval: int = 50  # iterations between comparisons of both; 0: never
     stop_kl: float = 0.0  # skip the iteration's remaining updates above this approximate KL; 0: off
+    dynamic_sampling: bool = False  # replace prompts whose samples all have the same score
+    max_sampling_rounds: int = 10  # maximum number of rounds of dynamic sampling
+    teacher_coef: float = 1.0  # coefficient of the log-prob gap to the teacher in the advantages
     critic_warmup: int = 0  # number of first iterations that train only the critic
 
 
@@ -190,6 +214,7 @@ class TrainerConfig(Section):
     critic: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

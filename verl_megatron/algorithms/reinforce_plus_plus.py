@@ -20,9 +20,7 @@ def advantages(
     """Set advantages to the discounted returns of the token rewards, whitened over the iteration's tokens."""
     rewards_BT, mask_BT = penalized_token_rewards(batch, config, kl_coef), batch.response_mask
     returns_BT = returns_to_go(rewards_BT, mask_BT, gamma=config.gamma)
-    return replace(
-        batch, token_rewards=rewards_BT, advantages=whiten(returns_BT, mask_BT, all_sum=all_sum)
-    )
+    return replace(batch, token_rewards=rewards_BT, advantages=whiten(returns_BT, mask_BT, all_sum=all_sum))
 
 
 def baseline_advantages(
@@ -30,9 +28,7 @@ def baseline_advantages(
 ) -> RolloutBatch:
     """Set advantages to score minus the mean of the group, whitened over the iteration's tokens."""
     scores_B = penalized_scores(batch, config, kl_coef)
-    centered_B = group_advantages(
-        scores_B, batch.group_id, num_groups, scale_by_std=False, all_sum=all_sum
-    )
+    centered_B = group_advantages(scores_B, batch.group_id, num_groups, scale_by_std=False, all_sum=all_sum)
     centered_BT = batch.response_mask * centered_B.unsqueeze(-1)
     return replace(
         batch,
