@@ -125,7 +125,7 @@ def ppo(case: Case) -> Advantages:
 
 
 def centered_score(case: Case, b: int) -> float:
-    """Score minus the group's mean (Liu et al. 2025, section 3.1)."""
+    """Score minus the group's mean (Dr. GRPO, Liu et al. 2025)."""
     return case.score(b) - case.scores_of_group(b).mean()
 
 
@@ -137,7 +137,7 @@ def group_score(case: Case, b: int) -> float:
 
 
 def leave_one_out(case: Case, b: int) -> float:
-    """r_i - mean of r_j, j != i (Ahmadian et al. 2024, section 3.2); a sample alone has no baseline, so 0."""
+    """r_i - mean of r_j, j != i (Ahmadian et al. 2024); a sample alone has no baseline, so 0."""
     others = case.scores_of_group(b, without=b)
     return case.score(b) - others.mean() if len(others) else 0.0
 
@@ -151,7 +151,7 @@ def returns(case: Case) -> Advantages:
 
 
 def remax(case: Case) -> Advantages:
-    """sum of later rewards - r(greedy) (Li et al. 2024, algorithm 1)."""
+    """sum of later rewards - r(greedy) (Li et al. 2024)."""
     return [part - case.batch.baselines[b].item() for b, part in enumerate(returns(case))]
 
 
@@ -175,9 +175,7 @@ def run(batch: RolloutBatch, config: AlgorithmConfig, split: list[int] | None = 
     parts = [batch.select(torch.arange(start, end)) for start, end in zip(starts, starts[1:])]
 
     def one_rank(part: RolloutBatch, all_sum) -> RolloutBatch:
-        return get_algorithm(config).advantages(
-            part, config, kl_coef=KL_COEF, num_groups=4, all_sum=all_sum
-        )
+        return get_algorithm(config).advantages(part, config, kl_coef=KL_COEF, num_groups=4, all_sum=all_sum)
 
     results = Ranks(parts).run(one_rank)
     names = results[0].tensors()
@@ -212,7 +210,9 @@ def test_advantages_are_those_of_the_paper_wherever_samples_lie(batch, name, kl_
         assert_matches(result.token_rewards, [case.rewards(b) for b in range(len(OWN))])
 
 
-@pytest.mark.parametrize("settings", [{"name": "ppo", "whiten": False}, {"name": "grpo", "scale_by_std": False}])
+@pytest.mark.parametrize(
+    "settings", [{"name": "ppo", "whiten": False}, {"name": "grpo", "scale_by_std": False}]
+)
 def test_advantages_without_their_scaling(batch, settings):
     config = config_of(**settings)
     assert_matches(run(batch, config).advantages, PAPER[config.name](Case(batch, config)))
