@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.simulated_ranks import Ranks
 from tests.policy_case import reduced
+from tests.simulated_ranks import Ranks
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rewards.shaping import has_variance, overlong_penalty, take_baselines

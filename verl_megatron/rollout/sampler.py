@@ -40,7 +40,6 @@ class Draw:
     num_prompts: int
     samples_per_prompt: int
     sampling: Sampling
-    quota: int | None = None  # prompts to collect with `keep_group`; None: num_prompts
     max_rounds: int = 10  # maximum number of rounds with `keep_group`
     with_greedy: bool = False  # generate one more sample of each prompt, the last, greedily
 
@@ -96,8 +95,8 @@ class Sampler:
             iteration: number of the collection, from which the samples' seeds are derived.
             version: policy version of the engine.
             continue_turn: tokens to append after a turn, such as a tool's output.
-            keep_group: selects the prompts whose samples to keep; further prompts are drawn until
-                `draw.quota` or `draw.max_rounds` is reached. If prompts are then still missing, the last
+            keep_group: selects the prompts whose samples to keep; the others are replaced by further
+                prompts, in at most `draw.max_rounds` rounds. If prompts are then still missing, the last
                 of the others stay.
 
         Returns:
@@ -105,9 +104,9 @@ class Sampler:
             number. Call `score` for their rewards.
         """
         self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
-        wanted, num_drawn, parts, kept = draw.quota or draw.num_prompts, 0, [], []
+        num_drawn, parts, kept = 0, [], []
         for _ in range(draw.max_rounds):
-            prompts = source.draw(wanted - len(kept) if parts else draw.num_prompts)
+            prompts = source.draw(draw.num_prompts - len(kept))
             requests = self._requests(prompts, draw, iteration=iteration, first_group=num_drawn)
             samples = self._generate(requests, prompts, draw, continue_turn)
             parts.append(_batch_of(samples, group_size=draw.group_size, policy_version=version))
@@ -115,11 +114,11 @@ class Sampler:
             if keep_group is None:
                 return parts[0]
             kept += self._kept_groups(parts[-1], keep_group)
-            if len(kept) >= wanted:
+            if len(kept) == draw.num_prompts:
                 break
         self._num_drawn, self._num_kept = num_drawn, len(kept)
-        others = [group for group in range(num_drawn) if group not in set(kept)]
-        chosen = kept[:wanted] + others[len(others) - max(wanted - len(kept), 0) :]
+        others = sorted(set(range(num_drawn)) - set(kept))
+        chosen = kept + others[len(others) - (draw.num_prompts - len(kept)) :]
         return self._renumbered(RolloutBatch.concatenate(parts), sorted(chosen), draw.group_size)
 
     def _requests(
