@@ -1,4 +1,4 @@
-"""Runs on any number of ranks, one GPU each: resharding out of the peers' memory, against the whole tensors, bit by bit.
+"""Resharding out of peers' memory against whole tensors, bit by bit, on any number of GPUs.
 
 On a CPU, where no memory of peers is reached, the same cases go by messages.
 """
@@ -134,7 +134,7 @@ class Kept:
 
 
 class LaidOver:
-    """A destination over the source's memory: out and back, windows pulled out of the peers' staging memory."""
+    """A destination that aliases the source: there and back, windows pulled from peers' staging memory."""
 
     def __init__(
         self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder
@@ -178,7 +178,7 @@ class LaidOver:
 
 
 def every_layout_kept() -> None:
-    """All on one host; and on hosts of two, between which slices travel as messages beside the peers' copies."""
+    """All ranks on one host; then hosts of two, between which slices travel as messages."""
     world = dist.get_world_size()
     for case in cases():
         for ranks_per_host in {world, 2}:
@@ -227,7 +227,8 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print(
-            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}"
+            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several "
+            f"windows: {IN_WINDOWS}"
         )
     dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ from parallel.placement import busiest_elements, place
 from parallel.reshard.arrangement import arrangements
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from tools.reshard_memory import megatron_addresses
+from tools.reshard.memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
@@ -83,7 +83,7 @@ def test_states_of_a_learning_model():
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:
-    """Step through Megatron's schedule of a stage: warm-up forward passes, then one of each, then what is left; in stages' layers."""
+    """Simulate Megatron's 1F1B schedule: warm-up, alternating passes, cool-down; in layers of the stages."""
     total = count * vpp
     warm_up = min(total, pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp)
     held_now = most = warm_up

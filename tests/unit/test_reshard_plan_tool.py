@@ -16,7 +16,7 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
-from tools.reshard_memory import exchanging, megatron_addresses
+from tools.reshard.memory import exchanging, megatron_addresses
 from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of, table
 
 TINY = {

@@ -41,7 +41,8 @@ def test_a_transformed_layer_is_named_with_the_covered_share(shape):
     )
     with pytest.raises(
         ValueError,
-        match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) torch.float8.*{other:.1%}.*rollout.dtype",
+        match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) "
+        rf"torch.float8.*{other:.1%}.*rollout.dtype",
     ):
         check_parameters(PARAMETERS, found, torch.float32)
 

@@ -55,7 +55,10 @@ def compute_of(config: EngineConfig) -> Compute:
         config.dtype, torch.bfloat16
     )
     compute = Compute(
-        dtype=dtype, spec=choose_spec(config.spec), fp8=config.dtype == "fp8", recompute=config.recompute
+        dtype=dtype,
+        spec=choose_spec(config.transformer_impl),
+        fp8=config.dtype == "fp8",
+        recompute=config.recompute,
     )
     if compute.fp8 and not (
         compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)

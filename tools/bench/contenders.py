@@ -1,4 +1,4 @@
-"""Methods that `bench_reshard.py` times: link rates, other systems' methods, and each mode of our reshard."""
+"""Methods that `bench/reshard.py` times: link rates, other systems' methods, and each mode of our reshard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from bench_case import Case, bytes_of, say, trained_weights
 from torch import Tensor
 
 from parallel import device
@@ -17,6 +16,7 @@ from parallel.reshard.overlay import Addresses, overlay
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.shard import ShardedParameter
+from tools.bench.case import Case, bytes_of, say, trained_weights
 
 WIRE, CARD = "point to point, both ways", "on-card copy"  # the links
 
