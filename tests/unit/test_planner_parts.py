@@ -7,7 +7,7 @@ import pytest
 
 from parallel.layout import Layout
 from parallel.placement import busiest_elements, place
-from parallel.reshard.arrangement import arrangements
+from parallel.reshard.in_place.planner import Sides, least_layouts
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
 from tools.reshard.memory import megatron_addresses
@@ -57,14 +57,9 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
     for stage in range(layout.pp):
         mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
-        (laid,) = arrangements(
-            source={0: mine},
-            destination={0: theirs},
-            memory={0: megatron_addresses(mine, 2)},
-            element_bytes=2,
-            in_place=False,
-        )
-        assert own_rollout_bytes(case, stage) == laid[0].own_bytes
+        memory = {0: megatron_addresses(mine, 2)}
+        sides = Sides(source={0: mine}, destination={0: theirs}, memory=memory, element_bytes=2)
+        assert own_rollout_bytes(case, stage) == least_layouts(sides, in_place=False)[0].own_bytes
 
 
 def test_states_of_a_learning_model():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.reshard.addresses import addresses_of, views_at
+from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_parameters
 from parallel.weights.shard import ShardedParameter
