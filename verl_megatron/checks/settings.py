@@ -4,7 +4,7 @@ A problem names the setting, its value and a remedy.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from parallel.runtime.refusal import nearest, readable, shown
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.algorithm import algorithm_problems
 from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.versions import require
@@ -135,18 +136,19 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
-    needs_critic = algorithm is not None and algorithm.needs_critic
+    needs = algorithm.needs if algorithm is not None else frozenset()
     actor, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     layouts = {"actor": actor}
-    if needs_critic:
+    if "critic" in needs:
         path = config.critic.path or (config.actor.path if arch is not None else "")
         critic = replace(config.critic, path=path)
         layouts["critic"], _ = _check_model(critic, "critic", world_size, problems, config.engine)
     problems += output_problems(config.run, {role: getattr(config, role).path for role in layouts})
     problems += _check_reward(config, world_size)
+    problems += _check_teacher(config, needs, world_size)
     problems += _check_rollout(config, arch, world_size)
     problems += _check_samples(config, layouts)
-    problems += _check_algorithm(config, needs_critic)
+    problems += algorithm_problems(config, needs)
     return problems
 
 
@@ -332,8 +334,25 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
     if not reward.function and not reward.path:
         return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
     problems = check_reward(reward.function) if reward.function else []
+    if reward.overlong_tokens > config.rollout.max_tokens:
+        problems.append(
+            f"reward.overlong_tokens={reward.overlong_tokens} exceeds "
+            f"rollout.max_tokens={config.rollout.max_tokens}; lower it"
+        )
     if reward.path:
         _check_model(reward, "reward", world_size, problems, config.engine)
+    return problems
+
+
+def _check_teacher(config: TrainerConfig, needs: Collection[str], world_size: int) -> list[str]:
+    problems: list[str] = []
+    if config.teacher.path:
+        _check_model(config.teacher, "teacher", world_size, problems, config.engine)
+    elif "teacher" in needs:
+        problems.append(
+            f"algorithm.name={config.algorithm.name} learns from a teacher, and teacher.path is empty; "
+            "name its Hugging Face folder"
+        )
     return problems
 
 
@@ -437,7 +456,7 @@ def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) ->
     return (
         _check_samples(config, {})
         + _check_rollout(config, arch, world_size)
-        + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+        + algorithm_problems(config, ALGORITHMS[config.algorithm.name].needs)
     )
 
 
@@ -469,64 +488,12 @@ def _check_samples(config: TrainerConfig, layouts: dict[str, Layout | None]) -> 
     ]
 
 
-def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
-    algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
-    least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
-    if samples < least:
-        problems.append(
-            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with "
-            f"no other; use at least {least}"
-        )
-    if algorithm.critic_warmup and not needs_critic:
-        problems.append(
-            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, "
-            "which has no critic; leave it at 0"
-        )
-    if algorithm.kl_ctrl_target and not algorithm.kl_coef:
-        problems.append(
-            f"algorithm.kl_ctrl_target={algorithm.kl_ctrl_target} needs a coefficient to start from; "
-            "set algorithm.kl_coef above 0"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        problems.append(
-            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, "
-            "as the expected gradient of k1 is 0;"
-            " set kl_estimator=k2 or k3, or kl_in=reward"
-        )
-    return problems + _check_importance(config)
-
-
-def _check_importance(config: TrainerConfig) -> list[str]:
-    """Refuse importance weights over a truncated distribution.
-
-    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
-    weight would contain the probability mass of the kept tokens.
-    """
-    rollout, cap = config.rollout, config.algorithm.tis_cap
-    truncated = [
-        f"rollout.{name}={getattr(rollout, name)}"
-        for name, is_set in (
-            ("top_p", rollout.top_p < 1),
-            ("top_k", rollout.top_k > 0),
-            ("min_tokens", rollout.min_tokens > 0),
-        )
-        if is_set
-    ]
-    if not cap or not truncated:
-        return []
-    return [
-        f"algorithm.tis_cap={cap} with {' and '.join(truncated)} would scale the loss by the "
-        "probability mass that the sampler keeps;"
-        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set tis_cap=0"
-    ]
-
-
 def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
     """Describe the batch division of an iteration in one line; `config` must have passed `check_config`."""
     data, algorithm, engine = config.data, config.algorithm, config.engine
     samples = data.prompts_per_iteration * data.samples_per_prompt
     roles = {"actor": config.actor} | (
-        {"critic": config.critic} if ALGORITHMS[algorithm.name].needs_critic else {}
+        {"critic": config.critic} if "critic" in ALGORITHMS[algorithm.name].needs else {}
     )
     shares = []
     for name, model in roles.items():
