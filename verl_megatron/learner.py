@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import all_sum
-from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective
+from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective, reuses_logprobs
 from verl_megatron.algorithms.correction import add_sample_size
 from verl_megatron.algorithms.diagnostics import batch_sums
 from verl_megatron.algorithms.distillation import add_teacher
@@ -85,7 +85,7 @@ class Learner:
             Training metrics of the iteration, the same on every rank.
         """
         clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
-        reuses = trains_actor and self.reuses_logprobs
+        reuses = trains_actor and reuses_logprobs(config, self.roles)
         with clock.phase("log_probs"):
             checks = reuses and self._is_checked(step)
             for_actor = self._log_probs(batch, table, skip_first=reuses and not checks)
@@ -120,16 +120,6 @@ class Learner:
             self.kl.update(metrics["kl/ref"], len(table.lengths_B))
             metrics["kl/coef"] = self.kl.coef
         return metrics
-
-    @property
-    def reuses_logprobs(self) -> bool:
-        """Whether the first optimizer step of an iteration takes the old log-probs from its own forward pass.
-
-        They are the same numbers, as no update lies between. Advantages must not need them.
-        """
-        penalizes = "reference" in self.roles and self.config.kl_in == "reward"
-        needed = penalizes or "teacher" in self.roles or "logprobs" in self.algorithm.needs
-        return self.config.reuse_logprobs and not needed
 
     def _is_checked(self, step: int) -> bool:
         """Whether iteration `step` compares reused log-probs with those of a separate pass."""

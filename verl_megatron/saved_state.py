@@ -21,7 +21,13 @@ from parallel.collectives import all_max
 from verl_megatron.checks.versions import installed
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.iteration import Collected
-from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, samples_problem
+from verl_megatron.manifest import (
+    changed_settings,
+    manifest_problem,
+    recorded_problem,
+    samples_problem,
+    with_present_names,
+)
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.role import Role
 from verl_megatron.rollout.sampling import Sampling
@@ -295,7 +301,7 @@ class SavedState:
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found
-        if any(part["made_with"] != self._made_with() for part in parts):
+        if any(_made_with(part) != self._made_with() for part in parts):
             return self.say(
                 f"the samples in {path} were collected with other settings of data, rollout or reward, "
                 "and are collected anew"
@@ -311,6 +317,12 @@ class SavedState:
         self._resumed = Collected(
             batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
         )
+
+
+def _made_with(part: dict) -> dict:
+    """Return the settings that saved samples were collected with, under their present names."""
+    made = part["made_with"]
+    return made | {"data": with_present_names("data", made["data"])} if "data" in made else made
 
 
 def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:

@@ -92,7 +92,7 @@ class SFTTrainer:
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
                 metrics = self._step(
-                    actor, [demonstrations[i] for i in cursor.draw(config.data.rows_per_step)]
+                    actor, [demonstrations[i] for i in cursor.draw(config.data.samples_per_step)]
                 )
             if held_out is not None and (
                 step == run.iterations or (run.validate_interval and step % run.validate_interval == 0)

@@ -8,7 +8,7 @@ from verl_megatron.algorithms.advantages import gae, group_advantages, token_rew
 
 
 def ragged(samples: int = 6, length: int = 11, seed: int = 0):
-    """Random fields over [samples, length] with junk outside ragged responses, among them a response of one token and a full sample."""
+    """Random fields [samples, length] with junk outside ragged responses, one of one token, one full."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(samples, length, dtype=torch.bool)
     spans = [(3, 8), (0, length), (5, 6), (2, 4), (9, 11), (1, 10)]

@@ -3,7 +3,7 @@
 The objective and the normalizer of an algorithm are entries of tables, too; settings may choose others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +48,9 @@ class Algorithm:
     advantages: AdvantageFunction
     objective: str = "clip"  # of OBJECTIVES
     normalizer: str = "token_mean"  # of NORMALIZERS
-    needs: frozenset[str] = frozenset()  # besides the actor: "critic", "teacher", "greedy" (a greedy sample)
+    # Besides the actor: "critic", "teacher"; "greedy", a greedy sample of each prompt; "logprobs", the actor's
+    # before the update.
+    needs: frozenset[str] = frozenset()
     min_samples: int = 1  # per prompt
 
 
@@ -76,6 +78,19 @@ def get_algorithm(config: AlgorithmConfig) -> Algorithm:
         known = ", ".join(ALGORITHMS)
         raise ValueError(f"algorithm.name={config.name!r} is not known; choose one of {known}")
     return ALGORITHMS[config.name]
+
+
+def reuses_logprobs(config: AlgorithmConfig, models: Collection[str]) -> bool:
+    """Whether the first optimizer step of an iteration takes the old log-probs from its own forward pass.
+
+    They are the same numbers, as no update lies between. Advantages must not need them.
+
+    Args:
+        models: names of the run's models.
+    """
+    penalizes = "reference" in models and config.kl_in == "reward"
+    needed = penalizes or "teacher" in models or "logprobs" in get_algorithm(config).needs
+    return config.reuse_logprobs and not needed
 
 
 def get_objective(config: AlgorithmConfig) -> Objective:

@@ -64,9 +64,9 @@ def policy_loss(
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Sums]:
-    """Half the squared error, with the change of the value clipped to `value_clip` (0: not clipped).
+    """Half the squared error, with the change of the value clipped to `cliprange_value` (0: not clipped).
 
-    Per token: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2.
+    Per token: max((V - R)^2, (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)^2) / 2.
 
     Returns:
         [N] losses and their metrics.
@@ -74,8 +74,10 @@ def value_loss(
     sums = Sums()
     count = values_N.numel()
     square_N = (values_N - returns_N).square()
-    if config.value_clip > 0:
-        near_N = old_values_N + (values_N - old_values_N).clamp(-config.value_clip, config.value_clip)
+    if config.cliprange_value > 0:
+        near_N = old_values_N + (values_N - old_values_N).clamp(
+            -config.cliprange_value, config.cliprange_value
+        )
         near_square_N = (near_N - returns_N).square()
         sums.add("critic/clip_fraction", (near_square_N > square_N).sum(), count)
         square_N = torch.maximum(square_N, near_square_N)

@@ -4,7 +4,7 @@ A problem names the setting, its value and a remedy.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,16 +18,25 @@ from parallel.runtime.refusal import nearest, readable, shown
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, padded_vocab
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.algorithm import algorithm_problems
 from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.versions import require
-from verl_megatron.config import MISSING, EngineConfig, RolloutConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.config import (
+    LEAST_TEMPERATURE,
+    MISSING,
+    EngineConfig,
+    RolloutConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerConfig,
+    present_name,
+)
 from verl_megatron.data.json_lines import file_problem
 from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward
 
 Schema = TypeVar("Schema")
-LEAST_TEMPERATURE = 0.01  # vLLM's smallest temperature above 0
 MOST_SAMPLES = 1_000_000  # samples per iteration: every rank has a table of all
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 
@@ -95,6 +104,8 @@ def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
     """Set one setting; return its problem, or an empty string."""
     known = list(section.keys())
+    if new := present_name(name, known):
+        return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
     if name not in known:
         return (
             f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; "
@@ -125,18 +136,19 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
-    needs_critic = algorithm is not None and algorithm.needs_critic
+    needs = algorithm.needs if algorithm is not None else frozenset()
     actor, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     layouts = {"actor": actor}
-    if needs_critic:
+    if "critic" in needs:
         path = config.critic.path or (config.actor.path if arch is not None else "")
         critic = replace(config.critic, path=path)
         layouts["critic"], _ = _check_model(critic, "critic", world_size, problems, config.engine)
     problems += output_problems(config.run, {role: getattr(config, role).path for role in layouts})
     problems += _check_reward(config, world_size)
+    problems += _check_teacher(config, needs, world_size)
     problems += _check_rollout(config, arch, world_size)
     problems += _check_samples(config, layouts)
-    problems += _check_algorithm(config, needs_critic)
+    problems += algorithm_problems(config, needs)
     return problems
 
 
@@ -148,9 +160,9 @@ def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
     layout, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
     problems += output_problems(config.run, {"actor": config.actor.path})
     data = config.data
-    if layout is not None and data.rows_per_step < layout.dp:
+    if layout is not None and data.samples_per_step < layout.dp:
         problems.append(
-            f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of "
+            f"data.samples_per_step={data.samples_per_step} leaves some of the {layout.dp} data-parallel ranks of "
             f"actor.layout={layout} without a sample; raise it"
         )
     if arch is not None and data.max_tokens > arch.max_positions:
@@ -231,17 +243,18 @@ def _why_no_folder(path: str) -> str:
 
 def _check_engine(engine: EngineConfig) -> list[str]:
     problems = (
-        _said_by(require, "transformer_engine", feature="engine.spec=te") if engine.spec == "te" else []
+        _said_by(require, "transformer_engine", feature="engine.transformer_impl=te")
+        if engine.transformer_impl == "te"
+        else []
     )
-    if engine.dtype == "fp8" and engine.spec == "local":
+    if engine.dtype == "fp8" and engine.transformer_impl == "local":
         problems.append(
-            "engine.dtype=fp8 with engine.spec=local: only transformer-engine's layers compute in fp8; "
+            "engine.dtype=fp8 with engine.transformer_impl=local: only transformer-engine's layers compute in fp8; "
             "leave the spec at auto"
         )
-    if len(engine.adam_betas) != 2 or not all(0 <= beta < 1 for beta in engine.adam_betas):
+    if len(engine.adam_betas) != 2:
         problems.append(
-            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers inside [0, 1), "
-            "such as [0.9, 0.95]"
+            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers, such as [0.9, 0.95]"
         )
     return problems
 
@@ -321,8 +334,25 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
     if not reward.function and not reward.path:
         return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
     problems = check_reward(reward.function) if reward.function else []
+    if reward.overlong_tokens > config.rollout.max_tokens:
+        problems.append(
+            f"reward.overlong_tokens={reward.overlong_tokens} exceeds "
+            f"rollout.max_tokens={config.rollout.max_tokens}; lower it"
+        )
     if reward.path:
         _check_model(reward, "reward", world_size, problems, config.engine)
+    return problems
+
+
+def _check_teacher(config: TrainerConfig, needs: Collection[str], world_size: int) -> list[str]:
+    problems: list[str] = []
+    if config.teacher.path:
+        _check_model(config.teacher, "teacher", world_size, problems, config.engine)
+    elif "teacher" in needs:
+        problems.append(
+            f"algorithm.name={config.algorithm.name} learns from a teacher, and teacher.path is empty; "
+            "name its Hugging Face folder"
+        )
     return problems
 
 
@@ -426,14 +456,14 @@ def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) ->
     return (
         _check_samples(config, {})
         + _check_rollout(config, arch, world_size)
-        + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+        + algorithm_problems(config, ALGORITHMS[config.algorithm.name].needs)
     )
 
 
 def _check_samples(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
     """Check that the samples of an iteration divide into mini-batches and data-parallel ranks."""
     data, algorithm = config.data, config.algorithm
-    samples, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.mini_batches
+    samples, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.num_mini_batches
     product = (
         f"data.prompts_per_iteration={data.prompts_per_iteration} x "
         f"data.samples_per_prompt={data.samples_per_prompt} = {samples} samples"
@@ -442,68 +472,19 @@ def _check_samples(config: TrainerConfig, layouts: dict[str, Layout | None]) -> 
         return []  # reported by their intervals
     if samples > MOST_SAMPLES:
         return [
-            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; lower one of them and raise run.iterations"
+            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
+            "lower one of them and raise run.iterations"
         ]
     if samples % parts:
-        return [f"{product} do not split into algorithm.mini_batches={parts}; choose a divisor of {samples}"]
+        return [
+            f"{product} do not split into algorithm.num_mini_batches={parts}; choose a divisor of {samples}"
+        ]
     return [
-        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} data-parallel "
-        f"ranks of {name}.layout={layout} without a sample; "
+        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} "
+        f"data-parallel ranks of {name}.layout={layout} without a sample; "
         f"use fewer mini-batches, more samples or a layout with less dp"
         for name, layout in layouts.items()
         if layout is not None and samples // parts < layout.dp
-    ]
-
-
-def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
-    algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
-    least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
-    if samples < least:
-        problems.append(
-            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with no "
-            f"other; use at least {least}"
-        )
-    if algorithm.critic_warmup and not needs_critic:
-        problems.append(
-            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, "
-            "which has no critic; leave it at 0"
-        )
-    if algorithm.kl_target and not algorithm.kl_coef:
-        problems.append(
-            f"algorithm.kl_target={algorithm.kl_target} needs a coefficient to start from; "
-            "set algorithm.kl_coef above 0"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        problems.append(
-            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, "
-            "as the expected gradient of k1 is 0;"
-            " set kl_estimator=k2 or k3, or kl_in=reward"
-        )
-    return problems + _check_importance(config)
-
-
-def _check_importance(config: TrainerConfig) -> list[str]:
-    """Refuse importance weights over a truncated distribution.
-
-    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
-    weight would contain the probability mass of the kept tokens.
-    """
-    rollout, cap = config.rollout, config.algorithm.importance_cap
-    truncated = [
-        f"rollout.{name}={getattr(rollout, name)}"
-        for name, is_set in (
-            ("top_p", rollout.top_p < 1),
-            ("top_k", rollout.top_k > 0),
-            ("min_tokens", rollout.min_tokens > 0),
-        )
-        if is_set
-    ]
-    if not cap or not truncated:
-        return []
-    return [
-        f"algorithm.importance_cap={cap} with {' and '.join(truncated)} would scale the loss by the "
-        "probability mass that the sampler keeps;"
-        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set importance_cap=0"
     ]
 
 
@@ -512,7 +493,7 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
     data, algorithm, engine = config.data, config.algorithm, config.engine
     samples = data.prompts_per_iteration * data.samples_per_prompt
     roles = {"actor": config.actor} | (
-        {"critic": config.critic} if ALGORITHMS[algorithm.name].needs_critic else {}
+        {"critic": config.critic} if "critic" in ALGORITHMS[algorithm.name].needs else {}
     )
     shares = []
     for name, model in roles.items():
@@ -520,15 +501,15 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
             model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers)
         )
         shares.append(
-            f"{name} {layout}: {_about(samples // algorithm.mini_batches, layout.dp)} of a mini-batch a "
+            f"{name} {layout}: {_about(samples // algorithm.num_mini_batches, layout.dp)} of a mini-batch a "
             "data-parallel rank"
         )
-    steps = algorithm.epochs * algorithm.mini_batches
+    steps = algorithm.epochs * algorithm.num_mini_batches
     return (
         f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
         f"{_count(samples, 'sample')}"
-        f" = {_count(algorithm.mini_batches, 'mini-batch', 'mini-batches')} of "
-        f"{samples // algorithm.mini_batches}; {'; '.join(shares)};"
+        f" = {_count(algorithm.num_mini_batches, 'mini-batch', 'mini-batches')} of "
+        f"{samples // algorithm.num_mini_batches}; {'; '.join(shares)};"
         f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; "
         f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
         f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of "

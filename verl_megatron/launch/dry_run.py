@@ -69,10 +69,8 @@ def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
             tuple(config.actor.stage_layers),
         )
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
-    count = config.data.rows_per_step
-    share = (
-        f"actor {layout}: {count} demonstrations a step, about {count / layout.dp:.1f} a data-parallel rank"
-    )
+    samples = config.data.samples_per_step
+    share = f"actor {layout}: {samples} samples a step, about {samples / layout.dp:.1f} a data-parallel rank"
     return "\n".join([_title(world_size, ranks_per_host), share, *inputs.notes, planned])
 
 

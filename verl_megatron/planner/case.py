@@ -8,8 +8,9 @@ from math import ceil, prod
 from parallel.layout import Layout, parse_devices
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
-from verl_megatron.algorithms import get_algorithm
+from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import ModelSpec, models_of
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
 
@@ -18,7 +19,7 @@ ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}
 class PlannedRole:
     """A Megatron-Core model of the run."""
 
-    name: str  # actor, critic, reference, reward
+    name: str  # actor, critic, reference, teacher, reward
     arch: Architecture
     layout: Layout
     head: Head
@@ -112,25 +113,7 @@ class Case:
         Raises:
             ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
         """
-        roles = [_role("actor", config.actor, config.actor.path, "lm", True, world_size, read)]
-        if get_algorithm(config.algorithm.name).needs_critic:
-            roles.append(
-                _role(
-                    "critic",
-                    config.critic,
-                    config.critic.path or config.actor.path,
-                    "token",
-                    True,
-                    world_size,
-                    read,
-                )
-            )
-        if config.algorithm.kl_coef > 0:
-            roles.append(replace(roles[0], name="reference", learns=False))
-        if config.reward.path:
-            roles.append(
-                _role("reward", config.reward, config.reward.path, "sequence", False, world_size, read)
-            )
+        roles = [_role(spec, world_size, read) for spec in models_of(config)]
         tp = config.rollout.tp
         if tp < 1 or world_size % tp:
             raise ValueError(f"rollout.tp={tp} must divide the {world_size} ranks; choose a divisor")
@@ -171,6 +154,18 @@ class Case:
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
 
     @property
+    def generated_samples(self) -> int:
+        """Samples that vLLM generates in an iteration, greedy ones included."""
+        greedy = "greedy" in get_algorithm(self.config.algorithm).needs
+        return self.samples + greedy * self.config.data.prompts_per_iteration
+
+    @property
+    def old_logprob_share(self) -> float:
+        """Share of the samples whose old log-probs need a pass of their own."""
+        reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
+        return 1 - reuses / self.config.algorithm.num_mini_batches
+
+    @property
     def prompt_tokens(self) -> int:
         return self.config.data.max_prompt_tokens
 
@@ -196,7 +191,7 @@ class Case:
 
     def samples_of_rank(self, role: PlannedRole) -> int:
         """Samples of a mini-batch on the data-parallel rank with the most."""
-        return ceil(self.samples / self.config.algorithm.mini_batches / role.layout.dp)
+        return ceil(self.samples / self.config.algorithm.num_mini_batches / role.layout.dp)
 
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
         """Return a data-parallel rank's micro-batches per mini-batch, and the samples of a full one.
@@ -209,22 +204,15 @@ class Case:
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 
 
-def _role(
-    name: str,
-    model,
-    path: str,
-    head: Head,
-    learns: bool,
-    world_size: int,
-    read: Callable[[str], Architecture],
-) -> PlannedRole:
-    if not path:
-        raise ValueError(f"{name}.path has to be given; name a Hugging Face folder")
-    arch = read(path)
+def _role(spec: ModelSpec, world_size: int, read: Callable[[str], Architecture]) -> PlannedRole:
+    model = spec.model
+    if not model.path:
+        raise ValueError(f"{spec.section}.path has to be given; name a Hugging Face folder")
+    arch = read(model.path)
     try:
         layout = Layout.parse(
-            model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ()))
+            model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers)
         )
-        return PlannedRole.of(name=name, arch=arch, layout=layout, head=head, learns=learns)
+        return PlannedRole.of(name=spec.name, arch=arch, layout=layout, head=spec.head, learns=spec.trainable)
     except ValueError as error:
-        raise ValueError(f"{name}.layout={model.layout!r}: {error}") from None
+        raise ValueError(f"{spec.section}.layout={model.layout!r}: {error}") from None

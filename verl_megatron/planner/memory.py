@@ -226,7 +226,7 @@ _OFFLOADED = {
 }  # modes that offload each part
 _WORK = (
     ("reward", ("reward",), inference_bytes),
-    ("log_probs", ("actor", "reference"), inference_bytes),
+    ("log_probs", ("actor", "reference", "teacher"), inference_bytes),
     ("values", ("critic",), inference_bytes),
     ("critic_update", ("critic",), training_bytes),
     ("actor_update", ("actor",), training_bytes),

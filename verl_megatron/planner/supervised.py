@@ -33,9 +33,9 @@ def supervised_case(
     alone = TrainerConfig(
         actor=config.actor,
         engine=config.engine,
-        data=DataConfig(max_prompt_tokens=1, prompts_per_iteration=config.data.rows_per_step),
+        data=DataConfig(max_prompt_tokens=1, prompts_per_iteration=config.data.samples_per_step),
         rollout=RolloutConfig(max_tokens=max(1, config.data.max_tokens - 1)),
-        algorithm=AlgorithmConfig(name="grpo", mini_batches=1, kl_coef=0.0),
+        algorithm=AlgorithmConfig(name="grpo", num_mini_batches=1, kl_coef=0.0),
     )
     return Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
 

@@ -59,8 +59,8 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
             "",
             f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU.",
         ]
-    if config.engine.spec == "local":
-        lines.append("engine.spec=local is planned like te; it is slower and needs more memory.")
+    if config.engine.transformer_impl == "local":
+        lines.append("engine.transformer_impl=local is planned like te; it is slower and needs more memory.")
     return "\n".join(lines)
 
 
@@ -71,7 +71,7 @@ def headline(case: Case, machine: Machine) -> str:
     samples = f"{case.samples} samples of {case.prompt_tokens} + {case.response_tokens} tokens"
     return (
         f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout};"
-        f" {samples} in {case.config.algorithm.mini_batches} mini-batches"
+        f" {samples} in {case.config.algorithm.num_mini_batches} mini-batches"
     )
 
 
@@ -106,7 +106,7 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
     """Format an iteration's phases, its rollout throughput and its MFU."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
-    generated = case.samples * case.response_tokens / time.seconds["rollout"]
+    generated = case.generated_samples * case.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
@@ -117,7 +117,7 @@ def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
 
 def samples_together(case: Case, kv_cache_bytes: float) -> str:
     """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
-    samples, at_once = ceil(case.samples / case.replicas), samples_at_once(case, kv_cache_bytes)
+    samples, at_once = ceil(case.generated_samples / case.replicas), samples_at_once(case, kv_cache_bytes)
     text = f"{at_once} of a replica's {samples} samples at once"
     if at_once < min(samples, case.config.rollout.max_num_seqs):
         return (

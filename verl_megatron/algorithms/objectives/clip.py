@@ -8,7 +8,7 @@ from verl_megatron.config import AlgorithmConfig
 
 
 def objective(logprobs_N: Tensor, tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) of each token."""
+    """Compute -min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A) of each token."""
     return clipped_surrogate(tokens.log_ratio(logprobs_N).exp(), tokens.advantages_N, config)
 
 
@@ -20,7 +20,7 @@ def clipped_surrogate(
     With `dual_clip` = c above 0, the loss of a negative advantage is at most -c A (Ye et al. 2020).
     """
     surrogate_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_N
+    clipped_N = ratio_N.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high) * advantages_N
     loss_N, is_clipped_N = -torch.minimum(surrogate_N, clipped_N), clipped_N < surrogate_N
     if config.dual_clip:
         limit_N = torch.where(advantages_N < 0, -config.dual_clip * advantages_N, torch.inf)
