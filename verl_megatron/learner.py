@@ -177,6 +177,12 @@ class Learner:
                 outputs["logprobs"], outputs["entropy"], tokens, self.objective, config, kl_coef
             )
 
+        def keep_own() -> None:
+            """Set the first mini-batch's old log-probs for the steps of later epochs."""
+            for micro, outputs in own if config.epochs > 1 else ():
+                place = micro.sample.cpu(), micro.offset.cpu()
+                dispatched.batch.logprobs[place] = outputs["logprobs"].cpu()
+
         def too_far(metrics: Sums) -> bool:
             return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.target_kl
 
@@ -186,6 +192,7 @@ class Learner:
             normalizer=self.normalizer,
             fields=POLICY_FIELDS,
             first_fields=POLICY_FIELDS[1:] if reuses else POLICY_FIELDS,
+            after_first=keep_own,
             epochs=config.epochs,
             stop=too_far if config.target_kl else None,
         )

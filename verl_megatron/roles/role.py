@@ -45,6 +45,7 @@ class Update:
     ]  # response tokens of all samples [B], samples of the step
     fields: Sequence[str]  # per-token fields that the loss reads
     first_fields: Sequence[str] | None = None  # those of the first step; None: the same
+    after_first: Callable[[], None] = lambda: None  # called after the first step, on every rank
     epochs: int = 1  # passes over all mini-batches
     # Called after each step with its metrics, on every rank; True skips the remaining steps.
     stop: Callable[[Sums], bool] | None = None
@@ -103,6 +104,8 @@ class Role:
                 )
                 sums.merge(metrics)
                 steps += 1
+                if steps == 1:
+                    update.after_first()
                 if update.stop is not None and update.stop(metrics):
                     return sums, steps
         return sums, steps
