@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.one_rank import ONE_RANK
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.observe.metrics import Sums
 
@@ -69,4 +70,4 @@ def reduced(*sums: Sums) -> dict[str, float]:
     first, *others = sums
     for other in others:
         first.merge(other)
-    return first.reduce(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
+    return first.reduce(ONE_RANK)

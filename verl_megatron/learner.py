@@ -1,7 +1,7 @@
 """Training on scored samples: log-probs, values, advantages and updates. Independent of the rollout engine.
 
-These functions and the methods of roles are collective over the world. Ranks outside a role's layout only
-dispatch their samples.
+These functions and the methods of roles are collective over the ranks of the run. Ranks outside a role's
+layout only dispatch their samples.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_sum
 from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective, reuses_logprobs
 from verl_megatron.algorithms.correction import add_sample_size
 from verl_megatron.algorithms.diagnostics import batch_sums
@@ -23,7 +22,7 @@ from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.observe.metrics import PhaseTimer, Sums, reduce_over_world
+from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
 from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together
@@ -56,6 +55,7 @@ class Learner:
         self.algorithm, self.objective = get_algorithm(config), get_objective(config)
         self.normalizer = partial(get_normalizer(config), max_tokens=max_tokens)
         self.actor, self.critic = roles["actor"], roles.get("critic")
+        self.world = self.actor.world
 
     @property
     def trainable(self) -> dict[str, Role]:
@@ -96,7 +96,11 @@ class Learner:
                 batch.values = results["values"]
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
-                batch, config, kl_coef=self.kl.coef, num_groups=table.num_groups, all_sum=all_sum
+                batch,
+                config,
+                kl_coef=self.kl.coef,
+                num_groups=table.num_groups,
+                all_sum=self.world.all_sum,
             )
             if batch.teacher_logprobs is not None:
                 batch = add_teacher(batch, coef=config.teacher_coef)
@@ -114,7 +118,7 @@ class Learner:
                 sums.max("policy/reuse_error", (batch.logprobs - first_BT)[is_first_B].abs().max())
             batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.logprobs)
         sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
-        metrics = reduce_over_world(sums)
+        metrics = sums.reduce(self.world)
         add_sample_size(metrics)
         if "kl/ref" in metrics:
             self.kl.update(metrics["kl/ref"], len(table.lengths_B))
@@ -184,7 +188,7 @@ class Learner:
                 dispatched.batch.logprobs[place] = outputs["logprobs"].cpu()
 
         def too_far(metrics: Sums) -> bool:
-            return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.target_kl
+            return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl
 
         self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
         update = Update(

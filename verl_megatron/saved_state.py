@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import verl_megatron
 from parallel import device
@@ -17,7 +16,7 @@ from parallel.checkpoint import random_state, resume
 from parallel.checkpoint.background import Background
 from parallel.checkpoint.folders import CheckpointError
 from parallel.checkpoint.training_state import Snapshot
-from parallel.collectives import all_max
+from parallel.rank_set import RankSet
 from verl_megatron.checks.versions import installed
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.iteration import Collected
@@ -46,7 +45,7 @@ LEARNT = ("policy/", "critic/", "kl/", "reward/mean")  # metrics that a repeated
 
 
 class SavedState:
-    """Completed iterations, validation results and checkpoints. All methods are collective over the world.
+    """Completed iterations, validation results and checkpoints. All methods are collective over `run.world`.
 
     A checkpoint is of the end of an iteration. The samples and the metrics of the next iteration are attached
     to it. So a run that ends during that iteration resumes with the same samples, and `run.resume=verify` can
@@ -54,7 +53,7 @@ class SavedState:
     """
 
     def __init__(self, run: Run, *, say: Callable[[str], None]):
-        self.run, self.config, self.say = run, run.config, say
+        self.run, self.config, self.world, self.say = run, run.config, run.world, say
         self.step = 0
         self.before: dict[str, float] = {}  # validation metrics of the untrained actor
         self.validated: dict[str, float] = {}  # metrics and step of the latest validation
@@ -63,10 +62,10 @@ class SavedState:
         self._resumed: Collected | None = None  # samples to resume with
         self._is_same_layout = False
         is_async = self.config.run.async_save and self.config.run.save_interval > 0
-        self._background = Background(enabled=is_async)
+        self._background = Background(self.world, enabled=is_async)
         if is_async:
             reserved = sum(role.engine.reserve_copies() for role in self.run.learner.trainable.values())
-            most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
+            most = self.world.all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
             say(
                 f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host "
                 "memory a rank for the copy that is written, at most"
@@ -95,16 +94,14 @@ class SavedState:
         if run.async_save:
             snapshots = list(snapshots)  # copy all now; otherwise one at a time, as they are written
 
-        def write(group: dist.ProcessGroup | None) -> None:
+        def write(ranks: RankSet) -> None:
             def write_roles(scratch: Path) -> None:
                 for name, snapshot in snapshots:
-                    snapshot.write(scratch / name, group)
+                    snapshot.write(scratch / name, ranks)
 
-            checkpoints.save(
-                self.folder, step=step, manifest=manifest, own=own, write=write_roles, group=group
-            )
+            checkpoints.save(self.folder, ranks, step=step, manifest=manifest, own=own, write=write_roles)
             checkpoints.remove_old(
-                self.folder, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
+                self.folder, ranks, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
             )
 
         self._newest = self.folder / f"step_{step}"
@@ -157,9 +154,9 @@ class SavedState:
         }
         path = self._newest
 
-        def add(group: dist.ProcessGroup | None) -> None:
+        def add(ranks: RankSet) -> None:
             try:
-                checkpoints.add(path, SAMPLES, own, group=group)
+                checkpoints.add(path, SAMPLES, own, ranks)
             except CheckpointError as error:
                 self.say(f"warning: {error}; a run that ends now collects them anew")
 
@@ -210,14 +207,14 @@ class SavedState:
         return role.engine.norms()
 
     def _record(self, path: Path, learnt: dict[str, float]) -> None:
-        if dist.get_rank() == 0:
+        if self.world.is_first:
             try:
                 checkpoints.tell(path, RECORDED, learnt)
             except OSError as error:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
-        recorded = resume.told(path, RECORDED, say=self.say, check=recorded_problem)
+        recorded = resume.told(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
                 f"run.resume=verify: there is no sound record of iteration {self.step}, "
@@ -251,13 +248,13 @@ class SavedState:
         if self.config.run.resume == "never" and not int(
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ):  # torchrun restarts always resume
-            if earlier := resume.put_aside_all(self.folder):
+            if earlier := resume.put_aside_all(self.folder, self.world):
                 self.say(
                     f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; "
                     "remove what is not wanted"
                 )
             return
-        found = resume.newest_sound(self.folder, say=self.say, check=manifest_problem)
+        found = resume.newest_sound(self.folder, self.world, say=self.say, check=manifest_problem)
         if found is None:
             return
         path, saved = found
@@ -273,14 +270,13 @@ class SavedState:
         self.step, self.before, self.validated = saved["step"], saved["before"], saved["validation"]
         self.run.channel.publish(self.step)
         self._newest, how = path, "with its random states"
-        self._is_same_layout = (
-            saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
-        )
+        self._is_same_layout = saved["world_size"] == self.world.size and saved["layouts"] == mine["layouts"]
         if self._is_same_layout:
             with checkpoints.together(
-                f"{path} does not hold the random states of a run; remove it, or set run.resume=never"
+                f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
+                self.world,
             ):
-                random_state.set_rng_state(resume.own_state(path).get("rng"))
+                random_state.set_rng_state(resume.own_state(path, self.world).get("rng"))
         else:
             random_state.seed_anew(
                 self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step
@@ -297,7 +293,7 @@ class SavedState:
         )
 
     def _resume_samples(self, path: Path) -> None:
-        found = resume.added(path, SAMPLES, say=self.say, check=samples_problem)
+        found = resume.added(path, SAMPLES, self.world, say=self.say, check=samples_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found
@@ -309,10 +305,10 @@ class SavedState:
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]
         batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
-        if world_size != dist.get_world_size():  # all samples are read here and redistributed
+        if world_size != self.world.size:  # all samples are read here and redistributed
             batch, sums = (
-                _dealt([RolloutBatch(**part["batch"]) for part in parts]),
-                _merged([Sums.from_state(part["sums"]) for part in parts]),
+                _dealt([RolloutBatch(**part["batch"]) for part in parts], self.world),
+                _merged([Sums.from_state(part["sums"]) for part in parts], self.world),
             )
         self._resumed = Collected(
             batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
@@ -325,18 +321,17 @@ def _made_with(part: dict) -> dict:
     return made | {"data": with_present_names("data", made["data"])} if "data" in made else made
 
 
-def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
+def _dealt(batches: list[RolloutBatch], world: RankSet) -> RolloutBatch:
     """Return this rank's share of the samples saved by all ranks of another world size."""
-    rank, count = dist.get_rank(), dist.get_world_size()
     return RolloutBatch.concatenate(
-        [batch.select((batch.sample_id % count == rank).nonzero().squeeze(1)) for batch in batches]
+        [batch.select((batch.sample_id % world.size == world.rank).nonzero().squeeze(1)) for batch in batches]
     )
 
 
-def _merged(parts: list[Sums]) -> Sums:
+def _merged(parts: list[Sums], world: RankSet) -> Sums:
     """Merge all sums on the first rank; empty on others."""
     sums = Sums()
-    for part in parts if dist.get_rank() == 0 else []:
+    for part in parts if world.is_first else []:
         sums.merge(part)
     return sums
 

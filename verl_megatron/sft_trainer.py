@@ -1,14 +1,14 @@
 """Supervised fine-tuning on the same engine as RL."""
 
 import gc
+from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.collectives import all_sum
-from parallel.runtime.refusal import agree, shown, speak_once
+from parallel.rank_set import RankSet, agree, world
+from parallel.runtime.refusal import shown, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
@@ -21,14 +21,14 @@ from verl_megatron.config import SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.observe.metrics import PhaseTimer, reduce_over_world
+from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import Role, layout_of, make_role
+from verl_megatron.roles.role import Role, Update, layout_of, make_role
 
 
 class SFTTrainer:
@@ -44,14 +44,16 @@ class SFTTrainer:
             raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give an SFTConfig")
         check_versions(vllm=False)
         device.initialize()
-        self.config, self.is_first = config, dist.get_rank() == 0
+        self.config, self.world = config, world()
+        self.is_first = self.world.is_first
         self.inputs = Inputs()
         agree(
             lambda: refuse(
                 inspect_supervised(
-                    config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs
+                    config, world_size=self.world.size, machine=machine_here(), inputs=self.inputs
                 )
-            )
+            ),
+            self.world,
         )
         for note in self.inputs.notes if self.is_first else []:
             print(note, flush=True)
@@ -59,16 +61,21 @@ class SFTTrainer:
     def train(self) -> dict[str, float]:
         """Run all optimizer steps and the export; return the last metrics."""
         run = self.config.run
-        with RunLock(run.output_dir), Watchdog(run.stall_timeout_s, run.output_dir) as watchdog:
+        with (
+            RunLock(run.output_dir, self.world),
+            Watchdog(run.stall_timeout_s, run.output_dir, self.world) as watchdog,
+        ):
             return self._train(watchdog)
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
         folders, place = (
             {"actor": (config.actor.path, "lm")},
-            dict(place=dist.get_rank(), of=dist.get_world_size()),
+            dict(place=self.world.rank, of=self.world.size),
         )
-        agree(lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)))
+        agree(
+            lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)), self.world
+        )
         demonstrations, held_out, arch = (
             self.inputs.train,
             self.inputs.validation,
@@ -76,7 +83,13 @@ class SFTTrainer:
         )
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(
-            config.actor, layout_of(config.actor), arch=arch, engine=config.engine, head="lm", **learning
+            config.actor,
+            layout_of(config.actor, self.world),
+            self.world,
+            arch=arch,
+            engine=config.engine,
+            head="lm",
+            **learning,
         )
         gc.freeze()  # exclude what was built; the command line starts with collection disabled
         gc.enable()
@@ -87,8 +100,8 @@ class SFTTrainer:
             else None
         )
         clock, metrics = PhaseTimer(device.synchronize_stream, around=watchdog.operation), {}
-        record_timeline(clock, run.track_metrics)
-        record_profile(clock, watchdog, run.track_metrics, run.output_dir)
+        record_timeline(clock, run.track_metrics, self.world)
+        record_profile(clock, watchdog, run.track_metrics, run.output_dir, self.world)
         for step in range(1, run.iterations + 1):
             with clock.phase("update"):
                 metrics = self._step(
@@ -104,37 +117,34 @@ class SFTTrainer:
                 tracker.log(step, metrics | {f"time/{name}_s": value for name, value in seconds.items()})
         if run.export:
             actor.engine.export(Path(run.output_dir) / "actor", template=config.actor.path)
-        write_timeline(clock, run.output_dir)
+        write_timeline(clock, run.output_dir, self.world)
         if tracker is not None:
             tracker.close()
         return metrics
 
     def _step(self, actor: Role, demonstrations: list[Demonstration]) -> dict[str, float]:
-        batch, table = spread(demonstrations)
+        batch, table = spread(demonstrations, self.world)
         dispatched = actor.dispatch(batch, table)
-        sums, _ = actor.update(
-            dispatched,
-            table,
-            lambda outputs, micro: cross_entropy(outputs["logprobs"]),
-            token_mean,
-            fields=(),
-            epochs=1,
+        update = Update(
+            loss=lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+            normalizer=partial(token_mean, max_tokens=0),
         )
-        return reduce_over_world(sums)
+        sums, _ = actor.update(dispatched, table, update)
+        return sums.reduce(self.world)
 
     def _loss(self, actor: Role, demonstrations: list[Demonstration]) -> float:
         """Return the mean negative log-likelihood of the response tokens."""
-        batch, table = spread(demonstrations)
+        batch, table = spread(demonstrations, self.world)
         logprobs_BT: Tensor = actor.infer(batch, table, ("logprobs",))["logprobs"]
-        return -all_sum(logprobs_BT.double().sum()).item() / int(table.response_B.sum())
+        return -self.world.all_sum(logprobs_BT.double().sum()).item() / int(table.response_B.sum())
 
 
-def spread(demonstrations: list[Demonstration]) -> tuple[RolloutBatch, SampleTable]:
+def spread(demonstrations: list[Demonstration], world: RankSet) -> tuple[RolloutBatch, SampleTable]:
     """Distribute demonstrations over the ranks; return this rank's samples and the table of all."""
-    mine = range(dist.get_rank(), len(demonstrations), dist.get_world_size())
+    mine = range(world.rank, len(demonstrations), world.size)
     batch = RolloutBatch.from_lists(
         list(mine),
         [demonstrations[i].prompt_token_ids for i in mine],
         [demonstrations[i].response_token_ids for i in mine],
     )
-    return batch, SampleTable.gather(batch, num_mini_batches=1)
+    return batch, SampleTable.gather(batch, world, num_mini_batches=1)

@@ -5,11 +5,10 @@ import gc
 import json
 from pathlib import Path
 
-import torch.distributed as dist
-
 from parallel import device
+from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
-from parallel.runtime.refusal import agree, shown, speak_once
+from parallel.runtime.refusal import shown, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from verl_megatron.checks.settings import batch_arithmetic, refuse
@@ -20,7 +19,7 @@ from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import Collected, collect, learn
 from verl_megatron.model_specs import models_of
-from verl_megatron.observe.metrics import Sums, reduce_over_world
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.timeline import record_timeline, write_timeline
@@ -71,20 +70,20 @@ class RLTrainer:
         config.reward.function = reward_function or config.reward.function
         check_versions()
         device.initialize()
-        self.config, self.is_first = config, dist.get_rank() == 0
+        self.config, self.world = config, world()
+        self.is_first = self.world.is_first
         self.inputs = Inputs()
         agree(
             lambda: refuse(
-                inspect_run(
-                    config, world_size=dist.get_world_size(), machine=machine_here(), inputs=self.inputs
-                )
-            )
+                inspect_run(config, world_size=self.world.size, machine=machine_here(), inputs=self.inputs)
+            ),
+            self.world,
         )
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         for note in self.inputs.notes:
             self.say(note)
-        self.say(batch_arithmetic(config, dist.get_world_size()))
+        self.say(batch_arithmetic(config, self.world.size))
         self.run: Run | None = None
 
     def say(self, text: str) -> None:
@@ -100,15 +99,15 @@ class RLTrainer:
         """
         config = self.config.run
         with (
-            RunLock(self.output_dir),
-            Watchdog(config.stall_timeout_s, self.output_dir) as self.watchdog,
+            RunLock(self.output_dir, self.world),
+            Watchdog(config.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
             with self.watchdog.operation("build", timeout_s=SLOW_S):
-                self.run = build_run(self.config, self.inputs, self.watchdog)
+                self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
                 self.state = SavedState(self.run, say=self.say)
-            record_timeline(self.run.clock, config.track_metrics)
-            record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir)
+            record_timeline(self.run.clock, config.track_metrics, self.world)
+            record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir, self.world)
             self.say(
                 f"built in {sum(self.run.built.values()):.0f} s: "
                 f"{', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
@@ -125,7 +124,7 @@ class RLTrainer:
                 self.run.close()
 
     def _generation(self) -> str:
-        case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.engine.kv_cache_tokens
+        case, tokens = Case.of(self.config, world_size=self.world.size), self.run.engine.kv_cache_tokens
         return (
             f"vLLM: KV cache of {tokens:,} tokens a replica, "
             f"{samples_together(case, tokens * kv_bytes_per_token(case))}"
@@ -160,7 +159,7 @@ class RLTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             state.finish()
         with writing_to(self.output_dir):
-            write_timeline(self.run.clock, self.output_dir)
+            write_timeline(self.run.clock, self.output_dir, self.world)
             if tracker is not None:
                 tracker.close()
                 if "jsonl" in config.track_metrics and (state.step or state.before):
@@ -170,10 +169,10 @@ class RLTrainer:
     def _iterate(self) -> dict[str, float] | None:
         """Run an iteration and return its metrics; None after a SIGTERM, with state and samples saved."""
         run, state, drawn_from = self.run, self.state, self.run.source.cursor.state_dict()
-        if self.preemption.requested():
+        if self.preemption.requested(self.world):
             return self._leave()
         collected = state.collected() or collect(run, state.step + 1)
-        if self.preemption.requested():
+        if self.preemption.requested(self.world):
             return self._leave(collected, drawn_from)
         state.keep_samples(collected)
         metrics = learn(run, state.step + 1, collected)
@@ -223,10 +222,10 @@ class RLTrainer:
                 draw = Draw(num_prompts=len(prompts), samples_per_prompt=1, sampling=sampling)
                 batch = run.sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=version)
                 run.residency.enter_training()
-                table = SampleTable.gather(batch, num_mini_batches=1)
+                table = SampleTable.gather(batch, self.world, num_mini_batches=1)
                 scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, table)
             sums.add("validation/accuracy", scores.sum(), len(scores))
-            found = reduce_over_world(sums)
+            found = sums.reduce(self.world)
             self.state.validated = {"step": self.state.step} | found
             self._dump(batch, scores.tolist(), prompts)
         if tracker is not None and (metrics or found):
@@ -246,9 +245,8 @@ class RLTrainer:
                     "score": scores[b],
                 }
             )
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        if self.is_first:
+        gathered = self.world.gather_object(mine)
+        if gathered is not None:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
             samples = sorted(
                 (sample for part in gathered for sample in part), key=lambda sample: sample["sample"]

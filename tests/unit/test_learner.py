@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.layout import Layout
+from parallel.rank_set import world
 from verl_megatron.algorithms.kl import FixedKL
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -31,7 +32,7 @@ class SimpleEngine:
     def __init__(self, seed: int):
         layout = Layout.parse("tp1", (0,))
         self.layout, self.config = layout, SimpleNamespace(tokens_per_micro_batch=8)
-        self.groups = SimpleNamespace(layout=layout, is_member=True, is_last_stage=True)
+        self.groups = SimpleNamespace(layout=layout, world=world(), is_member=True, is_last_stage=True)
         generator = torch.Generator().manual_seed(seed)
         self.constant_BT = torch.randn(len(RESPONSES), 8, generator=generator) - 1.5
         self.weight_T = torch.zeros(8, requires_grad=True)
@@ -64,7 +65,7 @@ class SimpleEngine:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world():
+def world_of_one():
     """A world of one, for the exchange of samples."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -92,7 +93,10 @@ def learn(*, step: int, reference: bool = False, **settings):
     """One iteration; the actor's engine, the trained table and the metrics."""
     config = AlgorithmConfig(name="grpo", **settings)
     engines = {"actor": SimpleEngine(0)} | ({"reference": SimpleEngine(1)} if reference else {})
-    roles = {name: Role(engine, DataCollector(engine.layout, rank=0)) for name, engine in engines.items()}
+    roles = {
+        name: Role(engine, DataCollector(engine.layout, engine.groups.world))
+        for name, engine in engines.items()
+    }
     learner = Learner(
         roles,
         config=config,
@@ -102,7 +106,7 @@ def learn(*, step: int, reference: bool = False, **settings):
         clock=PhaseTimer(),
     )
     batch = scored_batch()
-    table = SampleTable.gather(batch, num_mini_batches=config.num_mini_batches)
+    table = SampleTable.gather(batch, world(), num_mini_batches=config.num_mini_batches)
     metrics = learner.learn(batch, table, Sums(), step=step)
     return engines["actor"], metrics
 

@@ -1,16 +1,15 @@
 """Sampler with a scripted engine: numbering, seeds, turns, dropped groups, and residency."""
 
-import contextlib
 from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel.reshard.execute import ReshardReport
+from tests.one_rank import ONE_RANK
 from tests.scripted_engine import ScriptedEngine
 from verl_megatron.data.prompts import GivenPrompts, Prompt
-from verl_megatron.observe.metrics import Sums, reduce_over_world
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import Reward
 from verl_megatron.rewards.shaping import has_variance, take_baselines
@@ -61,15 +60,6 @@ def sampler_of(engine, pool=None):
     return Sampler(engine, tokenizer=Characters(), pool=pool, seed=3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    """A world of one, for the exchange of rewards."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with contextlib.suppress(AssertionError):
-        yield
-    dist.destroy_process_group()
-
-
 def lengths(request):
     return [10 + request.sample_id] * (1 + request.sample_id % 3)
 
@@ -117,7 +107,7 @@ def collect_varied(sampler, source, draw, *, iteration=1):
     )
     expected_B = batch.input_ids[:, 0] - 1 + batch.response_mask.sum(1) / 100
     torch.testing.assert_close(batch.rewards, expected_B)  # rewards follow their samples
-    return prompts, batch, reduce_over_world(sums)
+    return prompts, batch, sums.reduce(ONE_RANK)
 
 
 def test_prompts_without_variance_are_replaced_by_further_ones():
@@ -140,7 +130,7 @@ def test_missing_prompts_are_filled_with_the_last_ones_without_variance():
     assert prompts == [6, 7, 8], "the source goes on: no prompt is left out, and none comes twice"
     batch = sampler.collect(source, draw_of(2), iteration=3, version=0)
     sampler.score(batch, sums := Sums())
-    assert "rollout/groups_sampled" not in reduce_over_world(sums), "every prompt is kept"
+    assert "rollout/groups_sampled" not in sums.reduce(ONE_RANK), "every prompt is kept"
 
 
 def test_nothing_is_drawn_beyond_a_full_batch():

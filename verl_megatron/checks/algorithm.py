@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from parallel.runtime.refusal import shown
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import AlgorithmConfig, TrainerConfig
 
 
 def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
@@ -90,13 +90,27 @@ def _check_correction(config: TrainerConfig) -> list[str]:
         )
         if is_set
     ]
-    if correction == "none" or not truncated:
+    if correction == "none":
+        return _check_unused_correction(config.algorithm)
+    if not truncated:
         return []
     return [
         f"algorithm.correction={correction} with {' and '.join(truncated)} would scale the loss by the "
         "probability mass that the sampler keeps;"
         " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set correction=none"
     ]
+
+
+def _check_unused_correction(algorithm: AlgorithmConfig) -> list[str]:
+    defaults, problems = AlgorithmConfig(), []
+    for name in ("correction_level", "correction_low", "correction_high"):
+        value = getattr(algorithm, name)
+        if value != getattr(defaults, name):
+            problems.append(
+                f"algorithm.{name}={value} with algorithm.correction=none corrects nothing; "
+                "set correction=truncate or mask"
+            )
+    return problems
 
 
 def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:
