@@ -15,12 +15,13 @@ from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.checks.folders import find_not_finite
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.model_specs import layout_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
@@ -28,7 +29,7 @@ from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import Role, Update, layout_of, make_role
+from verl_megatron.roles.role import Role, Update, make_role
 
 
 class SFTTrainer:
@@ -84,7 +85,7 @@ class SFTTrainer:
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(
             config.actor,
-            layout_of(config.actor, self.world),
+            layout_of(config.actor, self.world.size),
             self.world,
             arch=arch,
             engine=config.engine,

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
 
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import ModelSpec, models_of
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of
+from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
 
@@ -30,9 +31,10 @@ class PlannedRole:
     @classmethod
     def of(cls, *, name: str, arch: Architecture, layout: Layout, head: Head, learns: bool) -> "PlannedRole":
         """Build a role; ValueError if the architecture cannot be split over the layout."""
-        sizes, stages = part_elements(arch, layout.tp, head), range(layout.pp)
-        split = layout.layers_of(arch.num_layers)
-        layers = tuple(sum(len(split[stage, chunk]) for chunk in range(layout.vpp)) for stage in stages)
+        sizes, split = part_elements(arch, layout.tp, head), layout.layers_of(arch.num_layers)
+        layers = [0] * layout.pp
+        for (stage, _), chunk in split.items():
+            layers[stage] += len(chunk)
         elements = [count * sizes.layer for count in layers]
         elements[0] += sizes.embedding
         copied = (
@@ -45,7 +47,7 @@ class PlannedRole:
             layout=layout,
             head=head,
             learns=learns,
-            layers=layers,
+            layers=tuple(layers),
             elements=tuple(elements),
         )
 
@@ -113,21 +115,21 @@ class Case:
         Raises:
             ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
         """
-        roles = [_role(spec, world_size, read) for spec in models_of(config)]
-        tp = config.rollout.tp
-        if tp < 1 or world_size % tp:
-            raise ValueError(f"rollout.tp={tp} must divide the {world_size} ranks; choose a divisor")
-        case = cls(
+        specs = [spec for spec in models_of(config) if spec.name != "reference"]
+        roles = {spec.name: _planned(spec, read(spec.model.path), world_size) for spec in specs}
+        if config.algorithm.kl_coef > 0:
+            roles["reference"] = replace(roles["actor"], name="reference", learns=False)
+        num_replicas(world_size=world_size, tp=config.rollout.tp)  # refuses what does not divide
+        try:
+            served_elements(roles["actor"].arch, config.rollout.tp)
+        except ValueError as error:
+            raise ValueError(f"rollout.tp={config.rollout.tp}: {error}") from None
+        return cls(
             config=config,
             world_size=world_size,
             ranks_per_host=min(ranks_per_host, world_size),
-            roles=tuple(roles),
+            roles=tuple(roles[spec.name] for spec in models_of(config)),
         )
-        try:
-            served_elements(case.actor.arch, tp)
-        except ValueError as error:
-            raise ValueError(f"rollout.tp={tp}: {error}") from None
-        return case
 
     @property
     def actor(self) -> PlannedRole:
@@ -151,6 +153,7 @@ class Case:
 
     @property
     def samples(self) -> int:
+        """Samples of an iteration."""
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
 
     @property
@@ -198,21 +201,15 @@ class Case:
 
         Follows verl_megatron/data/packing.py.
         """
-        layout, sample, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
-        together = min(samples, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // sample))
+        layout, length, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
+        together = min(samples, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // length))
         count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 
 
-def _role(spec: ModelSpec, world_size: int, read: Callable[[str], Architecture]) -> PlannedRole:
-    model = spec.model
-    if not model.path:
-        raise ValueError(f"{spec.section}.path has to be given; name a Hugging Face folder")
-    arch = read(model.path)
+def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:
     try:
-        layout = Layout.parse(
-            model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers)
-        )
+        layout = layout_of(spec.model, world_size)
         return PlannedRole.of(name=spec.name, arch=arch, layout=layout, head=spec.head, learns=spec.trainable)
     except ValueError as error:
-        raise ValueError(f"{spec.section}.layout={model.layout!r}: {error}") from None
+        raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None
