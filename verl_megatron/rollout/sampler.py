@@ -86,6 +86,7 @@ class Sampler:
         version: int,
         continue_turn: ContinueTurn | None = None,
         keep_group: KeepGroup | None = None,
+        quota: int | None = None,
     ) -> RolloutBatch:
         """Collect samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
 
@@ -96,15 +97,17 @@ class Sampler:
             keep_group: selects the prompts whose samples to keep; the others are replaced by further
                 prompts, in at most `draw.max_rounds` rounds. If prompts are then still missing, the last
                 of the others stay.
+            quota: number of prompts to keep with `keep_group`, where the first round draws more of them than
+                are needed; None: `draw.num_prompts`. Surplus prompts are dropped.
 
         Returns:
             The samples owned by this rank (the first of its replica; other ranks own none), ordered by
             number. Call `score` for their rewards.
         """
         self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
-        num_drawn, parts, kept = 0, [], []
+        wanted, num_drawn, parts, kept = quota or draw.num_prompts, 0, [], []
         for _ in range(draw.max_rounds):
-            prompts = source.draw(draw.num_prompts - len(kept))
+            prompts = source.draw(wanted - len(kept) if parts else draw.num_prompts)
             requests = self._requests(prompts, draw, iteration=iteration, first_group=num_drawn)
             samples = self._generate(requests, prompts, draw, continue_turn)
             parts.append(_batch_of(samples, group_size=draw.group_size, policy_version=version))
@@ -112,11 +115,12 @@ class Sampler:
             if keep_group is None:
                 return parts[0]
             kept += self._kept_groups(parts[-1], keep_group)
-            if len(kept) == draw.num_prompts:
+            if len(kept) >= wanted:
                 break
         self._num_drawn, self._num_kept = num_drawn, len(kept)
         others = sorted(set(range(num_drawn)) - set(kept))
-        chosen = kept + others[len(others) - (draw.num_prompts - len(kept)) :]
+        missing = max(wanted - len(kept), 0)
+        chosen = kept[:wanted] + others[len(others) - missing :]
         return self._renumbered(RolloutBatch.concatenate(parts), sorted(chosen), draw.group_size)
 
     def _requests(
