@@ -182,7 +182,7 @@ def loss_gradient(
     *,
     cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Gradient of the loss's token sum in the log-probs [B, T], of the tokens on this context-parallel rank."""
+    """Gradient of the loss's token sum in the log-probs [B, T] of this context-parallel rank's tokens."""
     cp, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
     fields = ("logprobs", "advantages", "rollout_logprobs")
     micro = pack(batch, samples, fields=fields, cp=cp, cp_rank=cp_rank)

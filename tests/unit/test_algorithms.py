@@ -110,7 +110,7 @@ def constant(case: Case, advantage: Callable[[Case, int], float]) -> Advantages:
 
 
 def gae_of_sample(case: Case, b: int) -> np.ndarray:
-    """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (Schulman 2016, eq. 16)."""
+    """sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (Schulman 2016, eq. 16)."""
     values = case.own("values", b)
     delta = case.rewards(b) + GAMMA * np.append(values[1:], 0.0)[: len(values)] - values
     return discounted(delta, GAMMA * LAMBDA)
@@ -178,8 +178,10 @@ def run(batch: RolloutBatch, config: AlgorithmConfig, split: list[int] | None = 
         return get_algorithm(config).advantages(part, config, kl_coef=KL_COEF, num_groups=4, all_sum=all_sum)
 
     results = Ranks(parts).run(one_rank)
-    names = results[0].tensors()
-    return RolloutBatch(**{name: torch.cat([getattr(part, name) for part in results]) for name in names})
+    joined = {}
+    for name in results[0].tensors():
+        joined[name] = torch.cat([getattr(part, name) for part in results])
+    return RolloutBatch(**joined)
 
 
 def config_of(name: str, **settings) -> AlgorithmConfig:
@@ -220,7 +222,7 @@ def test_advantages_without_their_scaling(batch, settings):
 
 @pytest.mark.parametrize("name", ["distillation", "grpo", "ppo"])
 def test_a_teacher_adds_its_log_prob_gap(batch, name):
-    """The reward of a token is log q(t) - log p(t), whose mean is -KL(p, q) of the next-token distribution."""
+    """A token's reward is log q(t) - log p(t), with mean -KL(p, q) of the next-token distributions."""
     config = config_of(name)
     case, result = Case(batch, config), add_teacher(run(batch, config), coef=0.5)
     gaps = [case.own("teacher_logprobs", b) - case.own("logprobs", b) for b in range(len(OWN))]

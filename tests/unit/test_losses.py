@@ -65,7 +65,7 @@ def test_policy_loss_and_metrics_do_not_depend_on_the_micro_batches(name):
     assert reduced(*(part_sums for _, part_sums in parts)) == pytest.approx(reduced(sums))
 
 
-# ---- KL by exact enumeration ----------------------------------------------------------------------------------
+# ---- KL by exact enumeration ----------------------------------------------------------
 
 
 def log_softmax(seed):
@@ -123,7 +123,7 @@ def test_no_log_ratio_makes_a_kl_or_gradient_that_is_no_number(estimator, unbias
         assert torch.isfinite(loss_N).all() and torch.isfinite(gradient).all()
 
 
-# ---- metrics --------------------------------------------------------------------------------------------------
+# ---- metrics ----------------------------------------------------------
 
 
 def test_policy_metrics():
@@ -159,7 +159,7 @@ def test_kl_that_is_not_in_the_loss_leaves_it_alone(kl_in):
     assert torch.equal(with_reference, policy_loss(case.logprobs_N, None, case.tokens, CLIP, config, 10.0)[0])
 
 
-# ---- other losses ---------------------------------------------------------------------------------------------
+# ---- other losses ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("cliprange_value", [0.0, 0.2, 0.7])

@@ -81,11 +81,11 @@ def test_samples_are_numbered_prompt_by_prompt_and_scored():
     )
 
 
-# ---- dynamic sampling and greedy samples ------------------------------------------------------------------------------
+# ---- dynamic sampling and greedy samples ----------------------------------------------------------
 
 
 def odd_vary(request):
-    """Responses of 10 + prompt number; lengths vary only within groups of odd numbers, whose greedy ones have 7."""
+    """Responses of 10 + prompt number; lengths vary within groups of odd numbers only, greedy ones have 7."""
     number = request.prompt_token_ids[0] - 1
     further = 6 if request.sampling.greedy else request.sample_id % 2
     return [10 + number] * (1 + number % 2 * further)
@@ -96,7 +96,7 @@ def draw_of(num_prompts, **options):
 
 
 def collect_varied(sampler, source, draw, *, iteration=1):
-    """Collect with dynamic sampling; check the numbering; return the prompts' numbers, the batch and the metrics."""
+    """Collect with dynamic sampling and check the numbering; the prompts' numbers, the batch, the metrics."""
     batch = sampler.collect(source, draw, iteration=iteration, version=0, keep_group=has_variance)
     assert batch.sample_id.tolist() == list(range(draw.num_prompts * draw.group_size))
     assert torch.equal(batch.group_id, batch.sample_id // draw.group_size)
@@ -162,7 +162,7 @@ def test_the_last_sample_of_each_prompt_is_greedy_and_its_score_the_baseline(dyn
     assert part.response_mask.sum(1).max() < 7, "no greedy sample is trained on"
 
 
-# ---- turns ------------------------------------------------------------------------------------------------------------
+# ---- turns ----------------------------------------------------------
 
 
 def test_a_turn_goes_on_after_a_tools_answer_which_is_not_the_models():
@@ -206,7 +206,7 @@ def test_what_was_generated_before_an_abort_is_there():
     assert partial.token_ids == [7] and partial.finish_reason == "abort"
 
 
-# ---- residency -------------------------------------------------------------------------------------------
+# ---- residency ----------------------------------------------------------
 
 
 class Recorded:
