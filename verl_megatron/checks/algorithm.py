@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 
@@ -126,7 +126,7 @@ def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:
     if config.reward.path or not config.reward.function:
         problems.append(
             "algorithm.dynamic_sampling=true needs scores during the rollout, and the reward model "
-            f"reward.path={shown(config.reward.path)} gives them after it; use reward.function alone"
+            f"reward.path={short_repr(config.reward.path)} gives them after it; use reward.function alone"
         )
     if config.algorithm.name == "remax":
         problems.append(
