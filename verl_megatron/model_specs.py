@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from parallel.layout import Layout, parse_devices
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.config import ModelConfig, TrainerConfig
+from verl_megatron.config import ModelConfig, RewardConfig, TeacherConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +19,31 @@ class ModelSpec:
     trainable: bool = False
 
 
+def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int) -> Layout:
+    """Return the layout of a model section on `world_size` ranks, with its ranks in the default order.
+
+    Raises:
+        ValueError: the layout or the devices are not understood, or do not go with the ranks.
+    """
+    stage_layers = tuple(model.stage_layers) if isinstance(model, ModelConfig) else ()
+    return Layout.parse(model.layout, parse_devices(model.devices, world_size), stage_layers)
+
+
 def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
     """Return the models of a run with these settings, the actor first."""
     specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
-    if get_algorithm(config.algorithm.name).needs_critic:
+    if "critic" in get_algorithm(config.algorithm).needs:
         critic = replace(config.critic, path=config.critic.path or config.actor.path)
         specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
     if config.algorithm.kl_coef > 0:
         specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
+    if config.teacher.path:
+        specs.append(ModelSpec(name="teacher", section="teacher", model=_frozen(config.teacher), head="lm"))
     if config.reward.path:
-        reward = ModelConfig(
-            path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices
-        )
+        reward = _frozen(config.reward)
         specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
     return tuple(specs)
+
+
+def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:
+    return ModelConfig(path=section.path, layout=section.layout, devices=section.devices)

@@ -11,8 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.worlds import ROOT
+from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.limits import check_values, inside
-from verl_megatron.checks.settings import batch_arithmetic, check_config, check_sft_config, refuse, structured
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_config, check_sft_config
 from verl_megatron.config import (
     RENAMED,
     AlgorithmConfig,
@@ -114,13 +117,34 @@ BAD = [
         ["algorithm.kl_in=loss", "kl_estimator=k1", "k2 or k3"],
     ),
     (
-        dict(algorithm__tis_cap=2.0, rollout__top_p=0.6),
-        ["algorithm.tis_cap=2.0", "rollout.top_p=0.6"],
+        dict(algorithm__correction="mask", rollout__top_p=0.6),
+        ["algorithm.correction=mask", "rollout.top_p=0.6"],
     ),
     (
-        dict(algorithm__tis_cap=2.0, rollout__top_k=9, rollout__min_tokens=2),
+        dict(algorithm__correction="truncate", rollout__top_k=9, rollout__min_tokens=2),
         ["rollout.top_k=9 and rollout.min_tokens=2"],
     ),
+    (dict(algorithm__correction_high=3.0), ["algorithm.correction_high=3.0", "correction=truncate"]),
+    (dict(algorithm__correction_level="sequence"), ["algorithm.correction_level=sequence"]),
+    (dict(algorithm__correction="tis"), ["algorithm.correction='tis'", "truncate"]),
+    (dict(algorithm__objective="clipped"), ["algorithm.objective='clipped'", 'did you mean "clip"?']),
+    (dict(algorithm__normalizer="mean"), ["algorithm.normalizer='mean'", "token_mean"]),
+    (dict(algorithm__dual_clip=0.5), ["algorithm.dual_clip=0.5", "above 1"]),
+    (dict(algorithm__dual_clip=3.0, algorithm__objective="cispo"), ["algorithm.dual_clip=3.0", "cispo"]),
+    (dict(algorithm__kl_unbiased=True), ["algorithm.kl_unbiased=true", "kl_in=reward"]),
+    (
+        dict(algorithm__kl_unbiased=True, algorithm__kl_in="loss", algorithm__kl_estimator="k2"),
+        ["algorithm.kl_estimator=k2", "k1 or k3"],
+    ),
+    (dict(algorithm__name="distillation"), ["teacher.path is empty"]),
+    (dict(teacher__path="/nowhere"), ["teacher.path='/nowhere'"]),
+    (dict(reward__overlong_tokens=101), ["reward.overlong_tokens=101", "rollout.max_tokens=100"]),
+    (dict(algorithm__dynamic_sampling=True), ["algorithm.dynamic_sampling=true", "samples_per_prompt=1"]),
+    (
+        dict(algorithm__dynamic_sampling=True, algorithm__name="remax", data__samples_per_prompt=2),
+        ["algorithm.name=remax", "greedy"],
+    ),
+    (dict(algorithm__max_sampling_rounds=0), ["algorithm.max_sampling_rounds=0"]),
     (dict(algorithm__gamma=1.5), ["algorithm.gamma=1.5", "(0, 1]"]),
     (dict(algorithm__clip_ratio_low=float("nan")), ["algorithm.clip_ratio_low=nan"]),
     (dict(algorithm__kl_in="both"), ["algorithm.kl_in='both'", "reward, loss"]),
@@ -241,7 +265,7 @@ def test_a_rollout_that_does_not_divide_the_ranks(folder):
         "rollout.tp=3 must divide the 4 ranks" in problem and "[1, 2, 4]" in problem and len(about_heads) == 2
     )
     problems = check_config(good(folder, rollout__tp=128), world_size=128)
-    assert any("rollout.tp=128 must divide vLLM's vocabulary of 192" in problem for problem in problems)
+    assert any("tp=128 must divide vLLM's padded vocabulary of 192" in problem for problem in problems)
 
 
 def test_too_few_ranks(folder):
