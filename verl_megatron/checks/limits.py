@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, cast, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from parallel.runtime.refusal import nearest, short_repr
 
