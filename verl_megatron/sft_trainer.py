@@ -15,7 +15,7 @@ from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import token_mean
-from verl_megatron.checks.folders import find_not_finite
+from verl_megatron.checks.folders import Roles, find_not_finite
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig

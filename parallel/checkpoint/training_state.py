@@ -135,7 +135,7 @@ def _describe(shards: list[OptimizerShard], tensors: dict[str, Tensor]) -> dict:
                 key = sharded.key if kind == VALUE else f"optimizer.state.{kind}.{sharded.key}"
                 dtype = {"dtype": tensor.dtype} if isinstance(sharded, ShardedTensor) else {}
                 described[f"{shard.name}/{kind}"] = replace(
-                    sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype
+                    sharded, key=key, data=tensor, replica_id=shard.replica_id, **dtype
                 )
     return described
 

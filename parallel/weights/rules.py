@@ -142,7 +142,8 @@ def megatron_parameters(
     """
     if problems := tp_problems(arch, layout.tp):
         raise ValueError(problems[0])
-    place, parameters = layout.coordinates(rank), []
+    place = layout.coordinates(rank)
+    parameters: list[ShardedParameter] = []
     part = _Part(layout.tp, place.tp, padded_vocab(arch.vocab_size, layout.tp))
     for (stage, chunk), layers in layout.layers_of(arch.num_layers).items():
         if stage != place.pp:
@@ -185,7 +186,8 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
     ]
     rules += [(rule, "") for rule in (FINAL_NORM, *(() if arch.tied else OUTPUTS["lm"]))]
-    part, parameters = _Part(tp, tp_rank, vocab), []
+    part = _Part(tp, tp_rank, vocab)
+    parameters: list[ShardedParameter] = []
     for rule, prefix in rules:
         shape, blocks = _shard(rule, arch, _vllm_pieces(rule, arch, tp), prefix, part)
         parameters.append(ShardedParameter(name=prefix + rule.vllm, shape=shape, blocks=blocks))

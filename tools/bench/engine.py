@@ -36,8 +36,10 @@ from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import say
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
+from verl_megatron.algorithms import get_objective
+from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
@@ -139,8 +141,14 @@ def product_rate() -> float:
 
 def policy(outputs, micro):
     """Return PPO's clipped loss with its usual settings."""
+    config = TrainerConfig().algorithm
     return policy_loss(
-        outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), TrainerConfig().algorithm, 0.0
+        outputs["logprobs"],
+        outputs["entropy"],
+        PolicyTokens.of(micro, num_samples=0),  # 0: counted where sums over samples are needed
+        get_objective(config),
+        config,
+        kl_coef=0.0,
     )
 
 

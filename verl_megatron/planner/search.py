@@ -356,7 +356,8 @@ def _frozen_layouts(
 ) -> Settings:
     """Layouts under which reward model and teacher take little of a GPU, unless the user chose them."""
     layouts = {}
-    for section, head in (("reward", "sequence"), ("teacher", "lm")):
+    heads: dict[str, Head] = {"reward": "sequence", "teacher": "lm"}
+    for section, head in heads.items():
         model = getattr(base, section)
         if model.path and model.layout == RewardConfig().layout:
             arch, sizes = read(model.path), _tensor_sizes(ranks_per_host)

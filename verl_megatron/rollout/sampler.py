@@ -147,7 +147,8 @@ class Sampler:
 
         def score(sample: Generation) -> None:
             prompt = prompts[(sample.sample_id - first) // draw.group_size]
-            self.pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
+            assert pool is not None
+            pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
 
         on_finish = score if self.pool is not None and self.engine.is_owner else None
         samples = generate(
@@ -209,10 +210,9 @@ class Sampler:
         The samples of a group may be on several ranks.
         """
         self._wait_for_rewards()
-        assert batch.group_id is not None
         mine = [
             (group, self._results[sample].score)
-            for sample, group in zip(batch.sample_id.tolist(), batch.group_id.tolist())
+            for sample, group in zip(batch.sample_id.tolist(), batch.required("group_id").tolist())
         ]
         gathered = self.engine.world.all_gather_object(mine)
         scores: dict[int, list[float]] = {}
@@ -223,9 +223,11 @@ class Sampler:
     def _renumbered(self, batch: RolloutBatch, chosen: list[int], group_size: int) -> RolloutBatch:
         """Return the samples of groups `chosen`, numbered densely in that order, with their rewards."""
         number = {group: new for new, group in enumerate(chosen)}
-        places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
+        places = [b for b, group in enumerate(batch.required("group_id").tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))
-        group_id = torch.tensor([number[group] for group in part.group_id.tolist()], dtype=torch.int64)
+        group_id = torch.tensor(
+            [number[group] for group in part.required("group_id").tolist()], dtype=torch.int64
+        )
         sample_id = group_id * group_size + part.sample_id % group_size
         self._results = {
             new: self._results[old] for old, new in zip(part.sample_id.tolist(), sample_id.tolist())

@@ -17,7 +17,6 @@ from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from verl_megatron.residency import Tag
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
