@@ -1,13 +1,14 @@
 """Supervised fine-tuning on the same engine as RL."""
 
 import gc
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from parallel import device
 from parallel.rank_set import RankSet, agree, world
-from parallel.runtime.refusal import shown, speak_once
+from parallel.runtime.refusal import short_repr, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
@@ -28,7 +29,7 @@ from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import Role, make_role
+from verl_megatron.roles.role import Role, Update, make_role
 
 
 class SFTTrainer:
@@ -41,7 +42,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig):
         speak_once()
         if not isinstance(config, SFTConfig):
-            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give an SFTConfig")
+            raise ValueError(f"config={short_repr(config)} is a {type(config).__name__}; give an SFTConfig")
         check_versions(vllm=False)
         device.initialize()
         self.config, self.world = config, world()
@@ -125,14 +126,11 @@ class SFTTrainer:
     def _step(self, actor: Role, demonstrations: list[Demonstration]) -> dict[str, float]:
         batch, table = spread(demonstrations, self.world)
         dispatched = actor.dispatch(batch, table)
-        sums, _ = actor.update(
-            dispatched,
-            table,
-            lambda outputs, micro: cross_entropy(outputs["logprobs"]),
-            token_mean,
-            fields=(),
-            epochs=1,
+        update = Update(
+            loss=lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+            normalizer=partial(token_mean, max_tokens=0),
         )
+        sums, _ = actor.update(dispatched, table, update)
         return sums.reduce(self.world)
 
     def _loss(self, actor: Role, demonstrations: list[Demonstration]) -> float:
