@@ -1,8 +1,8 @@
 """Response tokens of a micro-batch, as a policy loss sees them. Letters: N response tokens, B samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,6 @@ class PolicyTokens:
         terms_NK = torch.stack(list(terms), 1)
         total_BK = terms_NK.new_zeros(num_samples, len(terms)).index_add(0, self.sample_N, terms_NK)
         if self.cp_group is not None:
-            all_reduce = cast(Callable[..., Tensor], differentiable.all_reduce)  # pyright: ignore[reportUnknownMemberType]
-            total_BK = all_reduce(total_BK, group=self.cp_group)
+            untyped: Any = differentiable
+            total_BK = untyped.all_reduce(total_BK, group=self.cp_group)
         return total_BK.T
