@@ -210,6 +210,30 @@ class SFTDataConfig(Section):
 
 
 @dataclass(kw_only=True)
+class PairDataConfig(Section):
+    """Preference pairs: JSON lines with a prompt, a chosen and a rejected response."""
+
+    train: str = MISSING  # .jsonl file
+    validation: str = ""  # .jsonl file; empty: no validation
+    prompt_key: str = "prompt"  # a string, or a list of chat messages; not needed where responses repeat it
+    chosen_key: str = "chosen"  # the better response: a string, or messages that end in an assistant turn
+    rejected_key: str = "rejected"  # the worse response, in the same form
+    max_tokens: int = 2048  # maximum length of the prompt with either response
+    overlong: str = "error"  # pairs over max_tokens: "error" or "drop" (the count is reported)
+    pairs_per_step: int = 64  # pairs per optimizer step
+    shuffle: bool = True  # reshuffle the pairs every epoch
+
+
+@dataclass(kw_only=True)
+class DPOLossConfig(Section):
+    """Loss of direct preference optimization; verl_megatron/algorithms/preference.py has the formulas."""
+
+    loss: str = "sigmoid"  # sigmoid: DPO, conservative with label_smoothing; ipo: squared distance
+    beta: float = 0.1  # strength of the pull to the reference, the initial weights of the actor
+    label_smoothing: float = 0.0  # probability that a label is wrong (conservative DPO); sigmoid only
+
+
+@dataclass(kw_only=True)
 class SFTConfig(Section):
     """All sections of a supervised run; `run.iterations` counts optimizer steps."""
 
@@ -217,3 +241,30 @@ class SFTConfig(Section):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     actor: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(kw_only=True)
+class DPOConfig(Section):
+    """All sections of a run of direct preference optimization; `run.iterations` counts optimizer steps."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    actor: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(Section):
+    """All sections of reward-model training; `run.iterations` counts optimizer steps.
+
+    `reward` is the model to train. From the folder of a language model it starts with a new score head.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    reward: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+SupervisedConfig = SFTConfig | DPOConfig | RewardModelConfig

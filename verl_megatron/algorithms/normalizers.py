@@ -24,3 +24,8 @@ Normalizer = Callable[[Tensor, range], LossScale]
 def token_mean(response_B: Tensor, samples: range) -> LossScale:
     """Weight every response token of the mini-batch equally (DAPO, Yu et al. 2025, equation 12)."""
     return LossScale(divisor=max(int(response_B[samples.start : samples.stop].sum()), 1))
+
+
+def pair_mean(response_B: Tensor, samples: range) -> LossScale:
+    """Weight every pair of samples of the mini-batch equally; a pair's loss is the sum over its tokens."""
+    return LossScale(divisor=max(len(samples) // 2, 1))

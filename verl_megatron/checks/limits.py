@@ -27,6 +27,8 @@ INTERVALS = {
         "validation_temperature": "[0, 2]",  # vLLM's range
     },
     "SFTDataConfig": {"max_tokens": "[2, 1000000000]", "rows_per_step": "[1, 1000000]"},
+    "PairDataConfig": {"max_tokens": "[2, 1000000000]", "pairs_per_step": "[1, 500000]"},
+    "DPOLossConfig": {"beta": "(0, 1000]", "label_smoothing": "[0, 0.5)"},
     "ModelConfig": {"lr": "[0, 1]"},  # AdamW changes every weight by about lr
     "EngineConfig": {
         "tokens_per_micro_batch": "[1, 1000000000]",
@@ -76,6 +78,8 @@ CHOICES = {
     "RunConfig": {"resume": ("newest", "verify", "never")},
     "DataConfig": {"overlong": ("error", "drop")},
     "SFTDataConfig": {"overlong": ("error", "drop")},
+    "PairDataConfig": {"overlong": ("error", "drop")},
+    "DPOLossConfig": {"loss": ("sigmoid", "ipo")},
     "EngineConfig": {
         "dtype": ("auto", "bfloat16", "fp8", "float32"),
         "spec": ("auto", "te", "local"),

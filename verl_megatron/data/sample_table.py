@@ -1,6 +1,6 @@
 """The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
 
-Letters: B samples of the whole iteration.
+Letters: B samples of the whole iteration, U units of K samples of a mini-batch.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,15 @@ class SampleTable:
     owner_B: Tensor  # int64, world rank that generated the sample (its owner)
     group_B: Tensor  # int64, index of the sample's prompt; 0 where samples have none
     mini_batches: list[range]  # sample indices of each optimizer step of an epoch
+    unit: int = 1  # consecutive samples that stay in one micro-batch: 2 for pairs
 
     @classmethod
-    def gather(cls, batch: RolloutBatch, *, num_mini_batches: int) -> "SampleTable":
+    def gather(cls, batch: RolloutBatch, *, num_mini_batches: int, unit: int = 1) -> "SampleTable":
         """Gather the table. Collective over the world.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
-        gaps. Mini-batches differ by one sample at most.
+        gaps. Mini-batches differ by one sample at most, or by one unit of `unit` consecutive samples that stay
+        in one micro-batch.
         """
         num_samples = int(all_sum(torch.tensor(len(batch))))
         table = torch.zeros(5, num_samples, dtype=torch.int64)
@@ -41,8 +43,9 @@ class SampleTable:
         )
         table = all_sum(table)
         assert (table[4] == 1).all(), "every sample has one owner"
-        bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
-        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)])
+        num_units = num_samples // unit
+        bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
+        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)], unit)
 
     @property
     def num_groups(self) -> int:
@@ -56,10 +59,10 @@ class SampleTable:
         """
         index_B = torch.zeros_like(self.lengths_B)
         for samples in self.mini_batches:
-            for place, members in enumerate(
-                balance(self.lengths_B[samples.start : samples.stop].tolist(), dp)
-            ):
-                index_B[torch.tensor(members, dtype=torch.int64) + samples.start] = place
+            index_UK = index_B[samples.start : samples.stop].view(-1, self.unit)
+            ids = torch.arange(samples.start, samples.stop)
+            for place, members in enumerate(balance(self._tokens_of_units(ids), dp)):
+                index_UK[torch.tensor(members, dtype=torch.int64)] = place
         return index_B
 
     def micro_batches(
@@ -69,13 +72,19 @@ class SampleTable:
 
         `sample_id` lists the samples dispatched to this rank, sorted.
         """
-        lengths, result = self.lengths_B[sample_id].tolist(), []
+        result = []
         for samples in self.mini_batches:
-            mine = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1).tolist()
+            mine = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
             groups = micro_batches(
-                [lengths[i] for i in mine],
+                self._tokens_of_units(sample_id[mine]),
                 tokens_per_micro_batch=tokens_per_micro_batch,
                 multiple_of=multiple_of,
             )
-            result.append([[mine[i] for i in group] for group in groups] or [[] for _ in range(multiple_of)])
+            mine_UK = mine.view(-1, self.unit)
+            members = [mine_UK[torch.tensor(group, dtype=torch.int64)].flatten() for group in groups]
+            result.append([group.tolist() for group in members] or [[] for _ in range(multiple_of)])
         return result
+
+    def _tokens_of_units(self, sample_id: Tensor) -> list[int]:
+        """Return the tokens of each unit of these samples."""
+        return self.lengths_B[sample_id].view(-1, self.unit).sum(1).tolist()
