@@ -268,3 +268,13 @@ class RewardModelConfig(Section):
 
 
 SupervisedConfig = SFTConfig | DPOConfig | RewardModelConfig
+
+
+def is_paired(data: Section) -> bool:
+    """Whether a run with this data section trains on pairs of responses."""
+    return isinstance(data, PairDataConfig)
+
+
+def items_per_step(data: SFTDataConfig | PairDataConfig) -> int:
+    """Return the demonstrations or pairs of an optimizer step."""
+    return data.pairs_per_step if isinstance(data, PairDataConfig) else data.rows_per_step

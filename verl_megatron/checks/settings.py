@@ -21,8 +21,18 @@ from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.versions import require
-from verl_megatron.config import MISSING, EngineConfig, RolloutConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.config import (
+    MISSING,
+    DPOConfig,
+    EngineConfig,
+    RolloutConfig,
+    RunConfig,
+    SupervisedConfig,
+    TrainerConfig,
+    is_paired,
+)
 from verl_megatron.data.json_lines import file_problem
+from verl_megatron.model_specs import models_of
 from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward
 
@@ -49,7 +59,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
-    """Return the settings of `schema` (TrainerConfig or SFTConfig) with `overrides` applied.
+    """Return the settings of `schema` (such as TrainerConfig) with `overrides` applied.
 
     Raises:
         ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.
@@ -140,27 +150,36 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     return problems
 
 
-def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
+def check_supervised_config(config: SupervisedConfig, *, world_size: int) -> list[str]:
     """Return all problems of a supervised run's settings on `world_size` ranks; empty if there are none."""
     if problems := check_types(config):
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
-    layout, arch = _check_model(config.actor, "actor", world_size, problems, config.engine, required=True)
-    problems += output_problems(config.run, {"actor": config.actor.path})
+    trained = models_of(config)[0]
+    layout, arch = _check_model(
+        trained.model, trained.section, world_size, problems, config.engine, required=True
+    )
+    problems += output_problems(config.run, {trained.name: trained.model.path})
     data = config.data
-    if layout is not None and data.rows_per_step < layout.dp:
+    name, items = ("pairs_per_step", "pair") if is_paired(data) else ("samples_per_step", "sample")
+    if layout is not None and getattr(data, name) < layout.dp:
         problems.append(
-            f"data.rows_per_step={data.rows_per_step} leaves some of the {layout.dp} data-parallel ranks of "
-            f"actor.layout={layout} without a sample; raise it"
+            f"data.{name}={getattr(data, name)} leaves some of the {layout.dp} data-parallel ranks of "
+            f"{trained.section}.layout={layout} without a {items}; raise it"
         )
     if arch is not None and data.max_tokens > arch.max_positions:
         problems.append(
             f"data.max_tokens={data.max_tokens} exceeds the model's {arch.max_positions} positions; lower it"
         )
-    if config.run.save_interval:
+    if config.run.keep_best_k and not is_paired(data):
         problems.append(
-            f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, "
-            "only its model at the end; leave it at 0"
+            f"run.keep_best_k={config.run.keep_best_k} compares validation accuracies, and supervised "
+            "fine-tuning has a validation loss only; leave it at 0"
+        )
+    if isinstance(config, DPOConfig) and config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
+        problems.append(
+            f"dpo.label_smoothing={config.dpo.label_smoothing} belongs to dpo.loss=sigmoid, "
+            f"not to {config.dpo.loss}; leave it at 0 or use sigmoid"
         )
     return problems
 
