@@ -6,7 +6,10 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_megatron.data.tokenizer import Tokenizer
 
-LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
+LOOP = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
+)
 TEMPLATE = LOOP + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 

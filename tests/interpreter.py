@@ -8,7 +8,10 @@ from tests.worlds import ROOT
 
 
 def run_interpreted(program: str) -> None:
-    """Run `program`, which prints "interpreted" at its end, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    """Run `program` in a process of its own, as Triton reads TRITON_INTERPRET when it is imported.
+
+    The program prints "interpreted" at its end.
+    """
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",

@@ -1,4 +1,4 @@
-"""Start recipes and launchers as a user does, with a `python` in their path that writes down how it was called and does nothing."""
+"""Start recipes and launchers as users do, with a `python` on the path that only records its call."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def say(*command: str | Path, folder: Path, **more: str) -> Said:
-    """Run `command` in the repository's root with `more` in its environment; `folder` takes the stand-in for python."""
+    """Run `command` in the repository's root with `more` in its environment; `folder` gets the stand-in."""
     stand_in, record = folder / "bin/python", folder / "record"
     stand_in.parent.mkdir(exist_ok=True)
     stand_in.write_text(RECORDER)
@@ -101,7 +101,7 @@ def hostfile(path: Path, *, nodes: int, slots: int) -> Path:
 
 
 def operator(nodes: int, gpus: int, node: int = 0) -> dict[str, str]:
-    """What Kubeflow's training operator adds to the environment of a pod (pkg/controller.v1/pytorch/envvar.go of its release 1.7)."""
+    """Environment of a pod as Kubeflow's training operator 1.7 sets it (pytorch/envvar.go)."""
     job = {
         "MASTER_ADDR": "llama3-70b-ppo-master-0",
         "MASTER_PORT": "23456",

@@ -38,7 +38,7 @@ def run_config(
         share,
     )
     config.data.max_prompt_tokens, config.data.prompts_per_iteration = tokens, samples
-    config.algorithm.mini_batches, config.algorithm.kl_coef = 4, 0.01
+    config.algorithm.num_mini_batches, config.algorithm.kl_coef = 4, 0.01
     config.engine = replace(config.engine, **engine)
     return config
 

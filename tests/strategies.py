@@ -44,7 +44,7 @@ class Case:
 
 @st.composite
 def model_cases(draw: st.DrawFn) -> Case:
-    """A model between Megatron's and vLLM's shards, in either direction, on the same, some of the same or other ranks."""
+    """A model between Megatron's and vLLM's shards, either way, on equal, overlapping or disjoint ranks."""
     tp, num_trained = draw(st.sampled_from(TENSOR_PARALLEL)), 1
     sizes = {"tp": tp}
     for axis, largest in (("pp", 4), ("dp", 3), ("cp", 2)):
@@ -143,7 +143,7 @@ def _circumstances(draw: st.DrawFn, num_ranks: int, widest: int) -> dict:
 
 @st.composite
 def any_cases(draw: st.DrawFn) -> Case:
-    """Shards of no particular kind: overlapping sources, copies that own nothing, elements that a rank needs more than once, gaps anywhere."""
+    """Arbitrary shards: overlapping sources, unowned copies, elements needed twice, gaps anywhere."""
     shapes = {f"tensor {i}": shape for i, shape in enumerate(draw(st.lists(_SHAPES, min_size=1, max_size=3)))}
     num_ranks, source, parts = draw(st.integers(1, 6)), {}, []
     for tensor, (num_rows, num_cols) in shapes.items():  # parts that cover it, on any ranks
@@ -206,7 +206,7 @@ def _blocks(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> Block:
 def _stacked(
     name: str, blocks: list[Block], *, gaps: list[int] = (0, 0), owner: bool = True, chunk: int = 0
 ) -> ShardedParameter:
-    """A parameter that holds `blocks` one below the other, each indented by the gap above it, with a last gap below all."""
+    """A parameter that stacks `blocks`, each after its gap, with a last gap at the end."""
     placed, row, width = [], 0, 1
     for gap, block in zip(gaps, blocks):
         placed.append(Block(block.tensor, block.rows, block.cols, row=row + gap, col=gap))

@@ -39,7 +39,8 @@ FAMILIES = {
     "qwen3_tied": ("Qwen3", dict(tie_word_embeddings=True, head_dim=16)),
 }
 
-# Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...; num_key_value_heads may stay below tp.
+# Changes for models that vLLM serves on a CPU too, where the size of a head has to be 32, 64, ...;
+# num_key_value_heads may stay below tp.
 SERVED = {
     family: dict(
         hidden_size=64 if "head_dim" in differences else 128,
@@ -52,7 +53,7 @@ SERVED = {
 
 
 def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes):
-    """A float32 model of the family; `head` may also be ForTokenClassification or ForSequenceClassification (one label)."""
+    """A float32 model; `head` may also be ForTokenClassification or ForSequenceClassification (one label)."""
     import transformers
 
     stem, differences = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""Start a small world of gloo processes for a test: one worker script, one process a rank, output shown if it fails."""
+"""Start a small world of gloo processes: one worker script, one process per rank, output on failure."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_world(
     worker: str | Path, nproc: int, *args: object, timeout: float = 240, env: dict[str, str] | None = None
 ) -> str:
-    """Run `worker` (a path relative to the repository's root, or absolute) under torchrun on `nproc` processes.
+    """Run `worker` (a path, relative to the repository's root or absolute) on `nproc` processes of torchrun.
 
     Args:
         args: handed to the worker as command-line arguments, the same for each process.
@@ -47,7 +47,8 @@ def run_world(
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks (which have sessions of their own) when it is asked to, not when it is killed
+        # On SIGTERM torchrun ends its ranks, which have sessions of their own; on SIGKILL it cannot.
+        process.terminate()
         output, _ = process.communicate(timeout=60)
         raise AssertionError(
             f"{worker} on {nproc} processes did not end within {timeout} s:\n{output[-8000:]}"

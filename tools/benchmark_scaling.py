@@ -11,7 +11,7 @@ recipe's, with data parallelism adjusted, unless --layouts and --rollout give ot
 
 OUT/scaling.md, .csv and .png: the table, its numbers and a picture. OUT/nN: the run on N ranks, with
 timeline.json and timeline.png. Larger sizes, up to --to GPUs, are modelled from the measured ones and are
-marked as such everywhere (tools/scaling_model.py has the formulas).
+marked as such everywhere (tools/scaling/model.py has the formulas).
 """
 
 import argparse
@@ -31,10 +31,10 @@ import torch
 
 from parallel import device
 from parallel.runtime.environment import MOST_RANKS
-from tools.scaling_model import Scaling
-from tools.scaling_report import Report, markdown, write_csv, write_png
-from tools.scaling_rows import Row, at_best, disturbance, measured_row
-from tools.scaling_runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
+from tools.scaling.model import Scaling
+from tools.scaling.report import Report, markdown, write_csv, write_png
+from tools.scaling.rows import Row, at_best, disturbance, measured_row
+from tools.scaling.runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.settings import refuse
 from verl_megatron.config import TrainerConfig
@@ -268,8 +268,8 @@ def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> 
     for size in sizes:
         rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, {size.case.samples} samples; "
-            f"log in {size.output_dir}/log.txt",
+            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, "
+            f"{size.case.samples} samples; log in {size.output_dir}/log.txt",
             flush=True,
         )
         run(size)
@@ -296,7 +296,7 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
         f"{links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
         f" and {links.other_host_rate * 8e-9:g} Gbit/s a GPU between hosts "
         f"({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
-        " Formulas: `tools/scaling_model.py`."
+        " Formulas: `tools/scaling/model.py`."
     ]
     if all(role.layout.dp == 1 for size in sizes for role in size.case.roles):
         notes.append(

@@ -5,7 +5,8 @@
 A refactoring changes no number: run this against the previous commit. The toy job is made once, then both
 trees train on it with the same seed: supervised steps and, from each tree's own result, PPO and GRPO. Every
 training metric of every step must match to the last bit, unless --relative allows more. Times, memory and
-throughput are left out. Exit status 1: a metric differs or is missing.
+throughput are left out. Each tree trains its own recipes, and settings have the names that it knows. Exit
+status 1: a metric differs or is missing.
 """
 
 import argparse
@@ -18,8 +19,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
+from verl_megatron.config import RENAMED
+
+ROOT = Path(__file__).resolve().parents[1]
 LEARNING = (
     "sft/",
     "policy/",
@@ -32,7 +38,7 @@ LEARNING = (
 )
 COSTS = ("_ms", "_s")
 COMMON = ["--config-path", "../recipes", "run.seed=1", "run.track_metrics=[jsonl]"]
-RL = ["data.prompts_per_iteration=96", "data.validation_rows=64"]
+RL = ["data.prompts_per_iteration=96", "data.validation_samples=64"]
 GRPO = [
     "algorithm.name=grpo",
     "algorithm.kl_in=loss",
@@ -40,6 +46,12 @@ GRPO = [
     "data.samples_per_prompt=4",
     "data.prompts_per_iteration=24",
 ]
+
+# Prints the settings of the tree in which it runs.
+SETTINGS = """
+import dataclasses, json, verl_megatron.config as schemas
+print(json.dumps([dataclasses.asdict(schemas.TrainerConfig()), dataclasses.asdict(schemas.SFTConfig())]))
+"""
 
 Rows = list[dict[str, float | None]]  # one per step
 
@@ -83,8 +95,29 @@ def commands(toy: Path, out: Path, *, iterations: int) -> dict[str, list[str]]:
     }
 
 
-def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) -> dict[str, Rows]:
-    """Train with the code of `tree`, and return the metrics of each run."""
+def known_settings(tree: Path) -> set[str]:
+    """Return the names, "section.setting", of all settings that the code of `tree` has."""
+    answer = subprocess.run([sys.executable, "-c", SETTINGS], **_inside(tree), check=True)
+    return {
+        f"{section}.{name}"
+        for schema in json.loads(answer.stdout)
+        for section, settings in schema.items()
+        for name in settings
+    }
+
+
+def with_names_of(known: set[str], arguments: list[str]) -> list[str]:
+    """Return `arguments` with settings under the names that they have among `known`."""
+    former = {new: old for old, new in RENAMED.items()}
+    translated = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        translated.append((former.get(name, name) if name not in known else name) + equals + value)
+    return translated
+
+
+def _inside(tree: Path) -> dict[str, Any]:
+    """Return options of subprocess.run for a program that uses the code of `tree`."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
@@ -92,7 +125,12 @@ def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) 
         "TORCH_COMPILE_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    found = {}
+    return {"cwd": tree, "env": environment, "stdout": subprocess.PIPE, "text": True}
+
+
+def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) -> dict[str, Rows]:
+    """Train with the code of `tree`, and return the metrics of each run."""
+    found, known = {}, known_settings(tree)
     for name, (ranks, *arguments) in commands(toy, out, iterations=iterations).items():
         if name not in names and name != "sft":  # the others start from its model
             continue
@@ -104,12 +142,10 @@ def run(tree: Path, toy: Path, out: Path, *, names: list[str], iterations: int) 
             "--nproc-per-node",
             ranks,
             "-m",
-            *arguments,
+            *with_names_of(known, arguments),
             f"run.output_dir={out / name}",
         ]
-        ended = subprocess.run(
-            command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        ended = subprocess.run(command, **_inside(tree), stderr=subprocess.STDOUT)
         if ended.returncode:
             raise SystemExit(f"{name} in {tree} ended with {ended.returncode}:\n{ended.stdout[-4000:]}")
         found[name] = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]

@@ -2,18 +2,15 @@
 
 python tools/make_docs.py [--check]
 
-Settings come from the dataclasses of verl_megatron/config.py, meanings from the comments next to them, ranges
-and choices from verl_megatron/checks/limits.py. With --check nothing is written; exit status 1: the page is
-out of date.
+Everything comes from the dataclasses of verl_megatron/config.py. With --check nothing is written; exit status 1:
+the page is out of date.
 """
 
 import argparse
-import ast
 import inspect
-import io
 import json
 import sys
-import tokenize
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
 from verl_megatron import config as schemas
-from verl_megatron.checks.limits import CHOICES, INTERVALS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -47,25 +43,6 @@ SUPERVISED = """
 """
 
 
-def meanings(source: str) -> dict[tuple[str, str], str]:
-    """Return the comment next to each annotated field, by class and field."""
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    settings = [(kind, node) for kind in classes for node in kind.body if isinstance(node, ast.AnnAssign)]
-
-    def beside(node: ast.AnnAssign) -> str:
-        lines = range(
-            node.lineno, node.end_lineno + 1
-        )  # a formatter may put value and comment inside brackets
-        return " ".join(comments[line] for line in lines if line in comments)
-
-    return {(kind.name, node.target.id): beside(node) for kind, node in settings}
-
-
 def spelled(value: Any) -> str:
     """Return a default as a recipe would write it."""
     if value == schemas.MISSING:
@@ -74,12 +51,12 @@ def spelled(value: Any) -> str:
     return f"`{text}`"
 
 
-def allowed(section: str, name: str, value: Any) -> str:
+def allowed(metadata: Mapping[str, Any], value: Any) -> str:
     """Return the choices, interval or type of a setting."""
-    if choices := CHOICES.get(section, {}).get(name):
+    if choices := metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in choices)
-    if interval := INTERVALS.get(section, {}).get(name):
-        return in_words(interval)
+    if interval := metadata["within"]:
+        return ("list of numbers " if isinstance(value, list) else "") + in_words(interval)
     kinds = {bool: "true, false", int: "whole number", float: "number", list: "list"}
     return next((text for kind, text in kinds.items() if isinstance(value, kind)), "text")
 
@@ -92,31 +69,28 @@ def in_words(interval: str) -> str:
     return ", ".join(filter(None, (above, below))) or "any number"
 
 
-def section_lines(name: str, section: Any, known: dict[tuple[str, str], str], *, title: str) -> list[str]:
+def section_lines(name: str, section: Any, *, title: str) -> list[str]:
     """Return the heading, the docstring and the table of one section."""
-    kind = type(section)
-    lines = [f"\n## {title}\n", inspect.getdoc(kind), "", *TABLE_HEAD]
+    lines = [f"\n## {title}\n", inspect.getdoc(type(section)), "", *TABLE_HEAD]
     for setting in fields(section):
         value = getattr(section, setting.name)
-        values = allowed(kind.__name__, setting.name, value)
-        meaning = known[kind.__name__, setting.name].replace("|", "\\|")
+        values, meaning = allowed(setting.metadata, value), setting.metadata["meaning"].replace("|", "\\|")
         lines.append(f"| `{name}.{setting.name}` | {spelled(value)} | {values} | {meaning} |")
     return lines
 
 
 def page() -> str:
     """Return the text of docs/configuration.md."""
-    known = meanings(inspect.getsource(schemas))
     trainer, supervised = schemas.TrainerConfig(), schemas.SFTConfig()
     lines = [HEAD.rstrip()]
     for section in fields(trainer):
-        lines += section_lines(section.name, getattr(trainer, section.name), known, title=section.name)
+        lines += section_lines(section.name, getattr(trainer, section.name), title=section.name)
     names = [section.name for section in fields(supervised)]
     lines.append(SUPERVISED.rstrip().format(sections=", ".join(f"`{name}`" for name in names)))
     for name in names:
         section = getattr(supervised, name)
         if section != getattr(trainer, name):
-            lines += section_lines(name, section, known, title=f"{name} (supervised)")
+            lines += section_lines(name, section, title=f"{name} (supervised)")
     return "\n".join(lines) + "\n"
 
 

@@ -95,7 +95,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "samples_per_prompt": samples,
         },
         "rollout": {"max_tokens": given.response},
-        "algorithm": {"name": given.algorithm, "mini_batches": given.mini_batches, "kl_coef": 0.01},
+        "algorithm": {"name": given.algorithm, "num_mini_batches": given.mini_batches, "kl_coef": 0.01},
     }
     try:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))

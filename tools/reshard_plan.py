@@ -28,7 +28,7 @@ from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
-from tools.reshard_memory import EXACT_RANKS, Shards, peak_memory
+from tools.reshard.memory import EXACT_RANKS, Shards, peak_memory
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HOST_RANKS = 8  # per host, unless --hosts is given

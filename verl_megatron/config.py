@@ -1,15 +1,46 @@
-"""All settings with their meaning, unit and default; `checks/` refuses contradictory ones.
+"""All settings with their meaning, unit, default and valid values; `checks/` refuses contradictory ones.
 
 Settings have two levels: section and setting. Each part of the program receives only its own section.
+
+`within` is an interval: square brackets are closed ends, round ones open. Upper bounds are where a value stops
+being meaningful, or limits of hardware, vLLM or float32. Limits that depend on the model, the data or the
+machine are in `checks/`.
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from parallel.runtime.refusal import nearest
 
 MISSING = "???"  # OmegaConf's marker for a required setting
+COUNT, POSITIVE = "[0, 1000000000]", "[1, 1000000000]"  # iterations, steps, tokens: more than any run needs
+SHARE = "[0, 1000000]"  # coefficients and norms: far below float32 overflow of a loss
+LEAST_TEMPERATURE = 0.01  # vLLM takes lower ones above 0 for this one
+
+RENAMED = {  # former name -> name; the former one is refused with the new one in the message
+    "data.rows_per_step": "data.samples_per_step",
+    "data.validation_rows": "data.validation_samples",
+    "engine.schedule": "engine.lr_decay_style",
+    "engine.spec": "engine.transformer_impl",
+    "engine.warmup_steps": "engine.lr_warmup_steps",
+    "algorithm.clip_high": "algorithm.clip_ratio_high",
+    "algorithm.clip_low": "algorithm.clip_ratio_low",
+    "algorithm.importance_cap": "algorithm.tis_cap",
+    "algorithm.kl_horizon": "algorithm.kl_ctrl_horizon",
+    "algorithm.kl_target": "algorithm.kl_ctrl_target",
+    "algorithm.lam": "algorithm.gae_lambda",
+    "algorithm.mini_batches": "algorithm.num_mini_batches",
+    "algorithm.stop_kl": "algorithm.target_kl",
+    "algorithm.value_clip": "algorithm.cliprange_value",
+}
+
+
+def present_name(name: str, known: Iterable[str]) -> str:
+    """Return what the setting formerly called `name` is called in a section with settings `known`, or ""."""
+    names = (new.partition(".")[2] for old, new in RENAMED.items() if old.partition(".")[2] == name)
+    return next((new for new in names if new in known), "")
 
 
 class UnknownSettingError(AttributeError, ValueError):
@@ -17,66 +48,114 @@ class UnknownSettingError(AttributeError, ValueError):
 
 
 class Section:
-    """A group of settings. Assigning an unknown name is an error; a pathlib.Path is stored as a string."""
+    """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string."""
+
+    def __new__(cls, **settings: Any) -> Self:
+        for name in settings:
+            cls._refuse_unknown(name)
+        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = type(self).__dataclass_fields__
+        self._refuse_unknown(name)
+        super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+    @classmethod
+    def _refuse_unknown(cls, name: str) -> None:
+        known = cls.__dataclass_fields__
+        if new := present_name(name, known):
+            raise UnknownSettingError(f"{name} of {cls.__name__} is now called {new}; rename it")
         if name not in known:
             raise UnknownSettingError(
-                f"{name} is no setting of {type(self).__name__}{nearest(name, known)}; "
-                f"it has {', '.join(known)}"
+                f"{name} is no setting of {cls.__name__}{nearest(name, known)}; it has {', '.join(known)}"
             )
-        super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+def setting(default: Any, meaning: str, *, within: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """Declare a dataclass field whose metadata says what the setting means and which values it takes.
+
+    Args:
+        default: copied for each section if it is a list.
+        meaning: with the unit, for users.
+        within: interval of a number, or of each element of a list, such as "(0, 1]"; empty: any.
+        choices: valid values; empty: any.
+    """
+    metadata = {"meaning": meaning, "within": within, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
 class RunConfig(Section):
     """Settings of the whole run."""
 
-    output_dir: str = "outputs/run"  # logs, checkpoints and the exported models
-    seed: int = 1  # seed of data order, sampling and newly initialised weights
-    iterations: int = 100  # rounds of rollout, scoring and update; optimizer steps in a supervised run
-    validate_interval: int = 0  # iterations between validations; 0: only before the first and after the last
-    save_interval: int = 0  # iterations between checkpoints; 0: none
-    keep_last_k: int = 2  # number of newest checkpoints to keep; 0: all
-    keep_best_k: int = 0  # number of further checkpoints to keep, by validation accuracy
-    async_save: bool = False  # write checkpoints in the background from a copy in host memory
-    resume: str = "newest"  # newest; verify: newest, and compare the repeated iteration; never: start over
-    stall_timeout_s: float = 300.0  # abort after this many seconds without progress; 0: never
-    export: bool = True  # write a Hugging Face folder of the actor (and critic) at the end
-    track_metrics: list[str] = field(
-        default_factory=lambda: ["console", "jsonl", "csv", "tensorboard"]
-    )  # also wandb, mlflow, timeline (where ranks wait), profile (PyTorch profiler traces)
+    output_dir: str = setting("outputs/run", "logs, checkpoints and the exported models")
+    seed: int = setting(
+        1, "seed of data order, sampling and newly initialised weights", within="[0, 4294967295]"
+    )  # numpy's range
+    iterations: int = setting(
+        100, "rounds of rollout, scoring and update; optimizer steps in a supervised run", within=POSITIVE
+    )
+    validate_interval: int = setting(
+        0, "iterations between validations; 0: only before the first and after the last", within=COUNT
+    )
+    save_interval: int = setting(0, "iterations between checkpoints; 0: none", within=COUNT)
+    keep_last_k: int = setting(2, "number of newest checkpoints to keep; 0: all", within=COUNT)
+    keep_best_k: int = setting(
+        0, "number of further checkpoints to keep, by validation accuracy", within=COUNT
+    )
+    async_save: bool = setting(False, "write checkpoints in the background from a copy in host memory")
+    resume: str = setting(
+        "newest",
+        "newest; verify: newest, and compare the repeated iteration; never: start over",
+        choices=("newest", "verify", "never"),
+    )
+    stall_timeout_s: float = setting(
+        300.0, "abort after this many seconds without progress; 0: never", within="[0, 10000000]"
+    )  # four months; operating-system waits overflow at 292 years
+    export: bool = setting(True, "write a Hugging Face folder of the actor (and critic) at the end")
+    track_metrics: list[str] = setting(
+        ["console", "jsonl", "csv", "tensorboard"],
+        "also wandb, mlflow, timeline (where ranks wait), profile (PyTorch profiler traces)",
+    )
 
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
     """Prompts: JSON lines with at least a prompt and the ground truth for its reward."""
 
-    train: str = MISSING  # .jsonl file
-    validation: str = ""  # .jsonl file; empty: no validation
-    prompt_key: str = "prompt"  # a string, or a list of chat messages
-    answer_key: str = "answer"  # ground truth passed to the reward
-    max_prompt_tokens: int = 1024  # maximum prompt length, chat template included
-    overlong: str = "error"  # prompts over max_prompt_tokens: "error" or "drop" (the count is reported)
-    prompts_per_iteration: int = 256  # prompts per iteration
-    samples_per_prompt: int = 1  # responses per prompt; GRPO needs at least 2
-    shuffle: bool = True  # reshuffle the prompts every epoch
-    validation_rows: int = 0  # number of validation prompts; 0: the whole file
-    validation_temperature: float = 1.0  # sampling temperature of validation; 0: greedy
+    train: str = setting(MISSING, ".jsonl file")
+    validation: str = setting("", ".jsonl file; empty: no validation")
+    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
+    answer_key: str = setting("answer", "ground truth passed to the reward")
+    max_prompt_tokens: int = setting(1024, "maximum prompt length, chat template included", within=POSITIVE)
+    overlong: str = setting(
+        "error",
+        'prompts over max_prompt_tokens: "error" or "drop" (the count is reported)',
+        choices=("error", "drop"),
+    )
+    # Every rank has a table of all samples.
+    prompts_per_iteration: int = setting(256, "prompts per iteration", within="[1, 1000000]")
+    samples_per_prompt: int = setting(1, "responses per prompt; GRPO needs at least 2", within="[1, 1000000]")
+    shuffle: bool = setting(True, "reshuffle the prompts every epoch")
+    validation_samples: int = setting(0, "number of validation prompts; 0: the whole file", within=COUNT)
+    validation_temperature: float = setting(
+        1.0, "sampling temperature of validation; 0: greedy", within="[0, 2]"
+    )  # vLLM's range
 
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):
     """A trainable model: its weights, parallel layout and learning rate."""
 
-    path: str = ""  # Hugging Face folder; empty for the critic: start from the actor's weights
-    layout: str = "tp1"  # such as tp2pp2 or tp4pp2vpp2sp; dp is the number of ranks divided by the rest
-    stage_layers: list[int] = field(
-        default_factory=list
-    )  # number of layers per pipeline stage; empty: equal stages
-    devices: str = ""  # ranks such as 0-3 or cuda:0-3; empty: all
-    lr: float = 1e-6  # peak learning rate, reached after the warm-up
+    path: str = setting("", "Hugging Face folder; empty for the critic: start from the actor's weights")
+    layout: str = setting(
+        "tp1", "such as tp2pp2 or tp4pp2vpp2sp; dp is the number of ranks divided by the rest"
+    )
+    stage_layers: list[int] = setting([], "number of layers per pipeline stage; empty: equal stages")
+    devices: str = setting("", "ranks such as 0-3 or cuda:0-3; empty: all")
+    # AdamW changes every weight by about lr.
+    lr: float = setting(1e-6, "peak learning rate, reached after the warm-up", within="[0, 1]")
 
 
 @dataclass(kw_only=True)
@@ -86,81 +165,146 @@ class EngineConfig(Section):
     fp8 is bfloat16 with the matrix products of the layers in fp8. Both keep float32 master weights.
     """
 
-    dtype: str = "auto"  # bfloat16, fp8 or float32; auto: bfloat16 on GPUs, float32 on CPUs
-    spec: str = "auto"  # layer spec: te (transformer-engine) or local; auto: te on GPUs if it is installed
-    recompute: str = "none"  # activation recomputation: none, selective (attention), full (whole layers)
-    tokens_per_micro_batch: int = 8192  # maximum packed tokens of a micro-batch, per context-parallel rank
-    distributed_optimizer: bool = True  # shard the optimizer state over the dp and cp ranks
-    schedule: str = "constant"  # learning-rate schedule after the warm-up: constant, linear, cosine
-    warmup_steps: int = 0  # optimizer steps of linear learning-rate warm-up
-    min_lr_ratio: float = 0.0  # final learning rate / lr, reached one step after the last
-    weight_decay: float = 0.01  # decoupled weight decay, as in AdamW
-    clip_grad: float = 1.0  # maximum global gradient norm; 0: no clipping
-    adam_betas: list[float] = field(
-        default_factory=lambda: [0.9, 0.95]
-    )  # decay rates of the first and second moment
-    adam_eps: float = 1e-8  # added to the square root of the second moment
+    dtype: str = setting(
+        "auto",
+        "bfloat16, fp8 or float32; auto: bfloat16 on GPUs, float32 on CPUs",
+        choices=("auto", "bfloat16", "fp8", "float32"),
+    )
+    transformer_impl: str = setting(
+        "auto",
+        "layer spec: te (transformer-engine) or local; auto: te on GPUs if it is installed",
+        choices=("auto", "te", "local"),
+    )
+    recompute: str = setting(
+        "none",
+        "activation recomputation: none, selective (attention), full (whole layers)",
+        choices=("none", "selective", "full"),
+    )
+    tokens_per_micro_batch: int = setting(
+        8192, "maximum packed tokens of a micro-batch, per context-parallel rank", within=POSITIVE
+    )
+    distributed_optimizer: bool = setting(True, "shard the optimizer state over the dp and cp ranks")
+    lr_decay_style: str = setting(
+        "constant",
+        "learning-rate schedule after the warm-up",
+        choices=("constant", "linear", "cosine"),
+    )
+    lr_warmup_steps: int = setting(0, "optimizer steps of linear learning-rate warm-up", within=COUNT)
+    min_lr_ratio: float = setting(
+        0.0, "final learning rate / lr, reached one step after the last", within="[0, 1]"
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay, as in AdamW", within="[0, 1000]")
+    clip_grad: float = setting(1.0, "maximum global gradient norm; 0: no clipping", within=SHARE)
+    adam_betas: list[float] = setting(
+        [0.9, 0.95], "decay rates of the first and second moment", within="[0, 1)"
+    )
+    # Smaller values underflow to a division by 0 in float32.
+    adam_eps: float = setting(1e-8, "added to the square root of the second moment", within="[1e-30, 1]")
 
 
 @dataclass(kw_only=True)
 class RewardConfig(Section):
     """Source of the rewards: a Python function, a reward model, or both (their sum)."""
 
-    function: str = "match"  # built-in name or path.py:function (must import within 45 s); empty: none
-    timeout_s: float = 10.0  # time limit of one call, seconds
-    workers: int = 1  # reward worker processes per vLLM replica
-    failure_score: float = 0.0  # score of a call that raised, timed out or returned no finite number
-    path: str = ""  # Hugging Face sequence-classification folder; empty: no reward model
-    layout: str = "tp1"  # layout of the reward model, as actor.layout
-    devices: str = ""  # ranks of the reward model, as actor.devices
+    function: str = setting(
+        "match", "built-in name or path.py:function (must import within 45 s); empty: none"
+    )
+    timeout_s: float = setting(10.0, "time limit of one call, seconds", within="(0, 10000000]")
+    workers: int = setting(1, "reward worker processes per vLLM replica", within="[1, 1024]")
+    failure_score: float = setting(
+        0.0, "score of a call that raised, timed out or returned no finite number", within="[-1e30, 1e30]"
+    )  # float32
+    path: str = setting("", "Hugging Face sequence-classification folder; empty: no reward model")
+    layout: str = setting("tp1", "layout of the reward model, as actor.layout")
+    devices: str = setting("", "ranks of the reward model, as actor.devices")
 
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section):
     """vLLM and its sampling parameters."""
 
-    tp: int = 1  # tensor-parallel size of a replica; there are world size / tp replicas
-    temperature: float = 1.0  # sampling temperature; the trainer's log-probs use the same one
-    top_p: float = 1.0  # nucleus sampling threshold; 1: off
-    top_k: int = -1  # number of most likely tokens to sample from; -1: all
-    min_tokens: int = 0  # minimum response length before the end-of-sequence token is allowed
-    max_tokens: int = 1024  # maximum response length
-    stop: list[str] = field(default_factory=list)  # strings that end a response (they need a tokenizer)
-    stop_token_ids: list[int] = field(
-        default_factory=list
-    )  # token ids that end a response, in addition to the end-of-sequence token
-    ignore_eos: bool = False  # always generate max_tokens tokens, for benchmarks
-    dtype: str = "auto"  # dtype of vLLM's weights; auto: the actor's
-    max_num_seqs: int = 256  # maximum number of samples that a replica decodes concurrently
-    gpu_memory_utilization: float = 0.5  # fraction of GPU memory for vLLM's weights and KV cache
-    kv_cache_mib: int = 64  # KV cache per rank on CPUs, MiB
-    enforce_eager: bool = False  # run without CUDA graphs
-    sleep: bool = True  # free vLLM's GPU memory during training (GPUs only)
+    tp: int = setting(
+        1, "tensor-parallel size of a replica; there are world size / tp replicas", within="[1, 131072]"
+    )
+    # Log-probs are of softmax(logits / temperature); vLLM refuses temperatures above 2.
+    temperature: float = setting(
+        1.0,
+        "sampling temperature; the trainer's log-probs use the same one",
+        within=f"[{LEAST_TEMPERATURE}, 2]",
+    )
+    top_p: float = setting(1.0, "nucleus sampling threshold; 1: off", within="(0, 1]")
+    top_k: int = setting(
+        -1, "number of most likely tokens to sample from; -1: all", within="[-1, 2147483647]"
+    )
+    min_tokens: int = setting(
+        0, "minimum response length before the end-of-sequence token is allowed", within=COUNT
+    )
+    max_tokens: int = setting(1024, "maximum response length", within=POSITIVE)
+    stop: list[str] = setting([], "strings that end a response (they need a tokenizer)")
+    stop_token_ids: list[int] = setting(
+        [], "token ids that end a response, in addition to the end-of-sequence token"
+    )
+    ignore_eos: bool = setting(False, "always generate max_tokens tokens, for benchmarks")
+    dtype: str = setting(
+        "auto",
+        "dtype of vLLM's weights; auto: the actor's",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    # vLLM allocates a table row of max_model_len for each sample.
+    max_num_seqs: int = setting(
+        256, "maximum number of samples that a replica decodes concurrently", within="[1, 65536]"
+    )
+    gpu_memory_utilization: float = setting(
+        0.5, "fraction of GPU memory for vLLM's weights and KV cache", within="(0, 1]"
+    )
+    kv_cache_mib: int = setting(64, "KV cache per rank on CPUs, MiB", within="[1, 16777216]")  # 16 TiB
+    enforce_eager: bool = setting(False, "run without CUDA graphs")
+    sleep: bool = setting(True, "free vLLM's GPU memory during training (GPUs only)")
 
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section):
     """Policy-gradient algorithm; advantages.py, losses.py and kl.py give the formulas and their sources."""
 
-    name: str = "ppo"  # ppo: critic and GAE; grpo: group-relative scores, no critic
-    gamma: float = 1.0  # discount factor
-    lam: float = 0.95  # lambda of generalized advantage estimation (GAE)
-    whiten: bool = True  # normalise advantages (mean 0, std 1) over the iteration's response tokens
-    scale_by_std: bool = True  # GRPO: divide by the standard deviation of the group
-    epochs: int = 1  # passes over the samples of an iteration
-    mini_batches: int = 1  # optimizer steps per pass
-    clip_low: float = 0.2  # lower bound of the clipped ratio: 1 - clip_low
-    clip_high: float = 0.2  # upper bound of the clipped ratio: 1 + clip_high
-    value_clip: float = 0.2  # clip range of the value loss; 0: off
-    entropy_coef: float = 0.0  # coefficient of the entropy bonus in the policy loss
-    kl_coef: float = 0.0  # coefficient of the KL penalty to the reference; 0: no reference model
-    kl_in: str = "reward"  # where the KL penalty is added: token rewards (reward) or policy loss (loss)
-    kl_estimator: str = "k1"  # with x = log p - log q: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
-    kl_target: float = 0.0  # target KL per sample (sum over tokens) of the adaptive coefficient; 0: fixed
-    kl_horizon: int = 10_000  # horizon of the adaptive coefficient, in samples
-    importance_cap: float = 0.0  # cap of the truncated importance weight, sampler -> trainer; 0: off
-    stop_kl: float = 0.0  # skip the iteration's remaining updates above this approximate KL; 0: off
-    critic_warmup: int = 0  # number of first iterations that train only the critic
+    name: str = setting(
+        "ppo", "ppo: critic and GAE; grpo: group-relative scores, no critic", choices=("ppo", "grpo")
+    )
+    gamma: float = setting(1.0, "discount factor", within="(0, 1]")
+    gae_lambda: float = setting(0.95, "lambda of generalized advantage estimation (GAE)", within="[0, 1]")
+    whiten: bool = setting(True, "normalise advantages (mean 0, std 1) over the iteration's response tokens")
+    scale_by_std: bool = setting(True, "GRPO: divide by the standard deviation of the group")
+    epochs: int = setting(1, "passes over the samples of an iteration", within="[1, 10000]")
+    num_mini_batches: int = setting(1, "optimizer steps per pass", within="[1, 1000000]")
+    clip_ratio_low: float = setting(
+        0.2, "lower bound of the clipped ratio: 1 - clip_ratio_low", within="(0, 1]"
+    )
+    clip_ratio_high: float = setting(
+        0.2, "upper bound of the clipped ratio: 1 + clip_ratio_high", within="(0, 1000000]"
+    )
+    cliprange_value: float = setting(0.2, "clip range of the value loss; 0: off", within=SHARE)
+    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus in the policy loss", within=SHARE)
+    kl_coef: float = setting(
+        0.0, "coefficient of the KL penalty to the reference; 0: no reference model", within=SHARE
+    )
+    kl_in: str = setting(
+        "reward",
+        "where the KL penalty is added: token rewards (reward) or policy loss (loss)",
+        choices=("reward", "loss"),
+    )
+    kl_estimator: str = setting(
+        "k1", "with x = log p - log q: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x", choices=("k1", "k2", "k3")
+    )
+    kl_ctrl_target: float = setting(
+        0.0, "target KL per sample (sum over tokens) of the adaptive coefficient; 0: fixed", within=SHARE
+    )
+    kl_ctrl_horizon: int = setting(10_000, "horizon of the adaptive coefficient, in samples", within=POSITIVE)
+    tis_cap: float = setting(
+        0.0, "cap of the truncated importance weight, sampler -> trainer; 0: off", within=SHARE
+    )
+    target_kl: float = setting(
+        0.0, "skip the iteration's remaining updates above this approximate KL; 0: off", within=SHARE
+    )
+    critic_warmup: int = setting(0, "number of first iterations that train only the critic", within=COUNT)
 
 
 @dataclass(kw_only=True)
@@ -174,10 +318,20 @@ class ReshardConfig(Section):
     optimizer state is moved to pinned host memory.
     """
 
-    mode: str = "keep"  # keep, share or swap
-    window_mib: int = 256  # staging memory per rank, MiB
-    verify: str = "sample"  # checksums at every sync: sample (a rotating sixteenth of the slices), all, none
-    offload: str = "none"  # state to offload between updates: none, grads, optimizer or all
+    mode: str = setting(
+        "keep", "whose memory vLLM's weights use during rollout", choices=("keep", "share", "swap")
+    )
+    window_mib: int = setting(256, "staging memory per rank, MiB", within="[1, 65536]")  # 64 GiB
+    verify: str = setting(
+        "sample",
+        "checksums at every sync: sample (a rotating sixteenth of the slices), all, none",
+        choices=("sample", "all", "none"),
+    )
+    offload: str = setting(
+        "none",
+        "state to offload between updates",
+        choices=("none", "grads", "optimizer", "all"),
+    )
 
 
 @dataclass(kw_only=True)
@@ -199,38 +353,62 @@ class TrainerConfig(Section):
 class SFTDataConfig(Section):
     """Demonstrations: JSON lines with a prompt and the response to imitate."""
 
-    train: str = MISSING  # .jsonl file
-    validation: str = ""  # .jsonl file; empty: no validation
-    prompt_key: str = "prompt"  # a string, or a list of chat messages
-    response_key: str = "response"  # a string
-    max_tokens: int = 2048  # maximum length of prompt and response together
-    overlong: str = "error"  # samples over max_tokens: "error" or "drop" (the count is reported)
-    rows_per_step: int = 256  # demonstrations per optimizer step
-    shuffle: bool = True  # reshuffle the demonstrations every epoch
+    train: str = setting(MISSING, ".jsonl file")
+    validation: str = setting("", ".jsonl file; empty: no validation")
+    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
+    response_key: str = setting("response", "a string")
+    max_tokens: int = setting(
+        2048, "maximum length of prompt and response together", within="[2, 1000000000]"
+    )
+    overlong: str = setting(
+        "error",
+        'samples over max_tokens: "error" or "drop" (the count is reported)',
+        choices=("error", "drop"),
+    )
+    samples_per_step: int = setting(256, "demonstrations per optimizer step", within="[1, 1000000]")
+    shuffle: bool = setting(True, "reshuffle the demonstrations every epoch")
 
 
 @dataclass(kw_only=True)
 class PairDataConfig(Section):
     """Preference pairs: JSON lines with a prompt, a chosen and a rejected response."""
 
-    train: str = MISSING  # .jsonl file
-    validation: str = ""  # .jsonl file; empty: no validation
-    prompt_key: str = "prompt"  # a string, or a list of chat messages; not needed where responses repeat it
-    chosen_key: str = "chosen"  # the better response: a string, or messages that end in an assistant turn
-    rejected_key: str = "rejected"  # the worse response, in the same form
-    max_tokens: int = 2048  # maximum length of the prompt with either response
-    overlong: str = "error"  # pairs over max_tokens: "error" or "drop" (the count is reported)
-    pairs_per_step: int = 64  # pairs per optimizer step
-    shuffle: bool = True  # reshuffle the pairs every epoch
+    train: str = setting(MISSING, ".jsonl file")
+    validation: str = setting("", ".jsonl file; empty: no validation")
+    prompt_key: str = setting(
+        "prompt", "a string, or a list of chat messages; not needed where both responses repeat it"
+    )
+    chosen_key: str = setting(
+        "chosen", "the better response: a string, or messages that end in an assistant turn"
+    )
+    rejected_key: str = setting("rejected", "the worse response, in the same form")
+    max_tokens: int = setting(
+        2048, "maximum length of the prompt with either response", within="[2, 1000000000]"
+    )
+    overlong: str = setting(
+        "error",
+        'pairs over max_tokens: "error" or "drop" (the count is reported)',
+        choices=("error", "drop"),
+    )
+    pairs_per_step: int = setting(64, "pairs per optimizer step", within="[1, 500000]")
+    shuffle: bool = setting(True, "reshuffle the pairs every epoch")
 
 
 @dataclass(kw_only=True)
 class DPOLossConfig(Section):
-    """Loss of direct preference optimization; verl_megatron/algorithms/preference.py has the formulas."""
+    """Loss of direct preference optimization; algorithms.md has the formulas."""
 
-    loss: str = "sigmoid"  # sigmoid: DPO, conservative with label_smoothing; ipo: squared distance
-    beta: float = 0.1  # strength of the pull to the reference, the initial weights of the actor
-    label_smoothing: float = 0.0  # probability that a label is wrong (conservative DPO); sigmoid only
+    loss: str = setting(
+        "sigmoid",
+        "sigmoid: DPO, conservative with label_smoothing; ipo: squared distance",
+        choices=("sigmoid", "ipo"),
+    )
+    beta: float = setting(
+        0.1, "strength of the pull to the reference, the actor's initial weights", within="(0, 1000]"
+    )
+    label_smoothing: float = setting(
+        0.0, "probability that a label is wrong (conservative DPO); sigmoid only", within="[0, 0.5)"
+    )
 
 
 @dataclass(kw_only=True)
@@ -277,4 +455,4 @@ def is_paired(data: Section) -> bool:
 
 def items_per_step(data: SFTDataConfig | PairDataConfig) -> int:
     """Return the demonstrations or pairs of an optimizer step."""
-    return data.pairs_per_step if isinstance(data, PairDataConfig) else data.rows_per_step
+    return data.pairs_per_step if isinstance(data, PairDataConfig) else data.samples_per_step

@@ -129,10 +129,10 @@ class Learner:
             )
 
         def too_far(metrics: Sums) -> bool:
-            return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.stop_kl
+            return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.target_kl
 
         self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
-        stop = too_far if config.stop_kl else None
+        stop = too_far if config.target_kl else None
         sums, steps = self.actor.update(
             dispatched,
             table,

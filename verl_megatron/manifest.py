@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parallel.checkpoint.sealed import shortened
+from verl_megatron.config import RENAMED
 from verl_megatron.data.batch import RolloutBatch
 
 _MOST = 2**53  # integers up to here are exact as floats
@@ -199,10 +200,21 @@ def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[s
     return lines + ([f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else [])
 
 
-def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
+def with_present_names(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved settings of a section with those that were renamed since under their present names."""
+    prefix = f"{section}."
     return {
-        f"{section}.{name}": value for section, values in settings.items() for name, value in values.items()
+        RENAMED.get(prefix + name, prefix + name).removeprefix(prefix): value
+        for name, value in values.items()
     }
+
+
+def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
+    named = {}
+    for section, values in settings.items():
+        for name, value in with_present_names(section, values).items():
+            named[f"{section}.{name}"] = value
+    return named
 
 
 def _is_same(name: str, old: Any, new: Any) -> bool:

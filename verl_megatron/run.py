@@ -61,7 +61,7 @@ class Run:
 
     def table_of(self, batch: RolloutBatch) -> SampleTable:
         """Gather the table of the iteration's samples from all ranks. Collective over the world."""
-        return SampleTable.gather(batch, num_mini_batches=self.config.algorithm.mini_batches)
+        return SampleTable.gather(batch, num_mini_batches=self.config.algorithm.num_mini_batches)
 
     def used_memory(self) -> dict[str, int]:
         """Return bytes in use after each phase, maximum over ranks. Collective over the world."""
@@ -188,7 +188,7 @@ class _Parts:
         config, layout, algorithm = self.config, layout_of(spec.model), self.config.algorithm
         idle = algorithm.critic_warmup if spec.name == "actor" else 0
         steps = (
-            max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.mini_batches
+            max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.num_mini_batches
             if spec.trainable
             else 0
         )

@@ -102,7 +102,7 @@ class SavedState(Progress):
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found
-        if any(part["made_with"] != self._made_with() for part in parts):
+        if any(_made_with(part) != self._made_with() for part in parts):
             return self.say(
                 f"the samples in {path} were collected with other settings of data, rollout or reward, "
                 "and are collected anew"
@@ -118,6 +118,12 @@ class SavedState(Progress):
         self._resumed = Collected(
             batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
         )
+
+
+def _made_with(part: dict) -> dict:
+    """Return the settings that saved samples were collected with, under their present names."""
+    made = part["made_with"]
+    return made | {"data": with_present_names("data", made["data"])} if "data" in made else made
 
 
 def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:

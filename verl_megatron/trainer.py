@@ -154,7 +154,7 @@ class RLTrainer(BaseTrainer):
         found = {}
         if self.run.validation is not None:
             config, run, sums = self.config, self.run, Sums()
-            prompts = list(run.validation)[: config.data.validation_rows or None]
+            prompts = list(run.validation)[: config.data.validation_samples or None]
             sampling = dataclasses.replace(run.draw.sampling, temperature=config.data.validation_temperature)
             with run.clock.phase("validation"):
                 version = run.channel.adopt()

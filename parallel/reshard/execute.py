@@ -9,7 +9,7 @@ a window is one message per pair of ranks, and three windows overlap:
     window 2                     pack   | send   | unpack        (packed after window 0 is unpacked)
 
 Ranks that can read each other's memory (`parallel.reshard.peers`) send nothing. The destination rank copies
-out of the source rank's parameters, or out of its staging memory (`pulled`):
+out of the source rank's parameters, or out of its staging memory (`one_sided`):
 
     launch 0     pack 0             barrier
     launch 1     unpack 0, pack 1   barrier
@@ -31,7 +31,7 @@ from parallel.reshard.kernels import Copies
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan
 from parallel.reshard.proof import Proof, ReshardError
-from parallel.reshard.transfer import Place, Window
+from parallel.reshard.transfer import Position, Window
 
 Parameters = dict[tuple[int, str], Tensor]  # by (model chunk, name)
 
@@ -55,7 +55,7 @@ class _Window:
     """The copies and messages of one window on this rank."""
 
     pack: Pairs = field(default_factory=list)  # parameters to staging memory
-    unpack: Pairs = field(default_factory=list)  # staging memory (a peer's if pulled) to parameters
+    unpack: Pairs = field(default_factory=list)  # staging memory (a peer's if one_sided) to parameters
     givers: list[int] = field(default_factory=list)  # source rank of each pair in `unpack`
     messages: list[dist.P2POp] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Resharder:
         self.direct = self._resolve_direct()
         self.windows = self._resolve_windows(staging)
         self.packs, self.unpacks, self.steps = [], [], []  # prepared launches
-        if plan.pulled:
+        if plan.one_sided:
             self.steps = self._resolve_steps()
         else:
             self.packs = [Copies(window.pack, device=device) for window in self.windows]
@@ -220,7 +220,7 @@ class Resharder:
         if self.peers is not None:
             self._meet()  # the sources of all ranks are complete
         self.direct.run()
-        (self._pull if self.plan.pulled else self._send)()
+        (self._pull if self.plan.one_sided else self._send)()
         if self.peers is not None:
             self._meet()  # all ranks have read: the sources may change
         for hole in self.holes:
@@ -304,7 +304,7 @@ class Resharder:
             if memory is None
             else memory[:elements]
         )
-        theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.pulled else {}
+        theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.one_sided else {}
         buffers = {self.rank: mine} | {
             rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped
         }
@@ -334,10 +334,11 @@ class Resharder:
         for (giver, taker), message in planned.items():
             size = sum(transfer.elements for transfer in message)
             starts = {
-                rank: staging.take(rank, size) for rank in ({giver} if self.plan.pulled else {giver, taker})
+                rank: staging.take(rank, size)
+                for rank in ({giver} if self.plan.one_sided else {giver, taker})
             }
             if self.rank in (giver, taker):
-                held_by = giver if self.plan.pulled else self.rank
+                held_by = giver if self.plan.one_sided else self.rank
                 held, end = buffers[held_by][starts[held_by] :][:size], 0
                 for place, transfer in enumerate(message, number):
                     slot = held[end : end + transfer.elements].view(transfer.shape)
@@ -349,7 +350,7 @@ class Resharder:
                         window.givers.append(giver)
                 if giver != taker:
                     window.peers.append(taker if self.rank == giver else giver)
-                    if not self.plan.pulled:
+                    if not self.plan.one_sided:
                         window.messages.append(
                             dist.P2POp(
                                 dist.isend if self.rank == giver else dist.irecv,
@@ -381,7 +382,7 @@ class Resharder:
             )
 
 
-def _view(parameters: Mapping[tuple[int, str], Tensor], place: Place, shape: tuple[int, int]) -> Tensor:
+def _view(parameters: Mapping[tuple[int, str], Tensor], place: Position, shape: tuple[int, int]) -> Tensor:
     chunk, name, row, col = place
     if (chunk, name) not in parameters:
         raise ValueError(

@@ -20,7 +20,7 @@ from itertools import zip_longest
 from operator import itemgetter
 
 from parallel.reshard.rectangles import Rect, area, holes, intersect, subtract
-from parallel.reshard.transfer import Padding, Place, Transfer, Window
+from parallel.reshard.transfer import Padding, Position, Transfer, Window
 from parallel.reshard.windows import Windows
 from parallel.weights.shard import ShardedParameter
 
@@ -30,7 +30,7 @@ class Plan:
     """All steps of a reshard in order: direct copies between parameters, then windows of staged messages.
 
     In a window a rank stages what it sends. It also stages what it receives, unless it reads from its peers'
-    staging memory (`pulled`). Two consecutive windows together stage at most `window_bytes` per rank. A
+    staging memory (`one_sided`). Two consecutive windows together stage at most `window_bytes` per rank. A
     message of a rank to itself is staged when it overwrites memory that is still to be read.
     """
 
@@ -39,7 +39,7 @@ class Plan:
     window_bytes: int
     direct: tuple[Transfer, ...]  # within one rank, or between ranks that can read each other's memory
     windows: tuple[Window, ...]
-    pulled: bool  # messages are not sent: the destination rank reads the source rank's staging memory
+    one_sided: bool  # messages are not sent: the destination rank reads the source rank's staging memory
     padding: tuple[Padding, ...]
     # What the busiest rank must receive under any plan: elements that it needs and does not hold.
     lower_bound_bytes: int
@@ -90,7 +90,7 @@ class Plan:
         staged: dict[int, int] = defaultdict(int)
         for pair, message in window.items():
             elements = sum(transfer.elements for transfer in message)
-            for rank in pair[:1] if self.pulled else set(pair):
+            for rank in pair[:1] if self.one_sided else set(pair):
                 staged[rank] += elements
         return staged
 
@@ -184,7 +184,7 @@ def compile_plan(
         window_bytes=window_bytes,
         direct=tuple(direct),
         windows=tuple(windows.windows),
-        pulled=False,
+        one_sided=False,
         padding=tuple(padding),
         lower_bound_bytes=max(sources.minimum.values(), default=0) * element_bytes,
         gather_all_bytes=(sources.total - min((sources.held[rank] for rank in ranks), default=0))
@@ -208,7 +208,7 @@ def _repeated(destination: Mapping[int, Sequence[ShardedParameter]]) -> set[str]
 class _Replicas:
     """The ranks that hold the same rectangle of a tensor."""
 
-    place: dict[int, Place] = field(default_factory=dict)  # by rank
+    place: dict[int, Position] = field(default_factory=dict)  # by rank
     on_host: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -220,18 +220,18 @@ class _Piece:
     whole: Rect  # the source's rectangle
     replicas: _Replicas
     own: bool  # the destination rank itself holds a replica
-    destination: Place
+    destination: Position
     rows: tuple[int, int]
     cols: tuple[int, int]
     # The place of `whole` in a replica -> the place of `rect` in it.
-    taken: dict[Place, Place] = field(default_factory=dict)
+    taken: dict[Position, Position] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _WantedBlock:
     tensor: str
     rect: Rect
-    place: Place
+    place: Position
     holders: list[tuple[Rect, _Replicas]]  # the source rectangles that overlap it
     # The distances of the holders -> the pieces that the block is cut into.
     cuts: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)
@@ -390,7 +390,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], width
 
 
-def _at(place: Place, whole: Rect, piece: Rect) -> Place:
+def _at(place: Position, whole: Rect, piece: Rect) -> Position:
     """Return the place of `piece` in the parameter that holds `whole` at `place`."""
     chunk, name, row, col = place
     return chunk, name, row + piece[0] - whole[0], col + piece[2] - whole[2]

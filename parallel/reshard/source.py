@@ -7,9 +7,7 @@ import torch
 
 from parallel.reshard.execute import Parameters
 from parallel.weights.architecture import Architecture
-from parallel.weights.shard import ShardedParameter
-
-Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks with the same shards share one list
+from parallel.weights.shard import Shards
 
 
 @dataclass(frozen=True, kw_only=True)

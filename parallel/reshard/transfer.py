@@ -16,7 +16,7 @@ parameters are viewed as matrices [rows, columns]; a place is the rectangle's up
 
 from dataclasses import dataclass
 
-Place = tuple[int, str, int, int]  # model chunk, parameter, first row, first column
+Position = tuple[int, str, int, int]  # model chunk, parameter, first row, first column
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Transfer:
     cols: tuple[int, int]
     source_rank: int  # world ranks
     destination_rank: int
-    source: Place
-    destination: Place
+    source: Position
+    destination: Position
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ The shards of Megatron and of vLLM are both described this way. Loading, exporti
 intersections of such rectangles.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -30,3 +31,6 @@ class ShardedParameter:
     blocks: tuple[Block, ...]
     owner: bool = True  # False: a synchronised copy (a tied output layer), never a source
     chunk: int = 0  # Megatron: index of the rank's model chunk (virtual stage) that holds it
+
+
+Shards = Mapping[int, Sequence[ShardedParameter]]  # by world rank; ranks with the same shards share one list

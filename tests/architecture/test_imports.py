@@ -1,4 +1,4 @@
-"""Imports go one way, read from the source: which packages may know which, and which files may import the heavy ones."""
+"""Layers of imports, read from the source: who may import whom, and who imports the heavy packages."""
 
 import ast
 from collections import Counter

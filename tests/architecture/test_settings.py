@@ -51,10 +51,10 @@ def test_every_setting_is_read(schema, section, setting):
 
 
 @pytest.mark.parametrize("schema", [TrainerConfig, SFTConfig])
-def test_there_are_at_most_ninety_settings_on_two_levels(schema):
+def test_there_are_at_most_140_settings_on_two_levels(schema):
     sections = [getattr(schema(), section.name) for section in dataclasses.fields(schema)]
     values = [
         getattr(section, setting.name) for section in sections for setting in dataclasses.fields(section)
     ]
-    assert len(values) <= 90
+    assert len(values) <= 140
     assert not any(dataclasses.is_dataclass(value) or isinstance(value, dict) for value in values)

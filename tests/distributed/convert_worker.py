@@ -1,4 +1,4 @@
-"""On four ranks: Megatron-Core's own loading and saving of distributed checkpoints against the converter, both ways."""
+"""Megatron-Core's own distributed checkpoints against the converter, both ways, on four ranks."""
 
 import shutil
 import sys
@@ -47,9 +47,10 @@ def state_of(engine: Engine, **metadata) -> dict:
 
 
 def te_objects_of(engine: Engine) -> dict:
-    """What layers of transformer-engine add to the state, described by Megatron-Core's functions with the offsets of its TransformerBlock.
+    """Objects that transformer-engine's layers add to the state, with the offsets of TransformerBlock.
 
-    Norms have such an object since transformer-engine 2, its attention up to Megatron-Core 0.14. Without FP8 it is an empty tensor.
+    Norms have such an object since transformer-engine 2, its attention up to Megatron-Core 0.14. Without FP8
+    it is an empty tensor.
     """
     replica, total = (0, engine.groups.tp.rank(), engine.groups.dp_cp.rank()), engine.arch.num_layers
     modules = ("core_attention", *(("q_layernorm", "k_layernorm") if engine.arch.qk_norm else ()))
@@ -101,7 +102,7 @@ def check_load(
 
 
 def check_te_objects(folder: Path, te: Path, local: Path, out: Path, layout: str) -> None:
-    """A state that asks for what transformer-engine's layers have is loaded from files for `te` alone, and its files are converted too."""
+    """States with transformer-engine's objects load from files made for `te`, and convert back."""
     engine = build(folder, "lm", layout, weights=True)
     with megatron.lent_to_globals(engine.groups):
         try:

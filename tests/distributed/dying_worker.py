@@ -1,7 +1,7 @@
-"""Runs on four ranks (gloo), of which one dies while they reshard; the others say what they saw and end by their error.
+"""Four gloo ranks of which one dies during a reshard; the others report what they saw and fail.
 
-Arguments: the rank that dies, and where: "window" (between its first window and its second), "posted" (its second window's messages
-are under way) or "proof" (all its windows are done, and the others wait for its checksums).
+Arguments: the rank that dies, and where: "window" (between its first and second window), "posted" (messages
+of its second window are under way) or "proof" (its windows are done, others wait for its checksums).
 """
 
 import os

@@ -1,6 +1,7 @@
-"""A rank that a launcher started: sums over the world, says where it is, and does what the words in its argument ask.
+"""A rank that a launcher started: sums over the world, reports its place, does what its argument says.
 
-With --dry-run it has nothing against its settings. `fail_once`: rank 0 of the first attempt fails before the sum. `hang`: waits for SIGTERM, on which it says so and ends.
+With --dry-run it accepts any settings. `fail_once`: rank 0 of the first attempt fails before the sum.
+`hang`: waits for SIGTERM, reports it and ends.
 """
 
 import os

@@ -61,7 +61,7 @@ def make_samples(ids: list[int]) -> RolloutBatch:
 
 
 def check_collector(rank: int, world: int, layout: Layout) -> None:
-    """Samples go to the role and results come back, from owners on ranks 1 and 3 only, in an order of their own."""
+    """Samples reach the role and results return, with owners on ranks 1 and 3 only, in shuffled order."""
     num_samples = 13
     owner_of_sample = torch.tensor([1 if r % 3 else 3 for r in range(num_samples)])
     dp_of_sample = torch.tensor([(r * r) % layout.dp for r in range(num_samples)])

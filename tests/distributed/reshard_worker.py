@@ -15,9 +15,9 @@ from parallel import device
 from parallel.export import export_folder
 from parallel.groups import group_of
 from parallel.layout import Layout
-from parallel.reshard.addresses import addresses_of, views_at
 from parallel.reshard.execute import Resharder
-from parallel.reshard.overlay import overlay
+from parallel.reshard.in_place.addresses import addresses_of, views_at
+from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.reshard.proof import SAMPLE, ReshardError
 from parallel.weights.architecture import Architecture
@@ -213,30 +213,28 @@ def laid_over() -> None:
         given = filled(source[rank], tensors, 0, torch.float32)
         everyone: list = [None] * 4
         dist.all_gather_object(everyone, addresses_of(given))
-        found = overlay(
-            source=source,
-            destination=destination,
-            memory=dict(enumerate(everyone)),
-            element_bytes=4,
-            window_bytes=2**16,
-            in_place=in_place,
+        sides = Sides(
+            source=source, destination=destination, memory=dict(enumerate(everyone)), element_bytes=4
         )
+        plans = plan_in_place(sides, in_place=in_place, window_bytes=2**16)
         taken = {
             (p.chunk, p.name): torch.full(p.shape, torch.nan, device=device.device())
             for p in destination[rank]
         }
-        taken |= views_at(found.addresses[rank], destination[rank], given, torch.float32)
+        taken |= views_at(plans.addresses[rank], destination[rank], given, torch.float32)
         common = dict(rank=rank, dtype=torch.float32, group=None, device=device.device(), verify="all")
-        out = Resharder(found.forth, source=given, destination=taken, **common)
-        home = Resharder(found.back, source=taken, destination=given, **common) if found.back else None
+        to_rollout = Resharder(plans.to_rollout, source=given, destination=taken, **common)
+        to_train = (
+            Resharder(plans.to_train, source=taken, destination=given, **common) if plans.to_train else None
+        )
         for _ in range(2):
-            out.run()
+            to_rollout.run()
             assert all(
                 torch.equal(taken[key], value)
                 for key, value in filled(destination[rank], tensors, 0, torch.float32).items()
             )
-            if home:
-                home.run()
+            if to_train:
+                to_train.run()
             wrong = [
                 key
                 for key, value in filled(source[rank], tensors, 0, torch.float32).items()

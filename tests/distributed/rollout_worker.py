@@ -1,4 +1,7 @@
-"""The processes of test_rollout.py: `rollout_worker.py FOLDER`. One process writes the samples that a world of four has to reproduce."""
+"""Processes of test_rollout.py: `rollout_worker.py FOLDER`.
+
+One process writes the samples that a world of four has to reproduce.
+"""
 
 import gc
 import json
@@ -8,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[-1])
 TORCHRUN = {
-    name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    name: os.environ.pop(name, "")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 }
 
 import numpy  # noqa: E402
@@ -171,14 +175,14 @@ def check_failing_callback(actor, samples):
 
 
 def check_converted(samples):
-    """A folder that `tools/convert.py` made of a Megatron-Core checkpoint is the original to vLLM, to the last bit."""
+    """vLLM generates the same from the original and from a folder converted back from Megatron-Core."""
     converted = actor_of("converted")
     assert converted.generate(REQUESTS, SAMPLING) == samples
     converted.close()
 
 
 def check_write_in_place(actor, fresh):
-    """Another folder's weights written into a used engine make it that folder's engine, once it forgets its cached prompts."""
+    """Other weights written into a used engine give that model's rows once the prefix cache is reset."""
     expected = fresh.generate(REQUESTS, SAMPLING)
     write_all(actor, fresh)
     stale = actor.generate(REQUESTS, SAMPLING)
@@ -200,7 +204,7 @@ def check_weights_need_their_patch():
 
 
 def check_shared_memory():
-    """What happens to each kind of parameter between construction and use, on modules that stand for vLLM's."""
+    """Each kind of parameter between construction and use, on modules that stand for vLLM's."""
     emptying = vllm_weights.Emptying()
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(emptying)
     embedding, linear, head = (
@@ -356,7 +360,7 @@ def check_refused_options():
 
 
 def check_shared(shards, expected, expected_logprobs):
-    """An engine in another order of ranks and in our memory, but for two tensors, generates what the others do."""
+    """An engine with another order of ranks, most of it in our memory, generates what the others do."""
     ranks = (0, 2, 1, 3)
     with pytest.raises(
         ValueError, match=r"model.embed_tokens.weight is \(7, 7\) torch.float32, .* parameter is \("
@@ -448,8 +452,9 @@ def world():
     assert total.item() == dist.get_world_size() == 4
 
 
-alone() if TORCHRUN["WORLD_SIZE"] == "1" else world()
-dist.barrier()
-if dist.get_rank() == 0:
-    print(f"{time.monotonic() - STARTED:.1f} s: all rollout checks passed", flush=True)
-dist.destroy_process_group()
+if __name__ == "__main__":
+    alone() if TORCHRUN["WORLD_SIZE"] == "1" else world()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"{time.monotonic() - STARTED:.1f} s: all rollout checks passed", flush=True)
+    dist.destroy_process_group()

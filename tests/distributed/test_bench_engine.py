@@ -24,7 +24,7 @@ def test_passes_and_steps_are_timed_and_counted(tmp_path):
         "--baseline",
     ]
     output = run_world(
-        "tools/bench_engine.py",
+        "tools/bench/engine.py",
         2,
         *options,
         "--csv",

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.worlds import run_world
-from tools.bench_offload import InTurns
+from tools.bench.offload import InTurns
 from tools.make_toy import make_toy
 from verl_megatron.config import TrainerConfig
 
@@ -27,7 +27,7 @@ def test_both_ways_are_measured_in_turns(tmp_path):
         "run.iterations=5",
         f"run.output_dir={tmp_path}/run",
     ]
-    output = run_world("tools/bench_offload.py", 1, *common, "reshard.offload=all", *settings)
+    output = run_world("tools/bench/offload.py", 1, *common, "reshard.offload=all", *settings)
     assert "medians of 2 and 1 iterations, in turns" in output
     found = {
         name: (float(given), float(nothing))

@@ -30,7 +30,7 @@ def measured(folder, *options) -> tuple[dict[str, dict], str]:
     (folder / "config.json").write_text(json.dumps(shape("qwen2.5-7b") | SIZES))
     small = ["--layers", 4, "--window-mib", WINDOW_BYTES / 2**20, "--link-mib", 1, "--gather-mib", 0, 1]
     output = run_world(
-        "tools/bench_reshard.py",
+        "tools/bench/reshard.py",
         4,
         "--hf",
         folder,

@@ -25,7 +25,7 @@ def test_both_ways_generate_as_many_tokens(tmp_path):
         "--csv",
         tmp_path / "rows.csv",
     ]
-    output = run_world("tools/bench_rollout.py", 2, *options)
+    output = run_world("tools/bench/rollout.py", 2, *options)
     with (tmp_path / "rows.csv").open() as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     assert (

@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of a reshard: the others end by a named error within seconds, and nothing is left behind."""
+"""A rank dies in the middle of a reshard: the others fail by name within seconds, nothing is left."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Worlds that launchers start over several nodes: network namespaces where this machine allows them, else addresses of the loopback."""
+"""Worlds that launchers start over several nodes: network namespaces where allowed, else the loopback."""
 
 import importlib.util
 import os
@@ -52,7 +52,7 @@ def loopback(tmp_path) -> Nodes:
 
 @pytest.fixture
 def nodes(tmp_path, loopback) -> Iterator[Nodes]:
-    """Two network namespaces joined by a cable; the loopback where they cannot be made (they need root and the program ip)."""
+    """Two network namespaces joined by a cable; the loopback without root or the program ip."""
     names = [f"launch{os.getpid()}n{node}" for node in (0, 1)]
     addresses = ("10.97.31.10", "10.97.31.11")
     steps = [f"netns add {name}" for name in names] + [

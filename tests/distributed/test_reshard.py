@@ -1,4 +1,4 @@
-"""Resharding and export on four gloo processes; each world checks many cases, because starting one takes longest."""
+"""Resharding and export on four gloo processes; a world checks many cases, as starting one is slow."""
 
 from tests.worlds import run_world
 

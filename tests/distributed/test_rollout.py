@@ -1,4 +1,4 @@
-"""vLLM alone and as one, two or four replicas in a world of four ranks: the same samples, whoever generates them, from whosever memory."""
+"""vLLM alone and as one, two or four replicas of a world of four ranks: the same samples everywhere."""
 
 from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.to_hugging_face import CheckpointArguments

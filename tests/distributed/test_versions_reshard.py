@@ -1,4 +1,4 @@
-"""Weights in versions on four gloo processes: two train, two generate; each world checks many cases, because starting one takes longest."""
+"""Versioned weights on four gloo processes: two train, two generate; a world checks many cases."""
 
 from tests.worlds import run_world
 

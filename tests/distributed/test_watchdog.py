@@ -1,4 +1,4 @@
-"""The watchdog names the rank that the others wait for, and a pre-emption ends all ranks at the same iteration."""
+"""The watchdog names the rank that others wait for; preemption ends all ranks at one iteration."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ OTHERS = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
 HANGS = re.compile(r"^ranks? .* (?:made no progress|went on).*$", re.MULTILINE)
 
 
-# ---- who is to blame -----------------------------------------------------------------------------------------------------
+# ---- who is to blame -------------------------------------------------------------------------------------
 
 
 def report(
@@ -125,7 +125,7 @@ def test_operations_nest_and_keep_their_timeouts(tmp_path):
     assert not list(tmp_path.iterdir()) and not dist.is_initialized()
 
 
-# ---- worlds of four ranks ------------------------------------------------------------------------------------------------
+# ---- worlds of four ranks --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +179,18 @@ def ended(folder: Path, name: str) -> tuple[list[int | None], str]:
 
 # What the one sentence says of the victim.
 HUNG = {
-    "sleeping": r"rank 2 made no progress for \d+ s: it is in rollout \(iteration 5\), at sleep_forever \(watchdog_worker.py:\d+\), ranks 0, 1, 3 wait for it in actor_update",
-    "same_operation": r"rank 2 made no progress for \d+ s: it is in actor_update \(iteration 5\), at sleep_forever",
-    "other_collective": r"rank 2 made no progress for \d+ s: it is in critic_update \(iteration 5\), at meet .*, ranks 0, 1, 3 wait for it in actor_update",
-    "skipped": r"rank 2 went on without the others, which made no progress for \d+ s: it is in actor_update .*, ranks 0, 1, 3 wait for it in log_probs",
-    "stopped": r"rank 2 made no progress for \d+ s and gave no sign of life .*: it is in (actor_update|no named operation) .*, ranks 0, 1, 3 wait for it in actor_update",
-    "keeps_lock": r"rank 2 made no progress for \d+ s and gave no sign of life .*, ranks 0, 1, 3 wait for it in actor_update",
+    "sleeping": r"rank 2 made no progress for \d+ s: it is in rollout \(iteration 5\), at "
+    r"sleep_forever \(watchdog_worker.py:\d+\), ranks 0, 1, 3 wait for it in actor_update",
+    "same_operation": r"rank 2 made no progress for \d+ s: it is in actor_update \(iteration 5\), at "
+    r"sleep_forever",
+    "other_collective": r"rank 2 made no progress for \d+ s: it is in critic_update \(iteration 5\), "
+    r"at meet .*, ranks 0, 1, 3 wait for it in actor_update",
+    "skipped": r"rank 2 went on without the others, which made no progress for \d+ s: it is in "
+    r"actor_update .*, ranks 0, 1, 3 wait for it in log_probs",
+    "stopped": r"rank 2 made no progress for \d+ s and gave no sign of life .*: it is in "
+    r"(actor_update|no named operation) .*, ranks 0, 1, 3 wait for it in actor_update",
+    "keeps_lock": r"rank 2 made no progress for \d+ s and gave no sign of life .*, ranks 0, 1, 3 "
+    r"wait for it in actor_update",
 }
 
 

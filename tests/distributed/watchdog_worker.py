@@ -1,8 +1,8 @@
-"""Four gloo ranks of which one gets stuck, or is asked to end; what the watchdog and the pre-emption say goes to stderr.
+"""Four gloo ranks of which one hangs or gets a signal; watchdog and preemption report to stderr.
 
-Arguments: a folder, and what happens (keys of SCENARIOS). Started under torchrun it is one rank of one scenario. Started alone it runs
-all at the same time: it forks their ranks after the imports, and holds their stores as torchrun does. FOLDER/SCENARIO then has their
-`output`, and in `codes` the four exit codes as JSON.
+Arguments: a folder and a scenario (a key of SCENARIOS). Under torchrun this is one rank of one scenario.
+Alone it runs all scenarios concurrently: it forks their ranks after the imports and serves their stores, as
+torchrun does. FOLDER/SCENARIO then has their `output`, and in `codes` the four exit codes as JSON.
 """
 
 import itertools
@@ -94,7 +94,7 @@ def skipped(watchdog: Watchdog, rank: int) -> None:
 
 
 def slow(watchdog: Watchdog, rank: int) -> None:
-    """Waits shorter than the timeout, a long one with beats and a long one with its own timeout: longer together than the timeout."""
+    """Waits shorter than the timeout, longer together: a long one with beats, one with its own timeout."""
     for turn in range(2):
         with watchdog.operation("rollout"):
             time.sleep(1.0 if rank == turn else 0)
@@ -174,7 +174,7 @@ def fork(run: Callable[[], None], **environment: object) -> int:
 
 
 def codes_of(pids: list[int], name: str, folder: Path) -> list[int | None]:
-    """Exit codes once all have ended (minus the signal for one that a signal ended); None for one that had to be killed."""
+    """Exit codes once all have ended: minus the signal's number, None for one that had to be killed."""
     codes: dict[int, int] = {}
     deadline, to_stop = time.monotonic() + END_S, name == "stopped"
     try:

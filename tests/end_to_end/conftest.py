@@ -53,7 +53,7 @@ def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters"
         *(
             f"data.train={toy}/train.jsonl",
             f"data.validation={toy}/val.jsonl",
-            "data.validation_rows=8",
+            "data.validation_samples=8",
             "data.prompts_per_iteration=16",
         ),
         *(f"actor.path={toy}/model", f"reward.function={toy}/rewards.py:{reward}"),
@@ -62,14 +62,14 @@ def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters"
 
 
 def adaptive_settings(toy: Path, output_dir: Path) -> list[str]:
-    """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2 on the same ranks; everything that a checkpoint has to hold changes."""
+    """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2; everything that a checkpoint holds changes."""
     learning = [
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
         "algorithm.kl_coef=0.1",
-        "algorithm.kl_target=0.01",
-        "algorithm.kl_horizon=64",
-        "engine.schedule=cosine",
-        "engine.warmup_steps=2",
+        "algorithm.kl_ctrl_target=0.01",
+        "algorithm.kl_ctrl_horizon=64",
+        "engine.lr_decay_style=cosine",
+        "engine.lr_warmup_steps=2",
     ]
     return settings_of(
         toy, output_dir, "run.iterations=4", "run.save_interval=2", "rollout.max_tokens=6", *learning

@@ -1,4 +1,4 @@
-"""Ranks of a command line forked from a process that has imported everything, so that it is paid for once; they end as under torchrun."""
+"""Ranks of a command line, forked after the imports; they end as under torchrun."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def run_ranks(
     timeout_s: float,
     **environment: str,
 ) -> list[int]:
-    """Exit codes, in the order in which the ranks ended; when one has ended with an error the others get SIGTERM, then SIGKILL.
+    """Exit codes in the order of ends; after one error the others get SIGTERM, then SIGKILL.
 
     Args:
         run: what each rank does, with `settings` as its command line; output goes to `log`.

@@ -1,10 +1,10 @@
-"""Kills a rank of a run at random moments, starts it again each time, and compares what it learnt with an undisturbed run.
+"""Kills a rank at random moments, restarts the run, and compares it with an undisturbed one.
 
     python -m tests.end_to_end.kill_worker FOLDER --moments 50 [--seed 1] [--settings setting=value ...]
 
-FOLDER/toy gets the quickstart's job, cut short; the settings are added to its own. A few moments may never come: the run ends before.
-Stands in for torchrun --max-restarts, whose every attempt imports everything again: ranks are forked, so that it is imported once.
-Prints where the kills struck, and exits with 1 if a number, a weight or a process is not as it should be.
+FOLDER/toy gets the quickstart's job, cut short; the settings are added to its own. A few moments may never
+come, as the run ends before. Ranks are forked after the imports, where torchrun --max-restarts would import
+everything for each attempt. Exits with 1 if a number, a weight or a process is wrong.
 """
 
 import argparse
@@ -37,29 +37,42 @@ with rollout._starting():
     import vllm.v1.engine.llm_engine  # noqa: F401
 
 NUM_RANKS = 2
-# Operations of a run, how often they begin before an attempt is at its end, and seconds that they may take: a kill comes in this time.
+# Operations of a run, how often they begin before an attempt is at its end, and seconds that they may take:
+# a kill comes in this time.
 OPERATIONS = {
-    "build": (1, 3.0), "resume": (1, 0.2), "reshard": (2, 0.05), "rollout": (2, 0.3), "return": (2, 0.02), "reward": (2, 0.05), "log_probs": (2, 0.2),
-    "values": (2, 0.1), "advantages": (2, 0.02), "critic_update": (2, 0.3), "actor_update": (2, 0.3), "record": (2, 0.05), "save": (2, 0.2), "validation": (1, 0.1),
-}  # fmt: skip
+    "build": (1, 3.0),
+    "resume": (1, 0.2),
+    "reshard": (2, 0.05),
+    "rollout": (2, 0.3),
+    "return": (2, 0.02),
+    "reward": (2, 0.05),
+    "log_probs": (2, 0.2),
+    "values": (2, 0.1),
+    "advantages": (2, 0.02),
+    "critic_update": (2, 0.3),
+    "actor_update": (2, 0.3),
+    "record": (2, 0.05),
+    "save": (2, 0.2),
+    "validation": (1, 0.1),
+}
 ATTEMPT_S = 120
 # Everything that a checkpoint has to hold changes.
 SETTINGS = [
     *(
         "run.save_interval=1",
         "run.validate_interval=1",
-        "data.validation_rows=8",
+        "data.validation_samples=8",
         "data.prompts_per_iteration=16",
         "rollout.max_tokens=6",
     ),
     *("rollout.tp=2", "actor.layout=tp2", "critic.layout=pp2"),
     *(
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
         "algorithm.kl_coef=0.1",
-        "algorithm.kl_target=0.01",
-        "algorithm.kl_horizon=64",
-        "engine.schedule=cosine",
-        "engine.warmup_steps=2",
+        "algorithm.kl_ctrl_target=0.01",
+        "algorithm.kl_ctrl_horizon=64",
+        "engine.lr_decay_style=cosine",
+        "engine.lr_warmup_steps=2",
     ),
 ]
 
@@ -107,7 +120,7 @@ def leftovers(mark: str) -> list[str]:
 
 
 def metrics_of(output_dir: Path) -> list[dict]:
-    """Without the bytes that went to vLLM: after a validation it has the weights, and after a restart it needs them again."""
+    """Metrics without the bytes sent to vLLM: it keeps weights after a validation, not over a restart."""
     return [
         {name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)
     ]

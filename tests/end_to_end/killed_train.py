@@ -1,8 +1,8 @@
-"""`verl_megatron.train` of which a rank is killed, or hangs, at given moments, as often as it is started again.
+"""`verl_megatron.train` with a rank that is killed or hangs at given moments of each attempt.
 
-KILLS names a JSON list of {"rank", "operation", "entry", "delay_s"}: in attempt k of the launcher, at the `entry`-th time that the rank
-begins that operation (as the watchdog calls them), it gets SIGKILL `delay_s` later, or goes on for ever where delay_s is null. Where it
-was is added to KILLS.log.
+KILLS names a JSON list of {"rank", "operation", "entry", "delay_s"}. In attempt k of the launcher the rank
+gets SIGKILL `delay_s` after it begins that operation (as the watchdog calls it) for the `entry`-th time; it
+hangs where delay_s is null. KILLS.log records where it was.
 """
 
 import contextlib

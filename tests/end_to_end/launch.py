@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass(kw_only=True)
 class Started:
-    """A running command: torchrun, its ranks and whatever these start, recognised by a mark in their environment."""
+    """A running torchrun with all its descendants, recognised by a mark in their environment."""
 
     process: subprocess.Popen
     folder: Path
@@ -96,7 +96,7 @@ class Started:
 
 
 def start(nproc: int, module: str, *settings: str, folder: Path, launcher: Sequence[str] = ()) -> Started:
-    """`torchrun --nproc-per-node nproc launcher... -m module settings...` with its output in files of `folder`."""
+    """Start `torchrun --nproc-per-node nproc ... -m module settings...`, with its output in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,

@@ -4,7 +4,8 @@ import re
 
 from verl_megatron.observe.tracking import read_metrics
 
-# Keys that no two runs agree on: seconds, memory, and the last bit of vLLM's log-probs, which depends on the samples that a replica decodes together.
+# Keys that no two runs agree on: seconds, memory, and the last bit of vLLM's log-probs, which depends on
+# the samples that a replica decodes together.
 MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob_gap")
 
 

@@ -1,7 +1,8 @@
-"""Runs the command line with one bad input after the other and reports how it ended: refusals_worker.py CASES.json.
+"""Runs the command line with one bad input after the other: refusals_worker.py CASES.json.
 
-CASES.json maps a name to [number of ranks, settings]. A line of JSON for each tells the exit code of each rank, what all of them
-wrote, and whether vLLM (which a run starts before it builds a model) was imported. The processes are forked, so that the imports are paid for once.
+CASES.json maps a name to [number of ranks, settings]. A line of JSON per case has the exit code of each
+rank, their output, and whether vLLM was imported (a run starts it before it builds a model). Processes are
+forked after the imports.
 """
 
 import json

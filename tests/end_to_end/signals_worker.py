@@ -2,10 +2,11 @@
 
     python -m tests.end_to_end.signals_worker FOLDER --kills 50 --stops 6 [--seed 1]
 
-A kill (SIGKILL) strikes a rank, the launcher, all at once or a worker of the reward, at a random moment; the same command is started
-again each time, and learns what an undisturbed run learns, to the bit. A stop (SIGSTOP) strikes each rank in turn, under the recipes'
-launcher, under torchrun, and under torchrun with the store in a rank; it has to be named within run.stall_timeout_s + 5 s. Afterwards no process,
-shared memory or temporary file is left. Exits with 1 and says what is not as it should be.
+A kill (SIGKILL) hits a rank, the launcher, all processes or a reward worker at a random moment. The same
+command is started again each time and has to learn what an undisturbed run learns, bitwise. A stop (SIGSTOP)
+hits each rank in turn under the recipes' launcher, torchrun, and torchrun with the store in a rank; it has to
+be named within run.stall_timeout_s + 5 s. No process, shared memory or temporary file may be left. Exits with
+1 and names what is wrong.
 """
 
 import argparse
@@ -43,10 +44,10 @@ SETTINGS = [
         "critic.layout=pp2",
     ),
     *(
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
         "algorithm.kl_coef=0.1",
-        "algorithm.kl_target=0.01",
-        "algorithm.kl_horizon=64",
+        "algorithm.kl_ctrl_target=0.01",
+        "algorithm.kl_ctrl_horizon=64",
         "run.async_save=true",
     ),
 ]
@@ -190,7 +191,7 @@ def strike(running: Running, name: str) -> bool:
 
 
 def await_moment(running: Running, name: str, draw: random.Random) -> None:
-    """A random one of the imports, the building or the iterations; a worker of the reward is struck while it waits for samples."""
+    """A random moment of imports, building or iterations; a reward worker is struck while it is idle."""
     if name == "reward worker":
         running.wait_for(r"step \d+", within_s=120)
     elif draw.random() < 0.7:

@@ -1,4 +1,4 @@
-"""The scaling benchmark on CPU ranks: it starts the toy recipe on one and on two, and writes what it found and what it models."""
+"""The scaling benchmark on CPU ranks: runs the toy recipe on one and two, writes figures and model."""
 
 import csv
 import json

@@ -1,4 +1,7 @@
-"""Checkpoints of whole runs: from another layout, past damage, and on a disk that does not take them. The same layout is in test_ppo.py."""
+"""Checkpoints of whole runs: another layout, damage, a full disk.
+
+Resuming under the same layout is tested in test_ppo.py.
+"""
 
 import json
 import os
@@ -14,7 +17,7 @@ from verl_megatron.observe.tracking import read_metrics
 
 
 def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, tmp_path):
-    """Saved on four ranks with distributed optimizers, resumed on two without; the newest checkpoint is damaged."""
+    """Saved on four ranks with distributed optimizers, resumed on two without; the newest is damaged."""
     folder = tmp_path / "run/checkpoint"
     shutil.copytree(whole_run.output_dir / "checkpoint", folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_4"]
@@ -33,11 +36,13 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
 
     assert ended.stdout.count("is damaged and not used") == 1 and f"{damaged} has" in ended.stdout, ended.text
     assert re.search(
-        r"settings changed since .*/step_2: actor.layout: \"tp2pp2\" -> \"pp2\", .*run.resume: \"newest\" -> \"verify\"",
+        r"settings changed since .*/step_2: actor.layout: \"tp2pp2\" -> \"pp2\", .*run.resume: "
+        r"\"newest\" -> \"verify\"",
         ended.stdout,
     ), ended.text
     assert re.search(
-        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from run.seed and the step, with the samples",
+        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from "
+        r"run.seed and the step, with the samples",
         ended.stdout,
     ), ended.text
     assert re.search(
@@ -71,7 +76,8 @@ def test_the_manifest_tells_the_run(whole_run):
         "critic": "pp2dp2 on ranks [0, 1, 2, 3]",
     }
     assert (
-        manifest["settings"]["algorithm"]["kl_target"] == 0.01 and manifest["models"]["actor"]["hidden_size"]
+        manifest["settings"]["algorithm"]["kl_ctrl_target"] == 0.01
+        and manifest["models"]["actor"]["hidden_size"]
     )
     assert {"verl-megatron", "torch", "megatron-core"} <= manifest["versions"].keys()
     assert manifest["validation"]["step"] == 4 and 0 <= manifest["validation"]["validation/accuracy"] <= 1

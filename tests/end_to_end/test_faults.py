@@ -1,4 +1,4 @@
-"""What a user or a machine can do wrong: bad inputs are refused at once and by name, and nothing is left behind."""
+"""Faults of users and machines: bad inputs are refused at once and by name, and nothing is left."""
 
 import json
 import os
@@ -102,7 +102,7 @@ BAD_SETTINGS = {
         ["actor", "4 layers", "stage_layers"],
     ),
     "rollout": (4, ["rollout.tp=3"], ["rollout.tp=3", "4 ranks", "choose"]),
-    "mini-batches": (1, ["algorithm.mini_batches=3"], ["algorithm.mini_batches=3", "16", "choose"]),
+    "mini-batches": (1, ["algorithm.num_mini_batches=3"], ["algorithm.num_mini_batches=3", "16", "choose"]),
     "unknown setting": (1, ["rollout.tpp=2"], ["rollout.tpp", '"tp"']),
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),
     "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),

@@ -99,7 +99,7 @@ def test_metrics_have_their_keys(whole_run):
 
 
 def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
-    """Actor on ranks 0-1, critic on 2-3, a reward model on rank 1 beside a reward function; Hugging Face gives the same scores."""
+    """Actor on ranks 0-1, critic on 2-3, a reward model on rank 1; Hugging Face gives the same scores."""
     torch.manual_seed(7)
     config = LlamaConfig.from_pretrained(toy / "model", num_labels=1)
     model = AutoModelForSequenceClassification.from_config(config).float().eval()
@@ -114,7 +114,7 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
     more = [
         "run.iterations=1",
         "data.validation_temperature=0",
-        "algorithm.mini_batches=1",
+        "algorithm.num_mini_batches=1",
         "algorithm.kl_coef=0",
         f"reward.path={tmp_path}/reward_model",
     ]
@@ -138,7 +138,7 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
 
 
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):
-    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs its samples the score and is said, not the run."""
+    """GRPO for two iterations; a reward that raises, hangs or gives NaN costs only its samples' scores."""
     questions = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()[:4]]
     lines = [
         json.dumps(question | {"kind": kind})
@@ -151,7 +151,7 @@ def test_grpo_with_a_reward_that_fails(toy, tmp_path):
         "algorithm.kl_in=loss",
         "algorithm.kl_estimator=k3",
         "algorithm.kl_coef=0.05",
-        "algorithm.mini_batches=2",
+        "algorithm.num_mini_batches=2",
     ]
     job = [
         f"data.train={tmp_path}/train.jsonl",
@@ -213,13 +213,16 @@ def test_profiles_without_other_metrics(toy, tmp_path):
 
 
 def test_critic_warmup_and_early_stop(toy, tmp_path):
-    """The actor waits for the critic, then leaves its remaining updates out as soon as it has moved: the first step's KL is 0, the second's is not."""
+    """The actor waits for the critic, then skips its remaining updates as soon as it has moved.
+
+    The KL of its first step is 0, that of the second is not.
+    """
     algorithm = [
         "algorithm.critic_warmup=1",
         "algorithm.epochs=2",
-        "algorithm.mini_batches=2",
-        "algorithm.stop_kl=1e-7",
-        "algorithm.importance_cap=2",
+        "algorithm.num_mini_batches=2",
+        "algorithm.target_kl=1e-7",
+        "algorithm.tis_cap=2",
     ]
     job = [
         "actor.layout=tp2",

@@ -62,7 +62,7 @@ def undisturbed(toy, tmp_path_factory):
 
 
 def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
-    """One attempt hangs, two are killed; weights, optimizer, schedule, KL coefficient, random states and data order go on."""
+    """One attempt hangs, two are killed; weights, optimizer, schedules and random states continue."""
     kills = [
         {"rank": 0, "operation": "advantages", "entry": 3, "delay_s": None},
         {"rank": 1, "operation": "actor_update", "entry": 1, "delay_s": 0},
@@ -80,7 +80,10 @@ def test_torchrun_starts_it_again(undisturbed, toy, tmp_path, monkeypatch):
         "advantages",
         "actor_update",
     ]
-    named = r"rank 0 made no progress for \d+ s: it is in advantages \(iteration 3\), at struck .*, rank 1 waits for it in advantages"
+    named = (
+        r"rank 0 made no progress for \d+ s: it is in advantages \(iteration 3\), at struck .*, "
+        r"rank 1 waits for it in advantages"
+    )
     assert len(re.findall(named, ended.stderr)) == 1, ended.text
     assert (
         " in struck\n" in (tmp_path / "run/stacks/rank_0.txt").read_text()
@@ -120,7 +123,10 @@ def test_sigterm_saves_and_exits_with_0(undisturbed, toy, tmp_path):
 
 
 def test_verify_names_what_differs(undisturbed, toy, tmp_path):
-    """The first iteration after a checkpoint is repeated on its samples: every number is the recorded one, but for the one that was changed."""
+    """The first iteration after a checkpoint, repeated on its samples, gives the recorded metrics.
+
+    The one metric that was changed in the record is reported.
+    """
     shutil.copytree(undisturbed / "checkpoint/step_2", tmp_path / "run/checkpoint/step_2")
     path = tmp_path / "run/checkpoint/step_2"
     recorded = json.loads((path / "recorded.json").read_text())["told"]

@@ -17,12 +17,12 @@ def train(toy, folder, layout: str) -> list[dict]:
         "sft_toy_cpu",
         f"run.output_dir={folder}/run",
         "run.iterations=12",
-        "engine.warmup_steps=2",
+        "engine.lr_warmup_steps=2",
     ]
     settings += [
         f"data.train={toy}/sft.jsonl",
         f"data.validation={folder}/val.jsonl",
-        "data.rows_per_step=64",
+        "data.samples_per_step=64",
         f"actor.path={toy}/model",
         f"actor.layout={layout}",
     ]

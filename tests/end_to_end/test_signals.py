@@ -117,7 +117,7 @@ def test_an_end_that_saves_nothing_is_one_line(toy, tmp_path, moment, number, st
 
 
 def test_a_run_that_was_asked_to_end_does_not_speak_of_its_result(toy, tmp_path):
-    validated = [f"data.validation={toy}/val.jsonl", "data.validation_rows=8", "run.iterations=1000"]
+    validated = [f"data.validation={toy}/val.jsonl", "data.validation_samples=8", "run.iterations=1000"]
     running = start(tmp_path, toy, *validated)
     running.wait_for("step 1/", within_s=120)
     running.process.terminate()

@@ -223,7 +223,7 @@ def harmless_key(job: Job, rng: random.Random, *, key: str) -> Case:
     return _case(job, rng, _config(job) | {key: value}, f"{key}={value!r}", EITHER)
 
 
-# ---- no JSON object ---------------------------------------------------------------------------------------------------
+# ---- no JSON object --------------------------------------------------------------------------------------
 
 NO_OBJECTS: dict[str, Callable[[str], str | bytes]] = {
     "empty": lambda text: "",

@@ -23,7 +23,7 @@ class Job:
         self.toy, self.folder = toy, folder
         folder.mkdir(parents=True)
 
-    # ---- files --------------------------------------------------------------------------------------------------------
+    # ---- files -------------------------------------------------------------------------------------------
 
     def model(self, name: str = "model") -> Path:
         """A copy of the toy's model folder; its files are links until `write` replaces them."""
@@ -50,7 +50,7 @@ class Job:
     def write_rows(self, rows: list[dict], name: str = "data.jsonl") -> Path:
         return self.write(name, "".join(json.dumps(row) + "\n" for row in rows))
 
-    # ---- what runs ----------------------------------------------------------------------------------------------------
+    # ---- what runs ---------------------------------------------------------------------------------------
 
     def settings(self, program: str = "train") -> list[str]:
         """What a user gives beside the recipe."""

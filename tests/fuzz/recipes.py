@@ -54,7 +54,7 @@ def _run(job: Job):
     return job.dry_run(recipe=("--config-path", f"{job.folder}/recipes", "--config-name", NAME))
 
 
-# ---- changes of the text ----------------------------------------------------------------------------------------------
+# ---- changes of the text ---------------------------------------------------------------------------------
 
 
 def _changed(rng: random.Random, change: Callable[[str], str]) -> str:
@@ -195,7 +195,7 @@ def bomb(job: Job, rng: random.Random) -> Case:
     return Case(name="aliases of aliases", expected=REFUSED, act=_run(job))
 
 
-# ---- no files ---------------------------------------------------------------------------------------------------------
+# ---- no files --------------------------------------------------------------------------------------------
 
 OTHER_FILES: dict[str, Callable[[Job], object]] = {
     "a folder": lambda job: (job.folder / f"recipes/{NAME}.yaml").mkdir(parents=True),

@@ -69,20 +69,23 @@ ODD = {
     "closed output": "import os; os.close(1); os.close(2)\n",
     "another standard output": "import sys; sys.stdout = None\n",
     "signals": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
-    "a thread": "import threading, time; threading.Thread(target=time.sleep, args=(30,), daemon=False).start()\n",
+    "a thread": "import threading, time; threading.Thread(target=time.sleep, args=(30,), "
+    "daemon=False).start()\n",
     "a child": "import subprocess; subprocess.Popen(['sleep', '300'])\n",
     "a fork": "import os, time\nif not os.fork():\n    time.sleep(300)\n",
     "a detached fork": "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(300)\n",
     "an exit handler": "import atexit, time; atexit.register(time.sleep, 300)\n",
     "a changed environment": "import os; os.environ.clear()\n",
     "its parent": "import os, signal; os.kill(os.getppid(), signal.SIGTERM)\n",
-    "its group": "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.killpg(0, signal.SIGTERM)\n",
+    "its group": "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.killpg(0, "
+    "signal.SIGTERM)\n",
 }
 FINE = {
     "a function": DEF,
     "a lambda": "score = lambda p, r, g, e: 1.0\n",
     "a partial": "import functools\ndef f(a, p, r, g, e): return a\nscore = functools.partial(f, 1.0)\n",
-    "an object": "class Score:\n    def __call__(self, prompt, response, ground_truth, extra): return 1.0\nscore = Score()\n",
+    "an object": "class Score:\n    def __call__(self, prompt, response, ground_truth, extra): "
+    "return 1.0\nscore = Score()\n",
     "defaults": "def score(prompt, response, ground_truth=None, extra=None, more=3): return 1.0\n",
     "any arguments": "def score(*arguments): return 1.0\n",
     "a byte-order mark": "\ufeff" + DEF,

@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
-from verl_megatron.checks.limits import CHOICES, INTERVALS, inside
-from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.checks.limits import inside
+from verl_megatron.config import RENAMED, SFTConfig, TrainerConfig
 
 SCHEMAS = {"train": TrainerConfig, "sft": SFTConfig}
 # Values as a command line gives them, by what is wrong with them.
@@ -41,7 +41,7 @@ SOUND = {
     "engine.recompute": ("none", "selective", "full"),
     "engine.tokens_per_micro_batch": (512, 16384),
     "engine.distributed_optimizer": ("true", "false"),
-    "engine.schedule": ("constant", "linear", "cosine"),
+    "engine.lr_decay_style": ("constant", "linear", "cosine"),
     "engine.min_lr_ratio": (0, 0.1, 1),
     "engine.weight_decay": (0, 0.1),
     "engine.clip_grad": (0, 0.5, 1),
@@ -50,14 +50,14 @@ SOUND = {
     "actor.lr": (0, 1e-6, 3e-4),
 }
 SOUND_ONLY = {
-    "sft": {"data.max_tokens": (64, 256), "data.rows_per_step": (4, 24, 128)},
+    "sft": {"data.max_tokens": (64, 256), "data.samples_per_step": (4, 24, 128)},
     "train": {
         "run.save_interval": (0, 1, 5),
         "run.validate_interval": (0, 2),
         "data.max_prompt_tokens": (32, 64, 200),
         "data.prompts_per_iteration": (16, 192, 400),
         "data.samples_per_prompt": (1, 2, 8),
-        "data.validation_rows": (0, 8),
+        "data.validation_samples": (0, 8),
         "data.validation_temperature": (0, 0.7, 1),
         "critic.lr": (0, 1e-5),
         "reward.function": ("match", "last_number"),
@@ -78,17 +78,17 @@ SOUND_ONLY = {
         "rollout.kv_cache_mib": (32, 128),
         "rollout.enforce_eager": ("true", "false"),
         "algorithm.gamma": (0.9, 1),
-        "algorithm.lam": (0, 0.5, 1),
+        "algorithm.gae_lambda": (0, 0.5, 1),
         "algorithm.whiten": ("true", "false"),
         "algorithm.epochs": (1, 3),
-        "algorithm.mini_batches": (1, 2, 4),
-        "algorithm.clip_low": (0.1, 0.2),
-        "algorithm.clip_high": (0.1, 0.3),
-        "algorithm.value_clip": (0, 0.2),
+        "algorithm.num_mini_batches": (1, 2, 4),
+        "algorithm.clip_ratio_low": (0.1, 0.2),
+        "algorithm.clip_ratio_high": (0.1, 0.3),
+        "algorithm.cliprange_value": (0, 0.2),
         "algorithm.entropy_coef": (0, 0.01),
         "algorithm.kl_coef": (0.01, 0.5),
-        "algorithm.kl_horizon": (1, 64),
-        "algorithm.stop_kl": (0, 0.1),
+        "algorithm.kl_ctrl_horizon": (1, 64),
+        "algorithm.target_kl": (0, 0.1),
         "algorithm.critic_warmup": (0, 2),
         "reshard.window_mib": (1, 64),
         "reshard.verify": ("sample", "all", "none"),
@@ -109,6 +109,11 @@ def mutations() -> list[Mutation]:
                 partial(misspelt_section, program=program, section=section, name=name),
             ]
             found += [partial(too_long, program=program, setting=f"{section}.{name}", kind=kind)]
+        found += [
+            partial(former_name, program=program, old=old, new=new)
+            for old, new in RENAMED.items()
+            if new in {f"{section}.{name}" for section, name, _ in described(schema)}
+        ]
         found += [partial(two_at_once, program=program)] * 30 + [partial(harmless, program=program)] * 160
     return found
 
@@ -125,13 +130,13 @@ def described(schema: type) -> list[tuple[str, str, Any]]:
 
 def bad_values(schema: type, section: str, name: str, kind: Any) -> list[str]:
     """What this setting may not be, as a command line gives it."""
-    section_type = get_type_hints(schema)[section].__name__
+    limits = get_type_hints(schema)[section].__dataclass_fields__[name].metadata
     values = list(OF_ANOTHER_TYPE[kind])
     if kind in (int, float):
-        interval = INTERVALS[section_type][name]
+        interval = limits["within"]
         large = [value for value in LARGE if kind is int or not inside(float(value), interval)]
         values += [*ABSURD, *large, *outside(interval, kind)]
-    if choices := CHOICES.get(section_type, {}).get(name):
+    if choices := limits["choices"]:
         values += [choice + choice[-1] for choice in choices] + [choices[0].upper(), "''", "ü", "0"]
     return values
 
@@ -156,6 +161,11 @@ def bad_value(job: Job, rng: random.Random, *, program: str, setting: str, value
     return Case(
         name=" ".join(given), expected=REFUSED, names=(setting,), act=job.dry_run(*given, program=program)
     )
+
+
+def former_name(job: Job, rng: random.Random, *, program: str, old: str, new: str) -> Case:
+    given = f"{old}={rng.choice(('0', '1', 'te'))}"
+    return Case(name=given, expected=REFUSED, names=(old, new), act=job.dry_run(given, program=program))
 
 
 def too_long(job: Job, rng: random.Random, *, program: str, setting: str, kind: Any) -> Case:

@@ -40,7 +40,7 @@ def _case(job: Job, rng: random.Random, what: str, expected: str, names: Names =
     )
 
 
-# ---- the index --------------------------------------------------------------------------------------------------------
+# ---- the index -------------------------------------------------------------------------------------------
 
 
 def _moved(to: str) -> Callable[[dict], Any]:
@@ -88,7 +88,7 @@ def bad_index(job: Job, rng: random.Random, *, what: str, change: Callable[[dict
     return _case(job, rng, f"the index {what}", REFUSED)
 
 
-# ---- files ------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------
 
 
 def _split(path: Path) -> tuple[dict, bytes]:
@@ -188,7 +188,7 @@ def bad_file(job: Job, rng: random.Random, *, what: str, make: Callable[[Path], 
     return _case(job, rng, f"a weight file is {what}", REFUSED, (SHARD,))
 
 
-# ---- what a role needs ------------------------------------------------------------------------------------------------
+# ---- what a role needs -----------------------------------------------------------------------------------
 
 SCORE, LM = "score.weight", "lm_head.weight"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide whole fp8 save offload handover reshard engine rollout scaling kernels machine.
+# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine.
 # Those with too few GPUs are left out; with two, models and batches are smaller than with four.
 # Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular
 # expression of the commands of these stages that are wanted, by the names of their logs.
@@ -35,7 +35,7 @@ esac
 
 toy() { # folder of the run, settings
   [[ -f $LOGS/toy/train.jsonl ]] || python tools/make_toy.py "$LOGS/toy" >/dev/null
-  local job="data.train=$LOGS/toy/train.jsonl data.validation=$LOGS/toy/val.jsonl data.validation_rows=32 actor.path=$LOGS/toy/model rollout.enforce_eager=true"
+  local job="data.train=$LOGS/toy/train.jsonl data.validation=$LOGS/toy/val.jsonl data.validation_samples=32 actor.path=$LOGS/toy/model rollout.enforce_eager=true"
   world "$RANKS" -m verl_megatron.train --config-name ppo_toy_cpu $job $layout rollout.gpu_memory_utilization=0.1 reshard.verify=all run.output_dir="$LOGS/$1" "${@:2}"
 }
 export -f toy
@@ -73,7 +73,7 @@ print({name: round(statistics.median(row[name] for row in rows if name in row), 
 END
 }
 export -f recipe
-few="data.prompts_per_iteration=64 algorithm.mini_batches=2"
+few="data.prompts_per_iteration=64 algorithm.num_mini_batches=2"
 tp2="actor.layout=tp2sp rollout.tp=2 reshard.mode=keep reshard.offload=none engine.tokens_per_micro_batch=8192"
 
 stage_ppo() { # actor and critic of 8B; on two GPUs they take turns
@@ -94,7 +94,7 @@ stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation 
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/long"
   [[ -f $folder/reward.py ]] || step long_weights python tools/make_random.py "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16
-  local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.mini_batches=2"
+  local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.num_mini_batches=2"
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false"
   step long env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe long llama3.1_8b_grpo_16k $lengths $run"
 }
@@ -112,7 +112,7 @@ stage_whole() { # all layers of a 70B model from their files (141 GB): load, res
   ((RANKS == 4)) || return 0
   local folder="$SCRATCH/llama3-70b"
   [[ -f $folder/reward.py ]] || step whole_weights python tools/make_random.py "$folder" --shape llama3-70b --rows 16
-  step whole bash -c "world 4 tools/bench_handover.py --hf $folder/model --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer --repetitions 2 --eager"
+  step whole bash -c "world 4 tools/bench/weight_sync.py --hf $folder/model --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer --repetitions 2 --eager"
 }
 
 stage_fp8() { # the toy job learns as in bfloat16
@@ -135,20 +135,20 @@ stage_save() { # what a checkpoint keeps training from (time/save_s), written at
 }
 
 stage_offload() { # what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit
-  step copies python tools/bench_copies.py
+  step copies python tools/bench/copies.py
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/llama3-8b"
   [[ -f $folder/reward.py ]] || step offload_weights python tools/make_random.py "$folder"
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true data.prompts_per_iteration=32"
   local run="--config-name grpo_8b actor.path=$folder/model data.train=$folder/train.jsonl reward.function=$folder/reward.py:score run.output_dir=$LOGS/offload"
-  LIMIT_S=$((2 * LIMIT_S)) step offload bash -c "world $RANKS tools/bench_offload.py $run $lengths $tp2 rollout.gpu_memory_utilization=0.3 reshard.offload=all run.iterations=8"
+  LIMIT_S=$((2 * LIMIT_S)) step offload bash -c "world $RANKS tools/bench/offload.py $run $lengths $tp2 rollout.gpu_memory_utilization=0.3 reshard.offload=all run.iterations=8"
 }
 
-stage_handover() {
+stage_weight_sync() {
   ((RANKS >= 2)) || return 0
   local small="--shape llama3-8b --train tp2 --rollout 2 --optimizer --utilization 0.3 --eager"
-  step handover_share bash -c "world 2 tools/bench_handover.py $small --mode share"
-  step handover_swap_all bash -c "world 2 tools/bench_handover.py $small --mode swap --offload all"
+  step weight_sync_share bash -c "world 2 tools/bench/weight_sync.py $small --mode share"
+  step weight_sync_swap_all bash -c "world 2 tools/bench/weight_sync.py $small --mode swap --offload all"
 }
 
 stage_reshard() {
@@ -156,28 +156,28 @@ stage_reshard() {
   local pairs=("tp2 tp2" "pp2 tp2" "tp1 tp2" "tp2 tp1") big="--layers 32 --train tp2 --rollout tp2"
   if ((RANKS == 4)); then pairs=("tp2pp2 tp4" "pp4 tp4" "tp4 tp2" "tp2 tp4" "tp2pp2vpp2 tp2") big="--train tp2pp2 --rollout tp4"; fi
   for pair in "${pairs[@]}"; do
-    step "reshard_${pair/ /_}" bash -c "world $RANKS tools/bench_reshard.py --shape llama3-8b --no-megatron --gather-mib 256 --train ${pair% *} --rollout ${pair#* }"
+    step "reshard_${pair/ /_}" bash -c "world $RANKS tools/bench/reshard.py --shape llama3-8b --no-megatron --gather-mib 256 --train ${pair% *} --rollout ${pair#* }"
   done
-  step reshard_70b bash -c "world $RANKS tools/bench_reshard.py --shape llama3-70b --no-megatron --gather-mib 256 $big --modes keep swap"
+  step reshard_70b bash -c "world $RANKS tools/bench/reshard.py --shape llama3-70b --no-megatron --gather-mib 256 $big --modes keep swap"
 }
 
 stage_engine() { # updates and log-probs of an 8B model alone; profiles are in the logs
   local size="--shape llama3-8b --rows 32 --prompt 512 --response 512 --steps 2 --repetitions 2" small="--set tokens_per_micro_batch=4096"
   if ((RANKS == 1)); then
-    step engine_1b bash -c "world 1 tools/bench_engine.py ${size/8b/1b} --baseline --profile"
+    step engine_1b bash -c "world 1 tools/bench/engine.py ${size/8b/1b} --baseline --profile"
     return
   fi
-  step engine_dp bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 $small --baseline --profile"
-  step engine_dp_fp8 bash -c "world $RANKS tools/bench_engine.py $size --layout tp1 $small dtype=fp8 --profile"
-  step engine_tp2 bash -c "world $RANKS tools/bench_engine.py $size --layout tp2sp --profile"
-  step engine_pp2 bash -c "world $RANKS tools/bench_engine.py $size --layout pp2 $small"
-  step engine_pp2vpp4 bash -c "world $RANKS tools/bench_engine.py $size --layout pp2vpp4 $small"
+  step engine_dp bash -c "world $RANKS tools/bench/engine.py $size --layout tp1 $small --baseline --profile"
+  step engine_dp_fp8 bash -c "world $RANKS tools/bench/engine.py $size --layout tp1 $small dtype=fp8 --profile"
+  step engine_tp2 bash -c "world $RANKS tools/bench/engine.py $size --layout tp2sp --profile"
+  step engine_pp2 bash -c "world $RANKS tools/bench/engine.py $size --layout pp2 $small"
+  step engine_pp2vpp4 bash -c "world $RANKS tools/bench/engine.py $size --layout pp2vpp4 $small"
 }
 
 stage_rollout() { # as a run does it beside a bare vLLM
   local tp=$((RANKS >= 2 ? 2 : 1))
-  step rollout bash -c "world $RANKS tools/bench_rollout.py --shape llama3-8b --tp $tp --rows $((128 * RANKS)) --prompt 512 --response 512"
-  step rollout_mixed bash -c "world $RANKS tools/bench_rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
+  step rollout bash -c "world $RANKS tools/bench/rollout.py --shape llama3-8b --tp $tp --rows $((128 * RANKS)) --prompt 512 --response 512"
+  step rollout_mixed bash -c "world $RANKS tools/bench/rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
 }
 
 stage_scaling() { # a model that one GPU holds with its optimizer, 12 layers of the 8B's width, with as many rows for each GPU
@@ -195,7 +195,7 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume ppo grpo long wide whole fp8 save offload handover reshard engine rollout scaling kernels machine
+(($#)) || set -- tests toy resume ppo grpo long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"

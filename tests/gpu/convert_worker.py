@@ -1,6 +1,8 @@
-"""On GPUs: Megatron-Core loads what the converter wrote into models of transformer-engine's layers, strictly, and what it saves converts back.
+"""Megatron-Core on GPUs loads converted checkpoints into transformer-engine's layers, strictly.
 
-Strictly: a key that such a model asks for and that is not there, an `_extra_state` too, ends Megatron-Core's load with an error.
+What it saves converts back.
+
+Strictly: a missing key that such a model asks for, `_extra_state` included, fails Megatron-Core's load.
 """
 
 import sys
@@ -25,7 +27,7 @@ SIZES = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64
 )
 LAYOUTS = {1: ("tp1",), 2: ("tp2", "pp2", "pp2vpp2"), 4: ("tp4", "tp2pp2", "tp2pp2vpp2")}
-CONFIG = EngineConfig(spec="te", dtype="bfloat16")
+CONFIG = EngineConfig(transformer_impl="te", dtype="bfloat16")
 MODELS = (
     ("qwen3", "lm", "ForCausalLM"),
     ("qwen2_tied_yarn", "lm", "ForCausalLM"),

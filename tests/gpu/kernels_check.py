@@ -1,4 +1,7 @@
-"""The copy and checksum kernels against torch on a GPU, then their speed: python tests/gpu/kernels_check.py [--gib 4] [--only-check]"""
+"""Copy and checksum kernels against torch on a GPU, then their speed.
+
+python tests/gpu/kernels_check.py [--gib 4] [--only-check]
+"""
 
 import argparse
 import sys
@@ -46,7 +49,7 @@ CHECKSUM_VARIANTS = [
 
 
 class Memory:
-    """Bytes at random; the sources lie in its first half, the destinations one after another in its second."""
+    """Random bytes; sources lie in the first half, destinations in the second."""
 
     def __init__(self, *, seed: int, size: int, device: torch.device):
         self.rng = np.random.default_rng(seed)
@@ -62,7 +65,7 @@ class Memory:
         )
 
     def pair(self) -> tuple[Tensor, Tensor]:
-        """A random destination and source: any element size, alignment and strides; vectors, single rows and empty ones among them."""
+        """Random source and destination: any element size, alignment and strides, empty ones included."""
         size = int(self.rng.choice([1, 2, 4, 8]))
         unit = max(
             size, int(self.rng.choice([1, 2, 4, 8, 16, 16]))
@@ -197,7 +200,7 @@ def named(tuning: Tuning, default: Tuning) -> str:
 def time_copies(
     what: str, pairs: list[tuple[Tensor, Tensor]], *, device: torch.device, variants: list[Tuning]
 ) -> None:
-    """Of bf16, whose bits are compared: some are NaN. GB/s count a copied byte once; memory moves it twice, in and out."""
+    """Copies of bf16 bits, NaN included. GB/s count a copied byte once; memory moves it twice."""
     num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
     destinations, sources = [destination for destination, _ in pairs], [source for _, source in pairs]
     report(

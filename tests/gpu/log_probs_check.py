@@ -1,4 +1,7 @@
-"""Log-probabilities from logits on a GPU: against float64, then eager PyTorch's and the kernels' speed: python tests/gpu/log_probs_check.py [--only-check]"""
+"""Log-probabilities of logits on a GPU against float64, then the speed of PyTorch and the kernels.
+
+python tests/gpu/log_probs_check.py [--only-check]
+"""
 
 import argparse
 import sys
@@ -19,13 +22,14 @@ from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, token_log_probs
 # Letters: N tokens, H hidden size, V vocabulary rows.
 
 VOCABULARIES = (64128, 128256)  # Llama 3's, whole and on each of two ranks
-# Of a gradient of size 1: exponents of about 20 in float32, whose powers of two the hardware takes to 2 ulp; one rounding to bfloat16.
+# Of a gradient of size 1: exponents of about 20 in float32, whose powers of two the hardware takes to 2
+# ulp; one rounding to bfloat16.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 
 
 @dataclass
 class Case:
-    """Random logits, columns wide in a buffer with `padding` more, and labels; one in four belongs to another rank."""
+    """Random logits in a buffer with `padding` more columns, and labels; one in four is another rank's."""
 
     tokens: int
     columns: int
@@ -53,7 +57,7 @@ class Case:
 
 
 def truth(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The label's log-probability and the entropy [N], the factors [4, N] of `grad_logits_` and the gradient [N, V], in float64 by autograd."""
+    """Float64 truth by autograd: log-probability and entropy [N], factors [4, N], gradient [N, V]."""
     logits_NV = case.logits_NV.double().detach().requires_grad_()
     scaled_NV = logits_NV / case.temperature
     log_z_N, log_p_NV = scaled_NV.logsumexp(1), scaled_NV.log_softmax(1)
@@ -110,7 +114,7 @@ def check_far_rows(device: torch.device) -> None:
 
 
 def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, chunk_tokens: int) -> None:
-    """token_log_probs and its gradients against log_softmax of the whole logits, both from the rounded inputs; an odd vocabulary."""
+    """token_log_probs and its gradients against log_softmax of the whole logits; an odd vocabulary."""
     torch.manual_seed(3)
     hidden, weight = (
         torch.randn(300, 256, device=device).to(dtype),
@@ -138,7 +142,8 @@ def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, 
             dtype
         ]  # bfloat16: logits of size 6 are rounded by up to 2^-7
         assert off < limit, (
-            f"{name} in {dtype} at temperature {temperature}, {chunk_tokens} tokens a chunk: off by {off:.2e} of its norm, allowed {limit}"
+            f"{name} in {dtype} at temperature {temperature}, {chunk_tokens} tokens a chunk: off by "
+            f"{off:.2e} of its norm, allowed {limit}"
         )
     assert not results[0][3][vocab_size:].any()
 
@@ -166,7 +171,7 @@ def check(device: torch.device) -> None:
             check_head(device, dtype, temperature=temperature, chunk_tokens=chunk_tokens)
 
 
-# ---- speed ---------------------------------------------------------------------------------------------------------------
+# ---- speed -----------------------------------------------------------------------------------------------
 
 STATS_VARIANTS = [
     STATS,
@@ -189,7 +194,10 @@ GRAD_VARIANTS = [
 
 
 def time_all(device: torch.device, *, hidden_size: int) -> None:
-    """One chunk of bfloat16 logits at a time, then the whole head on four chunks. Floors: bytes at the copy's rate, and the products alone."""
+    """Chunks of bfloat16 logits, then the whole head on four.
+
+    Lower bounds: bytes at the copy's rate, and the products alone.
+    """
     rate = copy_rate(device)
     print(f"copying moves {rate / 1e6:.0f} GB/s; {hidden_size} hidden channels", flush=True)
     table = []
@@ -245,7 +253,8 @@ def time_kernel(
     for tuning in variants:
         times.append(milliseconds(partial(by_triton, *arguments, tuning)))
         print(
-            f"{by_triton.__name__:<24} V={arguments[0].size(1):<7} {tuning} {times[-1]:8.3f} ms {num_bytes / times[-1] / 1e6:7.0f} GB/s",
+            f"{by_triton.__name__:<24} V={arguments[0].size(1):<7} {tuning} {times[-1]:8.3f} ms "
+            f"{num_bytes / times[-1] / 1e6:7.0f} GB/s",
             flush=True,
         )
     return milliseconds(partial(by_torch, *arguments)), times[0]
@@ -254,7 +263,7 @@ def time_kernel(
 def time_head(
     device: torch.device, *, tokens: int, columns: int, hidden_size: int, rate: float
 ) -> list[tuple[str, None, float, float]]:
-    """Forward and backward passes of token_log_probs; their floors are the matrix products, and the logits' bytes at `rate`."""
+    """Both passes of token_log_probs; lower bounds are the products, and the logits' bytes at `rate`."""
     hidden = torch.randn(tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(columns, hidden_size, device=device) / hidden_size**0.5).bfloat16().requires_grad_()
     labels, chunk, logit_bytes = (

@@ -1,4 +1,7 @@
-"""On GPUs: both layer specs, and fp8, against Hugging Face, under every layout that fits the ranks; training equals one rank."""
+"""Both layer specs and fp8 on GPUs against Hugging Face, under every layout that fits the ranks.
+
+Training equals that of one rank.
+"""
 
 import os
 from pathlib import Path
@@ -64,7 +67,7 @@ def with_fp8_layers(model):
 
 
 def computed_in() -> list[tuple[str, str]]:
-    """Spec and dtype of all that this device can compute in; without transformer-engine a CPU tries the rest of this file."""
+    """Specs and dtypes of this device; a CPU without transformer-engine still runs the rest of the file."""
     if not torch.cuda.is_available():
         return [("local", "float32"), ("local", "bfloat16")]
     return [("local", "float32"), ("local", "bfloat16"), ("te", "bfloat16")] + [("te", "fp8")] * (
@@ -79,7 +82,10 @@ def report(what: str, error: float, limit: float) -> None:
 
 
 def check_family(folder: Path, family: str) -> None:
-    """Mean log-prob error: float32 local spec under 1e-4; bfloat16 and fp8 under one and a half times Hugging Face's own when rounded so."""
+    """Largest mean error of log-probs: 1e-4 for float32 and the local spec.
+
+    For bfloat16 and fp8: one and a half times Hugging Face's own when rounded so.
+    """
     model = write_once(folder, family, **SIZES).cuda()
     arch = read_architecture(folder)
     batch = make_batch(arch.vocab_size)
@@ -103,7 +109,7 @@ def check_family(folder: Path, family: str) -> None:
                 arch=arch,
                 folder=str(folder),
                 groups=groups,
-                config=EngineConfig(spec=spec, dtype=dtype),
+                config=EngineConfig(transformer_impl=spec, dtype=dtype),
                 head="lm",
                 seed=1,
             )
@@ -118,7 +124,8 @@ def check_family(folder: Path, family: str) -> None:
             ]
             if bool(kept) != (spec == "te") or any(kept):
                 FAILURES.append(
-                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of the weights, or holds them elsewhere now"
+                    f"{family} {layout} {spec} {dtype}: transformer-engine still holds fp8 copies of "
+                    f"the weights, or holds them elsewhere now"
                 )
 
 
@@ -131,7 +138,7 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     engine.prepare_training(lr=1e-3, total_steps=5)
     batch = make_batch(arch.vocab_size)
     batch.logprobs, batch.advantages = -5.0 * batch.response_mask, 1.0 * batch.response_mask
-    algorithm, losses = AlgorithmConfig(clip_high=10.0, clip_low=0.99), []
+    algorithm, losses = AlgorithmConfig(clip_ratio_high=10.0, clip_ratio_low=0.99), []
 
     def loss(outputs, micro):
         return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), algorithm, 0.0)
@@ -167,13 +174,15 @@ def check_training(folder: Path) -> None:
 
     for spec, dtype in (pair for pair in computed_in() if pair in limits):
         from_exact, between = limits[spec, dtype]
-        usual = train(folder, "tp1", EngineConfig(spec=spec, dtype=dtype))
+        usual = train(folder, "tp1", EngineConfig(transformer_impl=spec, dtype=dtype))
         compare(f"{spec} {dtype} from float32", usual, exact, from_exact)
         for text in LAYOUTS[dist.get_world_size()]:
             for recompute in ("none", "full") if spec == "te" else ("selective",):
                 compare(
                     f"{text} {spec} {dtype} recompute {recompute}",
-                    train(folder, text, EngineConfig(spec=spec, dtype=dtype, recompute=recompute)),
+                    train(
+                        folder, text, EngineConfig(transformer_impl=spec, dtype=dtype, recompute=recompute)
+                    ),
                     usual,
                     between,
                 )

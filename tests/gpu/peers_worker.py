@@ -1,4 +1,4 @@
-"""Runs on any number of ranks, one GPU each: resharding out of the peers' memory, against the whole tensors, bit by bit.
+"""Resharding out of peers' memory against whole tensors, bit by bit, on any number of GPUs.
 
 On a CPU, where no memory of peers is reached, the same cases go by messages.
 """
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.layout import Layout
-from parallel.reshard.addresses import Addresses, addresses_of, views_at
 from parallel.reshard.execute import Parameters, Resharder
-from parallel.reshard.overlay import overlay
+from parallel.reshard.in_place.addresses import addresses_of, views_at
+from parallel.reshard.in_place.memory_layout import Addresses
+from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from tests.distributed.reshard_worker import (
@@ -28,10 +29,10 @@ from tests.distributed.reshard_worker import (
 )
 from tests.toy_shards import Toy, layouts_of
 
-KEPT_WINDOW_BYTES, LAID_OVER_WINDOW_BYTES = 200, 2048  # small: many windows
+KEPT_WINDOW_BYTES, IN_PLACE_WINDOW_BYTES = 200, 2048  # small: many windows
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 RUNS = 3
-IN_WINDOWS = {"pulled": 0, "sent": 0}  # plans with more than one window, by how their slices travel
+IN_WINDOWS = {"read": 0, "sent": 0}  # plans with more than one window, by how their slices travel
 
 
 def cases() -> Iterator[tuple[Toy, Layout, int, torch.dtype]]:
@@ -76,7 +77,7 @@ def resharder(
     kind=Resharder,
 ) -> Resharder:
     if len(plan.windows) > 1:
-        IN_WINDOWS["pulled" if plan.pulled else "sent"] += 1
+        IN_WINDOWS["read" if plan.one_sided else "sent"] += 1
     return kind(
         plan,
         rank=dist.get_rank(),
@@ -133,8 +134,8 @@ class Kept:
                 value *= 2
 
 
-class LaidOver:
-    """A destination over the source's memory: out and back, windows pulled out of the peers' staging memory."""
+class InPlace:
+    """A destination that aliases the source: to it and back, windows read from peers' staging memory."""
 
     def __init__(
         self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder
@@ -144,51 +145,52 @@ class LaidOver:
         self.given = in_one_allocation(self.trained)
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.given))
-        common = dict(
-            element_bytes=dtype.itemsize, window_bytes=LAID_OVER_WINDOW_BYTES, peer_memory=device.is_gpu()
-        )
-        found = overlay(
+        both = Sides(
             source=source,
             destination=destination,
             memory=dict(enumerate(memory)),
-            in_place=in_place,
-            **common,
+            element_bytes=dtype.itemsize,
         )
-        for plan in filter(None, (found.forth, found.back)):
-            assert plan.pulled == (device.is_gpu() and bool(plan.windows))
+        plans = plan_in_place(
+            both, in_place=in_place, window_bytes=IN_PLACE_WINDOW_BYTES, peer_memory=device.is_gpu()
+        )
+        for plan in filter(None, (plans.to_rollout, plans.to_train)):
+            assert plan.one_sided == (device.is_gpu() and bool(plan.windows))
         own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
-        self.taken = own | views_at(found.addresses[rank], destination[rank], self.given, dtype)
-        self.out = resharder(
-            found.forth, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+        self.taken = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
+        self.to_rollout = resharder(
+            plans.to_rollout, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
         )
-        self.home = (
-            resharder(found.back, self.taken, self.given, dtype=dtype, kind=kind) if found.back else None
+        self.to_train = (
+            resharder(plans.to_train, self.taken, self.given, dtype=dtype, kind=kind)
+            if plans.to_train
+            else None
         )
 
     def check(self, what: object) -> None:
         """The present values go out and come back; in memory that is only shared nothing has to come back."""
         for turn in range(RUNS):
-            run(self.out)
+            run(self.to_rollout)
             assert_equal(self.taken, self.served, 2**turn, what)
-            if self.home is not None:
-                run(self.home)
+            if self.to_train is not None:
+                run(self.to_train)
             assert_equal(self.given, self.trained, 2**turn, what)
             for value in self.given.values():
                 value *= 2
 
 
 def every_layout_kept() -> None:
-    """All on one host; and on hosts of two, between which slices travel as messages beside the peers' copies."""
+    """All ranks on one host; then hosts of two, between which slices travel as messages."""
     world = dist.get_world_size()
     for case in cases():
         for ranks_per_host in {world, 2}:
             Kept(*case, ranks_per_host=ranks_per_host).check((*case, ranks_per_host))
 
 
-def every_layout_laid_over() -> None:
+def every_layout_in_place() -> None:
     for case in cases():
         for in_place in (False, True):
-            LaidOver(*case, in_place=in_place).check((*case, in_place))
+            InPlace(*case, in_place=in_place).check((*case, in_place))
 
 
 class Corrupting(Resharder):
@@ -206,8 +208,8 @@ def corruption_is_named() -> None:
     layout = Layout.parse(f"pp{world}", ranks=tuple(range(world)))
     for dtype in BITS:
         kept = Kept(UNTIED, layout, world, dtype, ranks_per_host=world, kind=Corrupting)
-        laid_over = LaidOver(UNTIED, layout, world, dtype, in_place=True, kind=Corrupting)
-        for mover in (kept.mover, laid_over.out, laid_over.home):
+        in_place_case = InPlace(UNTIED, layout, world, dtype, in_place=True, kind=Corrupting)
+        for mover in (kept.mover, in_place_case.to_rollout, in_place_case.to_train):
             error = first_error(mover.run, 1)
             corrupted = next(
                 transfer for transfer in mover.plan.transfers() if transfer.destination_rank == world - 1
@@ -219,15 +221,16 @@ def corruption_is_named() -> None:
 
 def main() -> None:
     device.initialize()
-    for each in (every_layout_kept, every_layout_laid_over, corruption_is_named):
+    for each in (every_layout_kept, every_layout_in_place, corruption_is_named):
         each()
-    assert IN_WINDOWS["pulled" if device.is_gpu() else "sent"] and (
+    assert IN_WINDOWS["read" if device.is_gpu() else "sent"] and (
         IN_WINDOWS["sent"] or dist.get_world_size() == 2
     ), IN_WINDOWS
     dist.barrier()
     if dist.get_rank() == 0:
         print(
-            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several windows: {IN_WINDOWS}"
+            f"all checks of {'peers' if device.is_gpu() else 'messages'} passed; plans of several "
+            f"windows: {IN_WINDOWS}"
         )
     dist.destroy_process_group()
 

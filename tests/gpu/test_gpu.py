@@ -1,4 +1,4 @@
-"""What only GPUs reach: kernels, peers' memory, transformer-engine, half precision, NCCL. Each test is skipped where there are too few GPUs."""
+"""Kernels, peers' memory, transformer-engine, half precision and NCCL, which only GPUs reach."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 def needs(count: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         GPUS < count,
-        reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest tests/gpu` where there are more",
+        reason=f"{count} GPU{'s' * (count > 1)} needed, {GPUS} found: run `python -m pytest "
+        f"tests/gpu` where there are more",
     )
 
 

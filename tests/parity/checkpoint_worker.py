@@ -1,4 +1,7 @@
-"""On four ranks: training that goes on from a checkpoint, under its own layout and under others, against training that was never interrupted."""
+"""Training resumed from a checkpoint against uninterrupted training, on four ranks.
+
+Under the layout it was saved with and under others.
+"""
 
 import sys
 from pathlib import Path
@@ -21,8 +24,8 @@ from verl_megatron.roles.engine import Engine
 COMMON = {
     "clip_grad": 0.5,
     "adam_eps": 1e-4,
-    "schedule": "cosine",
-    "warmup_steps": 1,
+    "lr_decay_style": "cosine",
+    "lr_warmup_steps": 1,
     "tokens_per_micro_batch": 64,
 }
 
@@ -88,18 +91,24 @@ def bits(engine: Engine) -> list:
     return [leaf for row in held for leaf in row] + steps_taken + [engine.scheduler.state_dict()]
 
 
+ALL = (0, 1, 2, 3)
+UNSHARDED = {"distributed_optimizer": False}
 CASES = (
     # head, family, saved under (layout, ranks, stage layers, settings), loaded under each of
-    ("lm", "qwen2_tied_yarn", ("tp2pp2", (0, 1, 2, 3), (), {}), [
-        ("pp2", (0, 1, 2, 3), (), {}), ("tp4", (0, 1, 2, 3), (), {}), ("tp2", (2, 3), (), {"distributed_optimizer": False}), ("pp2vpp2", (0, 1, 2, 3), (), {}),
+    ("lm", "qwen2_tied_yarn", ("tp2pp2", ALL, (), {}), [
+        ("pp2", ALL, (), {}), ("tp4", ALL, (), {}), ("tp2", (2, 3), (), UNSHARDED), ("pp2vpp2", ALL, (), {}),
     ]),
-    ("lm", "qwen3", ("tp2", (0, 1, 2, 3), (), {}), [("tp2pp2", (0, 2, 1, 3), (), {}), ("cp2tp2sp", (0, 1, 2, 3), (), {}), ("tp1", (1,), (), {"distributed_optimizer": False})]),
-    ("token", "llama_tied_llama3", ("pp2", (0, 1, 2, 3), (1, 3), {"distributed_optimizer": False}), [("tp2pp2", (0, 1, 2, 3), (), {}), ("tp1", (0, 1, 2), (), {})]),
+    ("lm", "qwen3", ("tp2", ALL, (), {}), [
+        ("tp2pp2", (0, 2, 1, 3), (), {}), ("cp2tp2sp", ALL, (), {}), ("tp1", (1,), (), UNSHARDED),
+    ]),
+    ("token", "llama_tied_llama3", ("pp2", ALL, (1, 3), UNSHARDED), [
+        ("tp2pp2", ALL, (), {}), ("tp1", (0, 1, 2), (), {}),
+    ]),
 )  # fmt: skip
 
 
 def check_layouts() -> None:
-    """A step after loading equals the step of training that went on: to the bit under the same layout, else to float32 rounding."""
+    """A step after loading equals an uninterrupted one: bitwise under one layout, else to rounding."""
     folder = shared_folder()
     for number, (head, family, source, targets) in enumerate(CASES):
         path = folder / f"{head}_{family}"
@@ -134,7 +143,7 @@ def check_layouts() -> None:
 
 
 def check_bfloat16() -> None:
-    """Master weights come back to the bit, and so do the bfloat16 weights that are their roundings; before the first step, too."""
+    """Master weights come back bitwise, so do their bfloat16 roundings; before the first step, too."""
     folder = shared_folder()
     batch = experience(write_once(folder / "qwen3", "qwen3").config.vocab_size)
     layout = some_layout()

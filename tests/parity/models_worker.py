@@ -1,4 +1,6 @@
-"""On four ranks: Megatron's logits, log-probs and entropy against Hugging Face's for every family and layout; the other heads.
+"""Megatron's logits, log-probs and entropy against Hugging Face's, for every family and layout.
+
+On four ranks; the other heads, too.
 
 Every check runs inside one world, because importing and starting it costs more than the checks.
 """
@@ -33,8 +35,10 @@ from verl_megatron.roles.schedule import run_schedule
 
 # (compact layout, ranks it occupies, stage_layers)
 LAYOUTS = [
-    ("tp1", 1, ()), ("tp1", 2, ()), ("tp2", 2, ()), ("pp2", 2, ()), ("cp2", 2, ()), ("tp2sp", 2, ()), ("pp2vpp2", 2, ()), ("pp2", 2, (1, 3)),
-    ("tp1", 4, ()), ("tp4", 4, ()), ("tp4sp", 4, ()), ("pp4", 4, ()), ("tp2pp2", 4, ()), ("tp2pp2sp", 4, ()), ("tp2", 4, ()), ("pp2", 4, ()),
+    ("tp1", 1, ()), ("tp1", 2, ()), ("tp2", 2, ()), ("pp2", 2, ()), ("cp2", 2, ()),
+    ("tp2sp", 2, ()), ("pp2vpp2", 2, ()), ("pp2", 2, (1, 3)),
+    ("tp1", 4, ()), ("tp4", 4, ()), ("tp4sp", 4, ()), ("pp4", 4, ()), ("tp2pp2", 4, ()),
+    ("tp2pp2sp", 4, ()), ("tp2", 4, ()), ("pp2", 4, ()),
     ("cp2tp2sp", 4, ()), ("cp2pp2", 4, ()), ("cp2", 4, ()), ("cp4", 4, ()), ("tp2pp2vpp2", 4, ()),
 ]  # fmt: skip
 TEMPERATURE = 0.8
@@ -179,7 +183,7 @@ def check_together() -> None:
 
 
 def check_shapes() -> None:
-    """Megatron-Core asks this project's messenger for the shapes of what comes from another stage, each once; those of micro-batches differ."""
+    """Shapes that another stage sends are asked for once each; those of micro-batches differ."""
     folder = shared_folder() / "qwen3"
     write_once(folder, "qwen3")
     arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))

@@ -1,4 +1,7 @@
-"""Megatron-Core models against Hugging Face's and plain PyTorch, on four gloo processes; a world checks many cases, because starting one takes longest."""
+"""Megatron-Core models against Hugging Face and plain PyTorch on four gloo processes.
+
+A world checks many cases, as starting one is slow.
+"""
 
 from tests.worlds import run_world
 

@@ -1,4 +1,4 @@
-"""Weights from Megatron-Core into vLLM and back on four gloo processes; a world for each tensor-parallel size of vLLM."""
+"""Weights from Megatron-Core into vLLM and back on four gloo processes; a world per rollout TP size."""
 
 import pytest
 

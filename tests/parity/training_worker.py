@@ -1,4 +1,4 @@
-"""On four ranks: optimizer steps under every layout against one rank, and against plain PyTorch written out here.
+"""Optimizer steps under every layout against one rank and against plain PyTorch, on four ranks.
 
 Letters: N tokens asked about in a sample.
 """
@@ -39,13 +39,18 @@ from verl_megatron.roles.role import make_role
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
 CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification"}
 ALGORITHM = AlgorithmConfig(
-    clip_low=0.2, clip_high=0.3, entropy_coef=0.01, kl_in="loss", kl_estimator="k3", value_clip=0.2
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.3,
+    entropy_coef=0.01,
+    kl_in="loss",
+    kl_estimator="k3",
+    cliprange_value=0.2,
 )
 KL_COEF, LR = 0.1, 3e-3
 
 
 def gather_late(engine: Engine) -> None:
-    """After a step it is this that brings the data-parallel ranks what the others have stepped on; with one optimizer for all there is nothing to bring."""
+    """Gather what the other data-parallel ranks have updated; nothing to do with one optimizer for all."""
     before = (
         {key: tensor.clone() for key, tensor in engine.tensors.items()} if engine.groups.is_member else {}
     )
@@ -148,9 +153,16 @@ def train(
 
 # Layout, ranks, layers of each stage, tokens of a micro-batch, settings.
 LAYOUTS = [
-    ("tp1", 1, (), 40, {}), ("tp1", 4, (), 64, {}), ("tp2pp2", 4, (), 64, {}), ("tp2pp2sp", 4, (), 64, {"recompute": "full"}), ("tp4sp", 4, (), 64, {}),
-    ("pp2vpp2", 4, (), 64, {}), ("pp2", 4, (1, 3), 64, {"distributed_optimizer": False}), ("cp2tp2sp", 4, (), 64, {}), ("cp2", 4, (), 64, {"recompute": "selective"}),
-]  # fmt: skip
+    ("tp1", 1, (), 40, {}),
+    ("tp1", 4, (), 64, {}),
+    ("tp2pp2", 4, (), 64, {}),
+    ("tp2pp2sp", 4, (), 64, {"recompute": "full"}),
+    ("tp4sp", 4, (), 64, {}),
+    ("pp2vpp2", 4, (), 64, {}),
+    ("pp2", 4, (1, 3), 64, {"distributed_optimizer": False}),
+    ("cp2tp2sp", 4, (), 64, {}),
+    ("cp2", 4, (), 64, {"recompute": "selective"}),
+]
 DEEP = [
     ("pp4vpp2", 4, (), 64, {}),
     ("pp2vpp4", 2, (), 40, {}),
@@ -159,7 +171,7 @@ DEEP = [
 
 
 def check_layouts() -> None:
-    """Losses, gradient norms and weights after three steps do not depend on the layout, the packing or the optimizer's sharding."""
+    """Losses, gradient norms and weights do not depend on layout, packing or the optimizer's sharding."""
     folder = shared_folder()
     for head, family, layers, layouts in (
         ("lm", "qwen2_tied_yarn", 4, LAYOUTS),
@@ -171,7 +183,7 @@ def check_layouts() -> None:
         batch = experience(
             write_once(path, family, CLASSES[head], num_hidden_layers=layers).config.vocab_size
         )
-        common = {"clip_grad": 0.5, "adam_eps": 1e-4, "schedule": "cosine", "warmup_steps": 1}
+        common = {"clip_grad": 0.5, "adam_eps": 1e-4, "lr_decay_style": "cosine", "lr_warmup_steps": 1}
         alone = EngineConfig(tokens_per_micro_batch=1000, distributed_optimizer=False, **common)
         want, weights = train(path, head, Layout(), batch, alone)
         for text, count, stage_layers, budget, extra in layouts:
@@ -189,7 +201,7 @@ def check_layouts() -> None:
             )
 
 
-# ---- the same in plain PyTorch ----------------------------------------------------------------------------------------
+# ---- the same in plain PyTorch ---------------------------------------------------------------------------
 
 
 def plain_policy_loss(
@@ -297,7 +309,7 @@ def check_plain() -> None:
             check(f"plain {head} {family} {text} on {count}", limit=1e-5, weights=moved, relative_norm=norm)
 
 
-# ---- memory given up between steps ------------------------------------------------------------------------------------
+# ---- memory given up between steps -----------------------------------------------------------------------
 
 
 def leaves_of(value) -> list:
@@ -383,7 +395,7 @@ def refuses_no_number(engine: Engine, mine: RolloutBatch, micro: list[list[int]]
 
 
 def check_offload() -> None:
-    """Steps with gradients and optimizer state away in between are the same steps, bit by bit; so are checkpoints."""
+    """Steps with gradients and optimizer state offloaded between are bitwise the same; so are checkpoints."""
     folder, bf16 = shared_folder(), {"dtype": "bfloat16"}
     split = "tp2pp2" if dist.get_world_size() == 4 else "pp2"  # GPU machines may have two
     for family, text, extra in (
@@ -408,12 +420,13 @@ def check_offload() -> None:
         away = engine.offload.device_bytes + engine.idle_gradients.device_bytes
         refuses_no_number(engine, *share_of(batch, layout, 64))
         say(
-            f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of them on the host, equal bit by bit"
+            f"offload {family} {layout} {extra}: {away} bytes away, {engine.offload.host_bytes} of "
+            f"them on the host, equal bit by bit"
         )
 
 
 def check_turns() -> None:
-    """Actor and critic learn in turns with only one's gradients and optimizer state there, as if both were."""
+    """Actor and critic alternate with only one's gradients and optimizer state on the device."""
     folder, layout = shared_folder(), Layout.parse("tp1", tuple(range(dist.get_world_size())))
     batch = experience(write_once(folder / "actor", "qwen3").config.vocab_size)
     write_once(folder / "critic", "qwen3", CLASSES["token"])

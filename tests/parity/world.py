@@ -77,7 +77,7 @@ def share_of(batch: RolloutBatch, layout: Layout, budget: int) -> tuple[RolloutB
 
 
 def sample_logits(model, batch: RolloutBatch) -> list[Tensor]:
-    """For each sample [L, labels or vocabulary]: a Hugging Face model's answer to the sample alone, without padding."""
+    """A Hugging Face model's output [L, labels or vocabulary] for each sample alone, without padding."""
     return [model(ids[mask][None]).logits[0] for ids, mask in zip(batch.generated_ids, batch.attention_mask)]
 
 

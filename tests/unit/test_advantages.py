@@ -7,7 +7,7 @@ from verl_megatron.algorithms.advantages import gae, group_advantages, token_rew
 
 
 def ragged(samples: int = 6, length: int = 11, seed: int = 0):
-    """Random fields over [samples, length] with junk outside ragged responses, among them a response of one token and a full sample."""
+    """Random fields [samples, length] with junk outside ragged responses, one of one token, one full."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(samples, length, dtype=torch.bool)
     spans = [(3, 8), (0, length), (5, 6), (2, 4), (9, 11), (1, 10)]
@@ -75,7 +75,7 @@ def test_token_rewards_put_the_score_last_and_the_kl_everywhere():
 class Ranks:
     """Runs a function once per simulated rank and gives every call the sum over the ranks' calls, in order.
 
-    Each pass records what the ranks put into one more collective; the results of the last pass saw true sums everywhere.
+    Each pass records what the ranks put into one more collective; in the last pass all sums are true.
     """
 
     def __init__(self, parts):

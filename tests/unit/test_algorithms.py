@@ -56,7 +56,7 @@ def penalized_rewards(batch, sample, kl_coef):
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 @pytest.mark.parametrize("whiten", [False, True])
 def test_ppo(batch, kl_in, whiten):
-    config = AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8, whiten=whiten, kl_in=kl_in)
+    config = AlgorithmConfig(name="ppo", gamma=0.9, gae_lambda=0.8, whiten=whiten, kl_in=kl_in)
     result = run(batch, config)
     advantages, returns = torch.zeros(6, 8), torch.zeros(6, 8)
     for sample, (begin, end) in enumerate(SPANS):
@@ -134,7 +134,7 @@ def spread_out(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.
 
 @pytest.mark.parametrize(
     "config",
-    [AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8), AlgorithmConfig(name="grpo")],
+    [AlgorithmConfig(name="ppo", gamma=0.9, gae_lambda=0.8), AlgorithmConfig(name="grpo")],
     ids=lambda config: config.name,
 )
 def test_tokens_that_are_not_the_models_own_take_no_part(batch, config):

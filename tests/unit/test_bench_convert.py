@@ -1,4 +1,4 @@
-"""The converter's and the loader's benchmarks on a tiny shape: that they run, agree and say what they found; no time decides."""
+"""Benchmarks of the converter and the loader on a tiny shape: results agree; no time decides."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "H
 
 def tool(name, *arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, f"tools/{name}", *map(str, arguments)],
+        [sys.executable, f"tools/bench/{name}", *map(str, arguments)],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
@@ -47,7 +47,7 @@ def rows_of(folder, name, *arguments, returncode=0):
 
 def test_conversions_are_measured_beside_cp_and_an_exceeded_cap_is_an_error(tmp_path):
     output, rows = rows_of(
-        tmp_path, "bench_convert.py", "--settle-s", 0, "--workers", 2, "--memory-gib", 0.02, returncode=1
+        tmp_path, "convert.py", "--settle-s", 0, "--workers", 2, "--memory-gib", 0.02, returncode=1
     )
     assert "of 0.02 GiB" in output  # Python alone takes more
     assert (
@@ -65,7 +65,7 @@ def test_conversions_are_measured_beside_cp_and_an_exceeded_cap_is_an_error(tmp_
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
-    refused = tool("bench_convert.py", tmp_path, "--shape", "llama3-405b", "--layers", 1000)
+    refused = tool("convert.py", tmp_path, "--shape", "llama3-405b", "--layers", 1000)
     assert (
         refused.returncode == 2
         and "GB free and --layers 1000 needs" in refused.stderr
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
 
 
 def test_slices_are_loaded_beside_from_pretrained(tmp_path):
-    output, rows = rows_of(tmp_path, "bench_load.py", "--tp", 2, "--rank", 1)
+    output, rows = rows_of(tmp_path, "load.py", "--tp", 2, "--rank", 1)
     assert (
         list(rows) == ["byte ranges", "from_pretrained and slicing"] and "the same bits either way" in output
     )

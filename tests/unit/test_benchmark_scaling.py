@@ -1,4 +1,4 @@
-"""The arithmetic of the scaling benchmark: bubbles, FLOPs, efficiency, how a recipe shrinks, and what its model of larger sizes may say."""
+"""Arithmetic of the scaling benchmark: bubbles, FLOPs, efficiency, smaller recipes, larger models."""
 
 import json
 import re
@@ -16,9 +16,9 @@ from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
 from tests.worlds import ROOT
 from tools.benchmark_scaling import CPU_LINKS, by_size, main, numbers, parser, planner_of, sizes_to_run
-from tools.scaling_model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
-from tools.scaling_report import Report, markdown, write_csv, write_png
-from tools.scaling_rows import (
+from tools.scaling.model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
+from tools.scaling.report import Report, markdown, write_csv, write_png
+from tools.scaling.rows import (
     MEASURED,
     MODELLED,
     UPDATES,
@@ -32,7 +32,7 @@ from tools.scaling_rows import (
     ideal_seconds,
     measured_row,
 )
-from tools.scaling_runs import Recipe, architecture, environment, layout_for
+from tools.scaling.runs import Recipe, architecture, environment, layout_for
 from verl_megatron.config import ModelConfig, TrainerConfig
 from verl_megatron.planner import MACHINES, Case
 from verl_megatron.planner.training import forward_flops
@@ -51,7 +51,7 @@ PHASES = (
 
 
 def idle_share(stages: int, chunks: int, micro_batches: int) -> float:
-    """Of a stage, from playing a pass through: groups of `stages` micro-batches go through all chunks, then the next group."""
+    """Bubble of a stage by simulation: groups of `stages` micro-batches go through all chunks in turn."""
     order = [
         (first + i, chunk)
         for first in range(0, micro_batches, stages)
@@ -86,7 +86,7 @@ def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, alg
     config = TrainerConfig(
         actor=ModelConfig(path="llama3-8b", layout=layout), critic=ModelConfig(layout=layout)
     )
-    config.algorithm.name, config.algorithm.mini_batches, config.rollout.tp = algorithm, 4, rollout
+    config.algorithm.name, config.algorithm.num_mini_batches, config.rollout.tp = algorithm, 4, rollout
     config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = (
         prompts,
         512,
@@ -247,7 +247,10 @@ def test_more_gpus_are_never_more_efficient_than_fewer():
     ids=["dp grows", "layouts differ"],
 )
 def test_sizes_that_the_planner_knows_are_modelled_alike(layouts):
-    """Fitted to its seconds of small sizes, the model comes near its seconds of large ones; it overlaps less, and pipelines cross hosts."""
+    """A model fitted to small sizes comes near the seconds of large ones.
+
+    The large ones overlap less, and their pipelines cross hosts.
+    """
     machine = MACHINES["h200"]
     cases = [case_on(n, layout, rollout=min(2, n), prompts=64 * n) for n, layout in layouts.items()]
     rows = [row_on(case, planner_of(machine)(case)) for case in cases]
@@ -507,7 +510,10 @@ def test_random_weights_without_room_are_refused_before_anything_is_written(tmp_
     )
     with pytest.raises(SystemExit) as ended:
         make_random.main([str(out)])
-    expected = f"error: {out}/model has {needed - 1:,} bytes free and the random weights need {needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
+    expected = (
+        f"error: {out}/model has {needed - 1:,} bytes free and the random weights need "
+        f"{needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
+    )
     assert ended.value.code == 2 and capsys.readouterr().err == expected and not out.exists()
     with pytest.raises(SystemExit):
         make_random.main([str(out), "--layers", "1", "--prompt-tokens", "0"])

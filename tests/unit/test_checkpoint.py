@@ -1,4 +1,4 @@
-"""Which checkpoint is used, what makes one complete and sound, and which go; a world of one rank in this process."""
+"""Which checkpoint is resumed, when one is complete and sound, which are deleted; a world of one rank."""
 
 import json
 import math
@@ -176,7 +176,7 @@ class Harmful:
         return os.mkdir, ("harmed",)
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> str:
@@ -248,7 +248,8 @@ def test_a_checkpoint_from_before_digests_is_refused_by_its_format(tmp_path, wor
     )
     with pytest.raises(
         CheckpointError,
-        match="step_1: manifest.json tells no format and no digest, this version reads format 2: it was written by another version; copy",
+        match="step_1: manifest.json tells no format and no digest, this version reads format 2: it "
+        "was written by another version; copy",
     ):
         resume.newest_sound(tmp_path, say=lambda _: None)
 
@@ -274,7 +275,7 @@ def test_other_models_are_refused_by_name(tmp_path, world):
         resume.refuse_other_models(path, manifest, {"actor": MODELS["actor"]})
 
 
-# ---- what is written --------------------------------------------------------------------------------------------------
+# ---- what is written -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -329,7 +330,7 @@ def test_ranks_read_about_as_many_bytes_each(monkeypatch):
     assert [sum(sizes[name] for name in share) for share in shares] == pytest.approx([1700, 1700], abs=110)
 
 
-# ---- failing to save --------------------------------------------------------------------------------------------------
+# ---- failing to save -------------------------------------------------------------------------------------
 
 
 def shared_file_full(scratch: Path) -> None:
@@ -353,7 +354,8 @@ def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
     save(tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No space left on device.* \(rank 0\)",
+        match=r"checkpoint of step 2 was not written to .*earlier ones are untouched; make room.*No "
+        r"space left on device.* \(rank 0\)",
     ):
         save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
@@ -368,7 +370,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
         save(tmp_path / "file/checkpoint", 1)
 
 
-# ---- what is added afterwards -----------------------------------------------------------------------------------------
+# ---- what is added afterwards ----------------------------------------------------------------------------
 
 
 def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
@@ -430,7 +432,7 @@ def test_what_cannot_be_added_is_said(tmp_path, world):
     assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path
 
 
-# ---- how many stay ----------------------------------------------------------------------------------------------------
+# ---- how many stay ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -460,7 +462,7 @@ def test_later_ones_do_not_count(tmp_path, world):
     assert steps_in(tmp_path) == [8, 3]
 
 
-# ---- random states ----------------------------------------------------------------------------------------------------
+# ---- random states ---------------------------------------------------------------------------------------
 
 
 def draw():

@@ -1,7 +1,9 @@
 """Each contradiction is found, named with its value and a remedy; several are found at once."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import time
 from pathlib import Path
 
@@ -9,9 +11,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.worlds import ROOT
-from verl_megatron.checks.limits import CHOICES, INTERVALS, check_values, inside
+from verl_megatron.checks.limits import check_values, inside
 from verl_megatron.checks.settings import batch_arithmetic, check_config, check_sft_config, refuse, structured
-from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, SFTConfig, TrainerConfig
+from verl_megatron.config import (
+    RENAMED,
+    AlgorithmConfig,
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from verl_megatron.launch.presets import get_trainer_config
 
 LLAMA = dict(
@@ -90,35 +100,38 @@ BAD = [
     (dict(rollout__top_p=0.0), ["rollout.top_p=0.0", "(0, 1]"]),
     (dict(rollout__temperature=0.0), ["rollout.temperature=0.0"]),
     (dict(rollout__max_tokens=157), ["samples of 257 tokens", "256 positions"]),
-    (dict(algorithm__mini_batches=3), ["8 samples", "algorithm.mini_batches=3"]),
-    (dict(algorithm__mini_batches=8), ["mini-batches of 1", "critic.layout=pp2dp2"]),
+    (dict(algorithm__num_mini_batches=3), ["8 samples", "algorithm.num_mini_batches=3"]),
+    (dict(algorithm__num_mini_batches=8), ["mini-batches of 1", "critic.layout=pp2dp2"]),
     (dict(algorithm__name="grpo"), ["data.samples_per_prompt=1", "at least 2"]),
     (dict(algorithm__name="pppo"), ["algorithm.name='pppo'", 'did you mean "ppo"?']),
     (
         dict(algorithm__name="grpo", data__samples_per_prompt=2, algorithm__critic_warmup=1),
         ["algorithm.critic_warmup=1", "no critic"],
     ),
-    (dict(algorithm__kl_target=0.1), ["algorithm.kl_target=0.1", "algorithm.kl_coef"]),
+    (dict(algorithm__kl_ctrl_target=0.1), ["algorithm.kl_ctrl_target=0.1", "algorithm.kl_coef"]),
     (
         dict(algorithm__kl_coef=0.1, algorithm__kl_in="loss"),
         ["algorithm.kl_in=loss", "kl_estimator=k1", "k2 or k3"],
     ),
     (
-        dict(algorithm__importance_cap=2.0, rollout__top_p=0.6),
-        ["algorithm.importance_cap=2.0", "rollout.top_p=0.6"],
+        dict(algorithm__tis_cap=2.0, rollout__top_p=0.6),
+        ["algorithm.tis_cap=2.0", "rollout.top_p=0.6"],
     ),
     (
-        dict(algorithm__importance_cap=2.0, rollout__top_k=9, rollout__min_tokens=2),
+        dict(algorithm__tis_cap=2.0, rollout__top_k=9, rollout__min_tokens=2),
         ["rollout.top_k=9 and rollout.min_tokens=2"],
     ),
     (dict(algorithm__gamma=1.5), ["algorithm.gamma=1.5", "(0, 1]"]),
-    (dict(algorithm__clip_low=float("nan")), ["algorithm.clip_low=nan"]),
+    (dict(algorithm__clip_ratio_low=float("nan")), ["algorithm.clip_ratio_low=nan"]),
     (dict(algorithm__kl_in="both"), ["algorithm.kl_in='both'", "reward, loss"]),
     (dict(algorithm__kl_estimator="k4"), ["algorithm.kl_estimator='k4'"]),
-    (dict(engine__schedule="step"), ["engine.schedule='step'"]),
+    (dict(engine__lr_decay_style="step"), ["engine.lr_decay_style='step'"]),
     (dict(engine__recompute="all"), ["engine.recompute='all'"]),
     (dict(engine__dtype="fp4"), ["engine.dtype='fp4'"]),
-    (dict(engine__dtype="fp8", engine__spec="local"), ["engine.dtype=fp8 with engine.spec=local"]),
+    (
+        dict(engine__dtype="fp8", engine__transformer_impl="local"),
+        ["engine.dtype=fp8 with engine.transformer_impl=local"],
+    ),
     (
         dict(engine__dtype="fp8", actor__layout="tp4"),
         ["actor.layout='tp4'", "engine.dtype=fp8", "24 feed-forward channels"],
@@ -277,7 +290,7 @@ def test_supervised_runs(folder):
     config.data.train, config.data.max_tokens = str(folder / "train.jsonl"), 256
     config.actor.path = str(folder / "model")
     assert check_sft_config(config, world_size=4) == []
-    config.data.rows_per_step, config.data.max_tokens, config.run.save_interval, config.actor.layout = (
+    config.data.samples_per_step, config.data.max_tokens, config.run.save_interval, config.actor.layout = (
         1,
         257,
         5,
@@ -285,7 +298,7 @@ def test_supervised_runs(folder):
     )
     problems = check_sft_config(config, world_size=4)
     assert [problem.split("=")[0] for problem in problems] == [
-        "data.rows_per_step",
+        "data.samples_per_step",
         "data.max_tokens",
         "run.save_interval",
     ]
@@ -296,17 +309,19 @@ def test_batch_arithmetic_is_one_line(folder):
         folder,
         data__prompts_per_iteration=64,
         data__samples_per_prompt=4,
-        algorithm__mini_batches=2,
+        algorithm__num_mini_batches=2,
         algorithm__epochs=3,
     )
     assert batch_arithmetic(config, 4) == (
-        "64 prompts x 4 samples = 256 samples = 2 mini-batches of 128; actor tp2pp2: 128 samples of a mini-batch a data-parallel rank; "
-        "critic pp2dp2: 64 samples of a mini-batch a data-parallel rank; micro-batches of at most 8192 tokens; 3 epochs: 6 optimizer steps an iteration; "
+        "64 prompts x 4 samples = 256 samples = 2 mini-batches of 128; actor tp2pp2: 128 samples of a "
+        "mini-batch a data-parallel rank; "
+        "critic pp2dp2: 64 samples of a mini-batch a data-parallel rank; micro-batches of at most 8192 "
+        "tokens; 3 epochs: 6 optimizer steps an iteration; "
         "rollout 2 replicas of tp2"
     )
 
 
-# ---- names and types --------------------------------------------------------------------------------------------------
+# ---- names and types -------------------------------------------------------------------------------------
 
 
 def test_overrides_are_put_in():
@@ -435,7 +450,7 @@ def test_a_section_of_another_type_is_named(value):
     assert problem.startswith("rollout=") and problem.endswith("give a RolloutConfig")
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -460,26 +475,66 @@ def sections(schema) -> dict[str, type]:
     }
 
 
-def test_every_number_has_an_interval_and_no_entry_is_left_over():
-    known = sections(TrainerConfig) | sections(SFTConfig)
-    for name, kind in known.items():
-        numbers = {field.name for field in dataclasses.fields(kind) if field.type in (int, float)}
-        assert numbers == set(INTERVALS.get(name, {})), name
-        assert set(CHOICES.get(name, {})) <= {
-            field.name for field in dataclasses.fields(kind) if field.type is str
-        }
-    assert set(INTERVALS) | set(CHOICES) <= set(known)
+def test_every_setting_has_a_meaning_every_number_an_interval_and_every_default_is_valid():
+    for schema in (TrainerConfig, SFTConfig):
+        assert check_values(schema()) == []
+        for kind in sections(schema).values():
+            for field in dataclasses.fields(kind):
+                assert field.metadata["meaning"], field.name
+                assert bool(field.metadata["within"]) == (field.type in (int, float, list[float])), field.name
+                assert not field.metadata["choices"] or field.type is str, field.name
 
 
 def test_choices_are_those_of_the_tables_that_serve_them():
     from verl_megatron.algorithms import ALGORITHMS
     from verl_megatron.algorithms.kl import KL_ESTIMATORS
 
-    assert set(CHOICES["AlgorithmConfig"]["name"]) == set(ALGORITHMS)
-    assert set(CHOICES["AlgorithmConfig"]["kl_estimator"]) == set(KL_ESTIMATORS)
+    choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(AlgorithmConfig)}
+    assert set(choices["name"]) == set(ALGORITHMS)
+    assert set(choices["kl_estimator"]) == set(KL_ESTIMATORS)
 
 
-# ---- presets ----------------------------------------------------------------------------------------------------------
+# ---- former names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_former_name_is_refused_with_the_present_one(old, new):
+    section, _, name = old.partition(".")
+    schema = (
+        SFTConfig if hasattr(getattr(SFTConfig(), section, None), new.partition(".")[2]) else TrainerConfig
+    )
+    kind = type(getattr(schema(), section))
+    given = {"data": {"train": "a.jsonl"}}
+    given.setdefault(section, {})[name] = 1
+    with pytest.raises(ValueError, match=f"^{old} is now called {new}; rename it$"):
+        structured(given, schema)
+    for give in (lambda: setattr(kind(), name, 1), lambda: kind(**{name: 1})):
+        with pytest.raises(
+            ValueError, match=f"^{name} of {kind.__name__} is now called {new.partition('.')[2]}"
+        ):
+            give()
+
+
+def test_former_names_lead_to_settings_that_exist():
+    known = {
+        f"{section.name}.{field.name}"
+        for schema in (TrainerConfig, SFTConfig)
+        for section in dataclasses.fields(schema)
+        for field in dataclasses.fields(getattr(schema(), section.name))
+    }
+    assert known >= set(RENAMED.values()) and known.isdisjoint(RENAMED)
+
+
+def test_sections_survive_copies_and_hydra():
+    config = TrainerConfig(algorithm=AlgorithmConfig(gae_lambda=0.5))
+    config.rollout.stop.append("a")
+    config.data.train = "a.jsonl"
+    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
+        assert copied == config
+    assert OmegaConf.to_object(OmegaConf.structured(config)) == config and TrainerConfig().rollout.stop == []
+
+
+# ---- presets ---------------------------------------------------------------------------------------------
 
 
 def test_a_configuration_from_a_few_numbers(folder):

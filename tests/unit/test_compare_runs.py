@@ -2,7 +2,7 @@
 
 import math
 
-from tools.compare_runs import differences
+from tools.compare_runs import ROOT, differences, known_settings, with_names_of
 
 BEFORE = [{"step": 1, "policy/loss": 0.1, "time/rollout_s": 1.0, "reward/latency_ms": 3.0, "kl/ref": None}]
 
@@ -23,3 +23,13 @@ def test_a_missing_metric_differs_whatever_the_tolerance():
     without = [{name: value for name, value in BEFORE[0].items() if name != "kl/ref"}]
     assert differences(BEFORE, without, relative=1.0) == ["kl/ref at step 1: None -> None"]
     assert len(differences(BEFORE, BEFORE + [BEFORE[0] | {"step": 2}], relative=1.0)) == 2
+
+
+def test_settings_have_the_names_that_the_tree_knows():
+    given = ["--config-name", "ppo_toy_cpu", "data.validation_samples=64", "run.seed=1", "actor.new=2"]
+    assert with_names_of({"data.validation_rows", "run.seed"}, given) == [
+        *given[:2],
+        "data.validation_rows=64",
+        *given[3:],
+    ]
+    assert with_names_of(known_settings(ROOT), given) == given

@@ -1,6 +1,6 @@
-"""A small whole checkpoint, spoiled in hundreds of ways: each is told by name or changes nothing; no run ends or hangs.
+"""A small whole checkpoint, damaged in hundreds of ways: named or harmless; no run dies or hangs.
 
-Both count: a spoiled file, and a manifest that is written anew, with its digest, around what it should not hold.
+Both count: a damaged file, and a manifest rewritten with a valid digest around wrong content.
 """
 
 import copy

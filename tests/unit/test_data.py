@@ -59,7 +59,8 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (3, 9, 4, 12)])
     with pytest.raises(
         ValueError,
-        match=r"line 2: 10 tokens, more than data.max_prompt_tokens=5; raise the limit or set data.overlong=drop",
+        match=r"line 2: 10 tokens, more than data.max_prompt_tokens=5; raise the limit or set "
+        r"data.overlong=drop",
     ):
         PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5))
     dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=5, overlong="drop"))

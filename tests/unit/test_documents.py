@@ -15,7 +15,6 @@ import pytest
 
 from tests.worlds import ROOT
 from tools import make_docs
-from verl_megatron.checks.limits import CHOICES
 from verl_megatron.config import SFTConfig, TrainerConfig
 
 README = ROOT / "README.md"
@@ -168,11 +167,15 @@ def test_plans_run(command, tmp_path):
 # ---- settings --------------------------------------------------------------------------------------------
 
 
-def settings() -> dict[tuple[str, str], str]:
-    """The class of each (section, setting)."""
+def settings() -> dict[tuple[str, str], tuple[str, ...]]:
+    """The choices of each (section, setting)."""
     schemas = (SFTConfig(), TrainerConfig())
     sections = [(part.name, getattr(schema, part.name)) for schema in schemas for part in fields(schema)]
-    return {(name, setting.name): type(part).__name__ for name, part in sections for setting in fields(part)}
+    return {
+        (name, setting.name): setting.metadata["choices"]
+        for name, part in sections
+        for setting in fields(part)
+    }
 
 
 KNOWN = settings()
@@ -186,8 +189,8 @@ def test_settings_exist_and_have_such_values(page):
     unknown = {f"{section}.{name}" for section, name, _ in found if (section, name) not in KNOWN}
     assert not unknown, f"no such settings: {unknown}"
     for section, name, value in found:
-        choices = CHOICES.get(KNOWN[section, name], {}).get(name)
-        if choices is not None and value.strip("."):
+        choices = KNOWN[section, name]
+        if choices and value.strip("."):
             assert value in choices, f"{section}.{name}={value} is none of {choices}"
 
 

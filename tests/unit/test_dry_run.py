@@ -32,7 +32,7 @@ def settings(**sections: dict) -> dict:
 
 
 def test_what_moves_is_what_is_missing(ranks):
-    """Over two hosts of four ranks: elements that the busiest rank needs and does not hold, counted without a plan."""
+    """Elements that the busiest rank of two hosts of four needs and does not hold, counted without a plan."""
     ranks(8, 4)
     text = training_plan(settings(actor={"path": "llama3-8b", "layout": "tp2pp4"}, rollout={"tp": 4}))
     case = read_case(hf="llama3-8b", train="tp2pp4", rollout="tp4", ranks=8, hosts=2).placed()
@@ -80,7 +80,7 @@ def test_an_unknown_gpu_is_named(ranks):
 
 def test_supervised_runs_are_checked_too(ranks):
     ranks(4, 4)
-    assert "actor tp2dp2: 256 demonstrations a step, about 128.0 a data-parallel rank" in supervised_plan(
+    assert "actor tp2dp2: 256 samples a step, about 128.0 a data-parallel rank" in supervised_plan(
         {"actor": {"path": "llama3-8b", "layout": "tp2"}}
     )
     with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):

@@ -1,4 +1,4 @@
-"""What becomes of an export that the disk does not take; tests/distributed/test_reshard.py compares the files."""
+"""An export onto a disk that fails; tests/distributed/test_reshard.py compares the files."""
 
 import shutil
 from pathlib import Path

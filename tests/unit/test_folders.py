@@ -1,4 +1,4 @@
-"""Model folders against their roles: what is missing, foreign or not served is refused before anything is built, by name."""
+"""Model folders against their roles: missing, foreign or unserved parts are refused by name up front."""
 
 import json
 
@@ -83,7 +83,8 @@ def test_roles_of_a_run():
 def test_a_reward_model_has_a_score_head(folders, copies):
     with pytest.raises(
         ValueError,
-        match=r"actor has no score\.weight, so as a reward model it would give every row 0; name .* LlamaForSequenceClassification",
+        match=r"actor has no score\.weight, so as a reward model it would give every row 0; name .* "
+        r"LlamaForSequenceClassification",
     ):
         check_weights(str(folders / "actor"), "sequence")
     edit_weights(copies / "reward", lambda tensors: tensors.pop("score.weight"))
@@ -100,7 +101,8 @@ def test_a_critic_says_what_starts_new(folders, copies):
     assert check_weights(str(folders / "reward"), "token") == ["score.bias"]
     findings = inspect_folders(roles(folders) | {"critic": (str(folders / "actor"), "token")}, rollout=True)
     assert findings.problems == [] and findings.notes == [
-        f"critic.path={folders / 'actor'} has no score.weight and no score.bias: the critic starts with a new one, all zeros"
+        f"critic.path={folders / 'actor'} has no score.weight and no score.bias: the critic starts "
+        f"with a new one, all zeros"
     ]
     edit_weights(copies / "critic", lambda tensors: tensors.pop("score.weight"))
     assert "has no score.weight, which its LlamaForTokenClassification needs" in only_problem(copies)
@@ -139,7 +141,8 @@ def test_another_tokenizer_is_refused(copies):
     path.write_text(json.dumps(content))
     problem = only_problem(copies)
     assert problem.startswith(
-        f"critic.path='{copies / 'critic'}': its tokenizer is not the actor's: 2 of the actor's 150 tokens have another id here"
+        f"critic.path='{copies / 'critic'}': its tokenizer is not the actor's: 2 of the actor's 150 "
+        f"tokens have another id here"
     )
     assert "'w7', 7 for the actor and 8 here" in problem
     words["w7"], words["w8"], words["more"] = 7, 8, 150  # tokens of its own are no harm
@@ -196,7 +199,8 @@ def test_head_sizes_are_vllms():
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    (dict(architectures=None), 'vLLM serves a LlamaForCausalLM, and config.json has architectures=[]; set it to ["LlamaForCausalLM"]'),
+    (dict(architectures=None), 'vLLM serves a LlamaForCausalLM, and config.json has '
+                               'architectures=[]; set it to ["LlamaForCausalLM"]'),
     (dict(architectures=["LlamaModel"]), "architectures=['LlamaModel']"),
     (dict(bos_token_id="one"), "cannot be read by transformers"),
     (dict(id2label=3), "cannot be read by transformers"),

@@ -1,4 +1,4 @@
-"""Mutations of sound model folders, with a fixed seed: each is refused by a ValueError that names what was changed, or computes as transformers does."""
+"""Random mutations of sound model folders: refused by name, or computing as transformers does."""
 
 import json
 import math
@@ -224,7 +224,7 @@ def open_and_load(folder) -> dict:
 
 
 def try_file(path, content: bytes, folder, sound) -> int:
-    """1 if `folder` with `content` in the place of a file is refused by name; what is accepted reads as before."""
+    """1 if `folder` with `content` for a file is refused by name; what is accepted reads as before."""
     kept = path.read_bytes()
     path.write_bytes(content)
     try:

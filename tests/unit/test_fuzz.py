@@ -57,7 +57,8 @@ runner.LIMIT_S, runner.PATIENCE_S = 2.0, 0.5
 ends = json.loads(sys.argv[2])
 make = lambda does: lambda: Case(name=does, expected=REFUSED, act=lambda: exec(does, globals()))
 cases = [(name, make(does)) for name, does in ends.items()]
-found = {name: verdict(case, ended) for name, case, ended in runner.run_cases(cases, logs=Path(sys.argv[1]), at_once=4)}
+ran = runner.run_cases(cases, logs=Path(sys.argv[1]), at_once=4)
+found = {name: verdict(case, ended) for name, case, ended in ran}
 print(json.dumps(found))
 """
 

@@ -1,4 +1,4 @@
-"""Which Python tools/install.sh takes, and what a broken installation leaves; with stand-ins for python and pip."""
+"""Choice of a Python by tools/install.sh, and broken installations; python and pip are stand-ins."""
 
 import os
 import shutil
@@ -11,7 +11,8 @@ import pytest
 
 from tests.worlds import ROOT
 
-# Knows `-` (has it everything?), `-m venv FOLDER`, `-m pip`; pip waits while ../hold exists and fails where ../fail does.
+# Knows `-` (has it everything?), `-m venv FOLDER`, `-m pip`; pip waits while ../hold exists and fails where
+# ../fail does.
 PYTHON = """#!/usr/bin/env bash
 home=$(cd "$(dirname "$0")/.." && pwd)
 case "$*" in

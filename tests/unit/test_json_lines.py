@@ -38,7 +38,8 @@ def packed(kind: str) -> bytes:
     ("content", "rows"),
     [
         (b"\xef\xbb\xbf" + ROW, [(1, {"prompt": "a", "answer": 5})]),
-        (ROW.replace(b"\n", b"\r\n") * 2, [(1, {"prompt": "a", "answer": 5}), (2, {"prompt": "a", "answer": 5})]),
+        (ROW.replace(b"\n", b"\r\n") * 2,
+         [(1, {"prompt": "a", "answer": 5}), (2, {"prompt": "a", "answer": 5})]),
         (b"\n \t\n" + ROW.strip(), [(3, {"prompt": "a", "answer": 5})]),
         (rb'{"a": "\ud83d\ude00\ud55c", "b": 1e300, "c": 123456789012345678901234567890}',
          [(1, {"a": "\U0001f600\ud55c", "b": 1e300, "c": 123456789012345678901234567890})]),

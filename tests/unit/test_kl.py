@@ -7,7 +7,7 @@ from verl_megatron.data.batch import RolloutBatch
 
 
 def test_estimators_average_to_the_divergence_of_known_distributions():
-    """Exact expectation over a small vocabulary: k1 and k3 are unbiased; near q = p, k2 agrees to second order."""
+    """Exact expectation over a small vocabulary: k1, k3 are unbiased; k2 to second order near q = p."""
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
     q = (p + 0.02 * torch.randn(7, generator=generator, dtype=torch.float64)).log_softmax(-1)
@@ -73,7 +73,7 @@ def test_adaptive_coefficient_stays_positive_with_many_samples():
 
 
 def test_controller_resumes_where_it_stopped():
-    config = AlgorithmConfig(kl_coef=0.1, kl_target=1.0, kl_horizon=100)
+    config = AlgorithmConfig(kl_coef=0.1, kl_ctrl_target=1.0, kl_ctrl_horizon=100)
     first, second = make_controller(config), make_controller(config)
     first.update(5.0, 50)
     second.load_state_dict(first.state_dict())
@@ -90,4 +90,4 @@ def test_fixed_coefficient_is_the_settings_one_after_a_resume():
 
 def test_adaptive_coefficient_cannot_start_at_zero():
     with pytest.raises(ValueError, match=r"kl_coef=0\.0"):
-        make_controller(AlgorithmConfig(kl_coef=0.0, kl_target=1.0))
+        make_controller(AlgorithmConfig(kl_coef=0.0, kl_ctrl_target=1.0))

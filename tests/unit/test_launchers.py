@@ -193,12 +193,13 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
 
 SLURM = {
     "scontrol": "#!/bin/sh\n[ \"$*\" = 'show hostnames gpu[1-2]' ] && printf 'gpu1\\ngpu2\\n'\n",
-    "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nfor node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=gpu$((node + 1)) "$@"; done\n',
+    "srun": "#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\n"
+    'for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=gpu$((node + 1)) "$@"; done\n',
 }
 
 
 def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
-    """With a scontrol and an srun that stand in for two nodes; the batch script runs from a copy elsewhere, as Slurm runs it."""
+    """Slurm's batch script, run from a copy as Slurm does; scontrol and srun stand in for two nodes."""
     (tmp_path / "bin").mkdir()
     for name, text in SLURM.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -228,7 +229,7 @@ def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
 
 
 def test_pods_agree_on_the_world(tmp_path):
-    """Replicas, ranks of a pod and its GPUs are one world, and the command of each pod finds its place in it."""
+    """Replicas, ranks of a pod and its GPUs are one world, in which each pod's command finds its place."""
     job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
     gpus = int(job["spec"]["nprocPerNode"])

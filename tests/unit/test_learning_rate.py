@@ -21,7 +21,7 @@ SHAPES = {
 @pytest.mark.parametrize("total_steps", [1, 2, 7])
 def test_rates(schedule, warmup_steps, total_steps):
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
-    config = EngineConfig(schedule=schedule, warmup_steps=warmup_steps, min_lr_ratio=0.1)
+    config = EngineConfig(lr_decay_style=schedule, lr_warmup_steps=warmup_steps, min_lr_ratio=0.1)
     scheduler = make_scheduler(optimizer, config, lr=2.0, total_steps=total_steps)
     warmup = min(max(warmup_steps, 1), total_steps)
     for step in range(1, total_steps + 1):
@@ -36,7 +36,7 @@ def test_a_decay_to_zero_leaves_every_step_a_rate():
     for total_steps in (1, 5):
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
         scheduler = make_scheduler(
-            optimizer, EngineConfig(schedule="cosine"), lr=1.0, total_steps=total_steps
+            optimizer, EngineConfig(lr_decay_style="cosine"), lr=1.0, total_steps=total_steps
         )
         rates = []
         for _ in range(total_steps):

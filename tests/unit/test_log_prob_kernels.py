@@ -1,4 +1,4 @@
-"""The PyTorch path against autograd in float64 on the logits as they are, and the kernels against PyTorch in Triton's interpreter, where there is Triton."""
+"""The PyTorch path against float64 autograd; the kernels against PyTorch in Triton's interpreter."""
 
 from itertools import product
 
@@ -12,14 +12,16 @@ from verl_megatron.models.log_prob_kernels import Tuning
 
 # Letters: N tokens, V vocabulary rows.
 
-# Logits over temperature reach 20, where float32 numbers are 2e-6 apart; so exponentials are that far off, of their own size. bfloat16 is
-# rounded to once, to within 2^-8; Triton's interpreter cuts off instead, 2^-7 at most.
+# Logits over temperature reach 20, where float32 numbers are 2e-6 apart; so exponentials are that far off,
+# of their own size. bfloat16 is rounded to once, to within 2^-8; Triton's interpreter cuts off instead,
+# 2^-7 at most.
 LOGIT = 2e-6
 GRADIENT, INTERPRETED = (
     {torch.float32: 3e-6, torch.bfloat16: 2**-8 + 3e-6},
     {torch.float32: 3e-6, torch.bfloat16: 2**-7 + 3e-6},
 )
-# Narrower than a block of 64, whole blocks, both and a rest; rows that begin at odd places; no token and one; with tokens of other shards.
+# Narrower than a block of 64, whole blocks, both and a rest; rows that begin at odd places; no token and
+# one; with tokens of other shards.
 SHAPES = [(5, 1), (3, 40), (4, 128), (7, 129), (6, 1001), (1, 333), (0, 70)]
 
 

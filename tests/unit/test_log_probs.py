@@ -65,7 +65,7 @@ def test_shards():
 
 
 def shards() -> None:
-    """Under torchrun: each rank's rows, the last of them padding; then so many that the second rank has nothing else."""
+    """Each rank's rows under torchrun, the last of them padding; then a second rank with padding only."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for rows in (16, 32):

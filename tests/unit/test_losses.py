@@ -40,10 +40,10 @@ def naive_policy_loss(logprobs, entropy, tokens, config, kl_coef):
     for i in range(len(logprobs)):
         advantage = tokens.advantages_N[i].item()
         ratio = torch.exp(logprobs[i] - tokens.old_logprobs_N[i])
-        if ratio > 1 + config.clip_high:
-            limited = torch.tensor(1 + config.clip_high, dtype=torch.float64)
-        elif ratio < 1 - config.clip_low:
-            limited = torch.tensor(1 - config.clip_low, dtype=torch.float64)
+        if ratio > 1 + config.clip_ratio_high:
+            limited = torch.tensor(1 + config.clip_ratio_high, dtype=torch.float64)
+        elif ratio < 1 - config.clip_ratio_low:
+            limited = torch.tensor(1 - config.clip_ratio_low, dtype=torch.float64)
         else:
             limited = ratio
         objective = (
@@ -52,10 +52,8 @@ def naive_policy_loss(logprobs, entropy, tokens, config, kl_coef):
             else limited * advantage
         )
         weight = 1.0
-        if config.importance_cap > 0:
-            weight = min(
-                math.exp(tokens.old_logprobs_N[i] - tokens.rollout_logprobs_N[i]), config.importance_cap
-            )
+        if config.tis_cap > 0:
+            weight = min(math.exp(tokens.old_logprobs_N[i] - tokens.rollout_logprobs_N[i]), config.tis_cap)
         total = total - weight * objective - config.entropy_coef * entropy[i]
         if config.kl_in == "loss":
             d = logprobs[i] - tokens.ref_logprobs_N[i]
@@ -83,11 +81,11 @@ def test_a_log_ratio_beyond_float32_leaves_loss_and_gradient_finite():
 
 CONFIGS = [
     AlgorithmConfig(),
-    AlgorithmConfig(clip_low=0.1, clip_high=0.3),
+    AlgorithmConfig(clip_ratio_low=0.1, clip_ratio_high=0.3),
     AlgorithmConfig(entropy_coef=0.02),
     AlgorithmConfig(kl_in="loss", kl_estimator="k2"),
-    AlgorithmConfig(kl_in="loss", kl_estimator="k3", entropy_coef=0.01, importance_cap=1.2),
-    AlgorithmConfig(kl_in="loss", kl_estimator="k1", importance_cap=2.0),
+    AlgorithmConfig(kl_in="loss", kl_estimator="k3", entropy_coef=0.01, tis_cap=1.2),
+    AlgorithmConfig(kl_in="loss", kl_estimator="k1", tis_cap=2.0),
 ]
 
 
@@ -174,19 +172,19 @@ def test_importance_weights_are_truncated_and_carry_no_gradient():
     assert not weights.requires_grad
 
 
-@pytest.mark.parametrize("value_clip", [0.0, 0.2, 0.7])
-def test_value_loss_and_gradient_match_a_loop(value_clip):
+@pytest.mark.parametrize("cliprange_value", [0.0, 0.2, 0.7])
+def test_value_loss_and_gradient_match_a_loop(cliprange_value):
     generator = torch.Generator().manual_seed(1)
     old, returns, step = (torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3))
     values = (old + 0.5 * step).requires_grad_()
-    loss_N, sums = value_loss(values, old, returns, AlgorithmConfig(value_clip=value_clip))
+    loss_N, sums = value_loss(values, old, returns, AlgorithmConfig(cliprange_value=cliprange_value))
     loss = loss_N.sum()
 
     expected, clipped = 0.0, 0
     for i in range(50):
         square = (values[i] - returns[i]) ** 2
-        if value_clip:
-            near = torch.minimum(torch.maximum(values[i], old[i] - value_clip), old[i] + value_clip)
+        if cliprange_value:
+            near = torch.minimum(torch.maximum(values[i], old[i] - cliprange_value), old[i] + cliprange_value)
             near_square = (near - returns[i]) ** 2
             if near_square > square:
                 square, clipped = near_square, clipped + 1
@@ -197,7 +195,7 @@ def test_value_loss_and_gradient_match_a_loop(value_clip):
     assert metrics["critic/loss"] == pytest.approx(expected.item() / 50)
     assert metrics["critic/return_mean"] == pytest.approx(returns.mean().item())
     assert metrics.get("critic/clip_fraction", 0.0) == clipped / 50
-    assert bool(clipped) == bool(value_clip), "the case must reach the clipped branch"
+    assert bool(clipped) == bool(cliprange_value), "the case must reach the clipped branch"
 
 
 def test_cross_entropy_is_the_negative_log_likelihood():

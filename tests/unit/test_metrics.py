@@ -22,7 +22,7 @@ def alone(sums: Sums) -> dict[str, float]:
 
 
 def over_ranks(parts: list[Sums]) -> dict[str, float]:
-    """What every rank gets from `reduce`, with the collectives done by hand: the vectors of a first pass, then their sum and maximum."""
+    """What every rank gets from `reduce`: collectives by hand, names first, then sums and maxima."""
     union = [name for part in parts for name in [*part._totals, *part._maxima]]
     sent_sums, sent_maxima = [], []
     for part in parts:
@@ -306,7 +306,8 @@ def test_console_prints_one_line_per_iteration_above_the_bar_of_a_terminal(tmp_p
     printed = capsys.readouterr()
     lines = [line for line in printed.out.splitlines() if line.strip()]
     assert lines == [
-        "step 3/8: reward 0.500, kl 0.0123, length 12.3, rollout at 1,234 tokens/s, 3.2 s (rollout 1.2 actor_update 2.0)",
+        "step 3/8: reward 0.500, kl 0.0123, length 12.3, rollout at 1,234 tokens/s, 3.2 s (rollout "
+        "1.2 actor_update 2.0)",
         "step 3/8: validation accuracy 0.625",
     ]
     assert "| 3/8 [" in printed.err

@@ -18,7 +18,7 @@ def batch() -> RolloutBatch:
 
 
 def asked(micro: MicroBatch) -> list[tuple[int, int, int, int]]:
-    """For each question: the packed token whose hidden state answers, the token asked about, its sample and position."""
+    """For each question: packed token whose hidden state answers, token asked about, its sample and position."""
     tokens = micro.tokens.squeeze(0)[micro.index]
     return list(zip(tokens.tolist(), micro.labels.tolist(), micro.sample.tolist(), micro.offset.tolist()))
 
@@ -55,7 +55,7 @@ def test_sequence_parallelism_fills_up_with_a_sequence_of_its_own(batch):
 
 
 def test_context_parallel_ranks_hold_the_outer_and_the_inner_pieces(batch):
-    """cp=2: samples become multiples of 4 tokens; rank 0 has quarters 0 and 3 of each, rank 1 quarters 1 and 2."""
+    """cp=2: samples become multiples of 4 tokens; rank 0 has quarters 0 and 3, rank 1 quarters 1 and 2."""
     first, second = (pack(batch, [0, 1], fields=("advantages",), cp=2, cp_rank=rank) for rank in (0, 1))
     assert first.tokens.tolist() == [[10, 13, 20, 0]] and second.tokens.tolist() == [[11, 12, 21, 22]]
     assert first.positions.tolist() == [[0, 3, 0, 3]] and second.positions.tolist() == [[1, 2, 1, 2]]

@@ -1,4 +1,4 @@
-"""Tensors and their views outlive a stay on the host; on GPUs the memory is really free meanwhile, for other allocators too."""
+"""Tensors and their views survive a stay on the host; on GPUs their memory is free meanwhile."""
 
 import mmap
 import weakref
@@ -17,7 +17,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on thi
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
 def device(request, monkeypatch) -> torch.device:
-    """Copies to and from it are of so few bytes that most tensors take several, and a thread waits for the first."""
+    """Staging buffers so small that most tensors take several copies, and a thread waits for the first."""
     monkeypatch.setattr("parallel.offload.PIECE_BYTES", 700)
     return torch.device(request.param)
 

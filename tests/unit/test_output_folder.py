@@ -28,7 +28,8 @@ def test_a_new_folder_and_that_of_an_earlier_run_are_free(tmp_path):
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, name):
     (tmp_path / name).write_text("")
     assert problems(tmp_path) == [
-        f"run.output_dir: {tmp_path / name} is no folder, and the run writes one there; move it away or name another folder"
+        f"run.output_dir: {tmp_path / name} is no folder, and the run writes one there; move it away "
+        f"or name another folder"
     ]
 
 
@@ -70,6 +71,10 @@ def test_changed_settings_are_told_but_a_path_written_in_another_way_is_none(tmp
     assert changed[:2] == ["actor.lr: 1e-06 -> 2e-06", "run.gone: null -> not there"]
     assert changed[2].startswith('run.new: not there -> "xxx') and len(changed[2]) < 100 and len(changed) == 3
     assert changed_settings(saved, saved) == []
+    before = {"algorithm": {"lam": 0.9, "stop_kl": 0.1}}
+    assert changed_settings(before, {"algorithm": {"gae_lambda": 0.9, "target_kl": 0.2}}) == [
+        "algorithm.target_kl: 0.1 -> 0.2"
+    ]
     assert (
         changed_settings({"a": {str(i): 0 for i in range(50)}}, {"a": {str(i): 1 for i in range(50)}})[-1]
         == "and 30 more"

@@ -1,4 +1,4 @@
-"""Which rank takes which place: the choice against brute force with full plans, and what it must leave alone."""
+"""Placement of ranks: the choice against brute force with full plans, and what it must not change."""
 
 import random
 import time
@@ -121,7 +121,8 @@ def test_no_order_of_the_axes_moves_less(train, rollout, world, ranks_per_host, 
         assert chosen == before
 
 
-NAMED = [  # train, rollout, world, the ranks of both, what the busiest rank receives of a vLLM shard before and after
+# Train, rollout, world, the ranks of both, what the busiest rank receives of a vLLM shard before and after.
+NAMED = [
     ("tp2pp2", "tp4", 4, (0, 2, 1, 3), (0, 1, 2, 3), 1, 1 / 2),
     ("tp4", "tp2", 4, (0, 1, 2, 3), (0, 2, 1, 3), 1, 1 / 2),
     ("tp2", "tp4", 4, (0, 2, 1, 3), (0, 1, 2, 3), 1, 0),
@@ -155,7 +156,10 @@ def test_tensor_parallel_groups_stay_in_their_host():
 
 
 def test_data_parallel_groups_stay_in_their_host():
-    """A stage a host: both could hold every stage, but then gradients would be reduced between them. Within its host a rank still finds all there is."""
+    """A stage per host: any host could hold every stage, but then gradients would cross between hosts.
+
+    Within its host a rank still finds all that it needs.
+    """
     arch, before = tiny(num_key_value_heads=8), layouts("tp2pp2", "tp8", 16)
     whole_model = replace(
         before[0], ranks=tuple(4 * dp + 2 * pp + tp for pp, dp, tp in product(range(2), range(4), range(2)))
@@ -168,7 +172,10 @@ def test_data_parallel_groups_stay_in_their_host():
 
 
 def test_every_host_is_laid_out_as_one_host_alone_would_be():
-    """tp2 with data parallelism: no order of whole axes keeps a pair in its host and gives each rank what it needs; half an axis does."""
+    """tp2 with data parallelism: only half an axis keeps a pair in its host and serves each rank.
+
+    No order of whole axes does.
+    """
     arch = tiny(num_key_value_heads=8)
     train, rollout = place(arch, *layouts("tp2", "tp4", 16), ranks_per_host=4)
     assert busiest(arch, train, rollout, 4) == (0, 0) and spans(train, "tp", 4) == 1

@@ -27,7 +27,7 @@ from verl_megatron.planner.search import configured
 from verl_megatron.planner.serving import own_rollout_bytes
 from verl_megatron.planner.training import infer_seconds, layer_flops, passes, step_seconds
 
-# ---- what was measured ------------------------------------------------------------------------------------------------
+# ---- what was measured -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,18 @@ def long_samples() -> TrainerConfig:
         share=0.59,
         tokens_per_micro_batch=16384,
     )
-    config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.mini_batches = 15360, 1024, 2
+    config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.num_mini_batches = (
+        15360,
+        1024,
+        2,
+    )
     return config
 
 
 def ppo_in_turns(samples: int, *, mode: str, mini_batches: int) -> TrainerConfig:
     """Actor and critic of 8B on two GPUs."""
     config = run_config("tp2sp", samples=samples, rollout=2, share=0.25)
-    config.algorithm.mini_batches, config.reshard.mode, config.reshard.offload = mini_batches, mode, "all"
+    config.algorithm.num_mini_batches, config.reshard.mode, config.reshard.offload = mini_batches, mode, "all"
     return config
 
 
@@ -81,9 +85,11 @@ def long_responses() -> TrainerConfig:
     return config
 
 
-# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 samples of 512 + 512 tokens, the others medians (tests/gpu/check.sh: ppo, grpo,
-# offload, long). Samples that share a prompt of 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for each.
-# weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's weights only.
+# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 samples of 512 + 512 tokens,
+# the others medians (tests/gpu/check.sh: ppo, grpo, offload, long). Samples that share a prompt of 15,360
+# tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for
+# each. weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's
+# weights only.
 MEASURED = {
     "tp2pp2": Measured(
         gpus=4,
@@ -146,7 +152,8 @@ MEASURED = {
         seconds=dict(rollout=2.54, log_probs=1.91, actor_update=3.23),
         iteration=7.84,
     ),
-    "grpo, tp2, 256 samples": Measured(  # tools/bench_offload.py: iterations in which the rollout was not disturbed
+    # tools/bench/offload.py: iterations in which the rollout was not disturbed.
+    "grpo, tp2, 256 samples": Measured(
         gpus=2,
         config=grpo_config("tp2sp", 32, rollout=2, share=0.3),
         gib=dict(rollout=124.3, log_probs=83.0, actor_update=100.0),
@@ -200,7 +207,8 @@ def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
     )
 
 
-# tools/bench_handover.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no optimizer: it does not learn.
+# tools/bench/weight_sync.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no
+# optimizer: it does not learn.
 HANDOVERS = [
     ("llama3-8b", "tp2sp", 2, 2, "keep", True, 81.0, 73.3),
     ("llama3-8b", "tp2sp", 2, 2, "share", True, 73.8, 73.0),
@@ -235,7 +243,11 @@ OWN_COPIES = [
 
 @pytest.mark.parametrize(("model", "layout", "rollout", "gpus", "copies"), OWN_COPIES)
 def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
-    """Not planned: swap's gaps between parameters (0.3 GiB for TP4 to TP2), and slots whose queries happen to stand before their keys (Qwen, share)."""
+    """Memory that vLLM holds of its own.
+
+    Not planned: swap's gaps between parameters (0.3 GiB for TP4 to TP2), and slots whose queries happen to
+    stand before their keys (Qwen, share).
+    """
     for mode, expected in zip(("keep", "share", "swap"), copies):
         config = run_config(layout, model=model, rollout=rollout)
         config.reshard.mode = mode
@@ -244,7 +256,8 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
-# tools/bench_engine.py on two H200, an 8B model: 32 samples of 512 + 512 tokens a data-parallel rank, seconds of log-probs and of a step, GiB that a step takes on its way.
+# tools/bench/engine.py on two H200, an 8B model: 32 samples of 512 + 512 tokens a data-parallel rank, seconds
+# of log-probs and of a step, GiB that a step takes on its way.
 ENGINES = [
     ("tp1", "bfloat16", 4096, 0.800, 2.663, 18.5),
     ("tp1", "fp8", 4096, 0.870, 1.934, 28.8),
@@ -259,7 +272,7 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
     config = run_config(
         layout, samples=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens
     )
-    config.algorithm.mini_batches = 1
+    config.algorithm.num_mini_batches = 1
     case = actor_alone(config, 2)
     actor = replace(case.actor, learns=True)
     assert infer_seconds(case, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
@@ -270,7 +283,7 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
 
 
 def test_layers_of_transformer_engine_reach_the_measured_share():
-    """56 % MFU forward and backward, Llama-8B layers, 4096 tokens on one GPU; with the gradients' accumulation."""
+    """56 % MFU of both passes: Llama-8B layers, 4096 tokens on one GPU, gradient accumulation included."""
     case = case_of(run_config("tp1", samples=4, tokens=2048, rollout=1), 1)
     layers = replace(case.actor, head="token")
     (one,) = passes(case, H200, layers)
@@ -278,7 +291,7 @@ def test_layers_of_transformer_engine_reach_the_measured_share():
     assert flops / (one.forward + one.backward) / H200.peak_flops == pytest.approx(0.56, rel=0.10)
 
 
-# ---- search, refusal, text --------------------------------------------------------------------------------------------
+# ---- search, refusal, text -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gpu", "gpus"), [("h200", 8), ("h100", 8), ("h200", 2)])
@@ -372,7 +385,10 @@ def nested(config: TrainerConfig, settings: dict[str, str]) -> dict[str, dict]:
         "actor": {"path": config.actor.path},
         "critic": {"path": config.critic.path},
         "rollout": {"max_tokens": config.rollout.max_tokens},
-        "algorithm": {"mini_batches": config.algorithm.mini_batches, "kl_coef": config.algorithm.kl_coef},
+        "algorithm": {
+            "num_mini_batches": config.algorithm.num_mini_batches,
+            "kl_coef": config.algorithm.kl_coef,
+        },
     }
     for name, value in settings.items():
         section, setting = name.split(".")
@@ -398,7 +414,7 @@ def test_the_report_tells_memory_seconds_and_the_verdict(folder):
         report(config, world_size=4, gpu="tpu")
 
 
-# ---- machines ---------------------------------------------------------------------------------------------------------
+# ---- machines --------------------------------------------------------------------------------------------
 
 
 def test_a_machine_file_changes_what_it_names(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 
 from parallel.layout import Layout
 from parallel.placement import busiest_elements, place
-from parallel.reshard.arrangement import arrangements
+from parallel.reshard.in_place.planner import Sides, least_layouts
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from tools.reshard_memory import megatron_addresses
+from tools.reshard.memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
@@ -57,14 +57,9 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
     for stage in range(layout.pp):
         mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
-        (laid,) = arrangements(
-            source={0: mine},
-            destination={0: theirs},
-            memory={0: megatron_addresses(mine, 2)},
-            element_bytes=2,
-            in_place=False,
-        )
-        assert own_rollout_bytes(case, stage) == laid[0].own_bytes
+        memory = {0: megatron_addresses(mine, 2)}
+        sides = Sides(source={0: mine}, destination={0: theirs}, memory=memory, element_bytes=2)
+        assert own_rollout_bytes(case, stage) == least_layouts(sides, in_place=False)[0].own_bytes
 
 
 def test_states_of_a_learning_model():
@@ -83,7 +78,7 @@ def test_states_of_a_learning_model():
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:
-    """Step through Megatron's schedule of a stage: warm-up forward passes, then one of each, then what is left; in stages' layers."""
+    """Simulate Megatron's 1F1B schedule: warm-up, alternating passes, cool-down; in layers of the stages."""
     total = count * vpp
     warm_up = min(total, pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp)
     held_now = most = warm_up

@@ -135,7 +135,7 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
         ),
         (
             ["--model", "llama3-8b", "--gpus", "8", "data.prompts_per_iteration=77"],
-            "77 samples do not split into algorithm.mini_batches=4",
+            "77 samples do not split into algorithm.num_mini_batches=4",
         ),
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "tpu"], "gpu 'tpu' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "--hosts", "3"], "--hosts 3 must divide the 8 GPUs"),

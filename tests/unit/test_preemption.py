@@ -1,4 +1,4 @@
-"""Pre-emption in one process: what a SIGTERM does while the main thread is inside C code, and what is left of it afterwards."""
+"""Preemption in one process: a SIGTERM while the main thread is inside C code, and what remains of it."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def wait_in_c() -> None:
 
 @contextmanager
 def forked(run: Callable[[Callable[[], None]], None]):
-    """Process id of a child that runs this and has called the function it was given; ended at the latest with the block."""
+    """Process id of a child that runs this and has called its function; it ends with the block."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

@@ -1,4 +1,4 @@
-"""What is wrong with a run's files is found before anything is built, in a dry run as far as the files are there."""
+"""Faults of a run's files are found before anything is built; in dry runs, too, where the files exist."""
 
 import json
 import shutil

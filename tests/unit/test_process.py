@@ -79,7 +79,7 @@ def test_an_interrupt_ends_a_call_into_c_in_one_line(told, lines, tmp_path):
     assert errors.count("\n") == lines and errors.count("interrupted; the same command goes on") == lines
 
 
-# ---- the store of a world -----------------------------------------------------------------------------------------------
+# ---- the store of a world --------------------------------------------------------------------------------
 
 
 def listening(port: int) -> list[str]:
@@ -129,7 +129,8 @@ def test_a_store_of_a_stopped_rank_answers_and_ends_with_it():
     port = listener.getsockname()[1]
     listener.close()
     keeper = start(
-        f"from parallel.runtime import store; import time; store.serve_apart('127.0.0.1', {port}, one_host=True); print('served', flush=True); time.sleep(600)"
+        f"from parallel.runtime import store; import time; store.serve_apart('127.0.0.1', {port}, "
+        f"one_host=True); print('served', flush=True); time.sleep(600)"
     )
     try:
         assert keeper.stdout.readline() == "served\n"

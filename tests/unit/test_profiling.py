@@ -1,4 +1,4 @@
-"""Idle time and what a process did in it, and profiles of phases that come again; torch.profiler is the real one."""
+"""Idle time and its causes, and profiles of recurring phases, with the real torch.profiler."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every recipe names settings that exist, and under every launcher its dry run plans a run that passes all checks."""
+"""Every recipe names existing settings; under every launcher its dry run passes all checks."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 # Script: nodes, GPUs of each, environment, and what the plan says of the layouts.
 RUNS = [
     ("quickstart", 1, 4, {}, r"critic    pp2dp2 "),
-    ("sft", 1, 2, {}, r"actor tp2sp: 256 demonstrations"),
+    ("sft", 1, 2, {}, r"actor tp2sp: 256 samples"),
     ("llama3_8b_ppo", 1, 4, {}, r"critic    tp2dp2sp .* llama3-8b"),
     ("llama3_8b_ppo", 1, 2, {}, r"critic    tp2sp .* llama3-8b"),
     ("llama3_8b_grpo", 1, 4, {}, r"actor     dp4 "),

@@ -1,4 +1,4 @@
-"""What a user did wrong is cut to size and said once, and the environment is looked at before it is believed."""
+"""Users' errors are shortened and reported once; the environment is checked before it is used."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-# ---- words ------------------------------------------------------------------------------------------------------------
+# ---- words -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_nearest_name():
     assert nearest("zzz", ["tp"]) == nearest("x" * 10**6, ["tp"]) == ""
 
 
-# ---- environment ------------------------------------------------------------------------------------------------------
+# ---- environment -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_world_is_described_whole_or_not_at_all(environment):
         check_world()
 
 
-# ---- ranks ------------------------------------------------------------------------------------------------------------
+# ---- ranks -----------------------------------------------------------------------------------------------
 
 
 def test_alone_an_agreement_is_a_call():
@@ -193,7 +193,8 @@ def test_all_ranks_refuse_what_one_refuses(tmp_path):
         import torch.distributed as dist
         from parallel.runtime.refusal import agree, complain
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], size), rank=rank, world_size=size)
+        store = dist.FileStore(os.environ["STORE"], size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         def check():
             if rank == 1:
                 raise ValueError("run.seed=-1 is wrong")

@@ -108,7 +108,7 @@ def test_bytes_and_staging_are_counted_right_and_kept_small(case):
     for window in plan.windows:
         staged = Counter()
         for pair, message in window.items():
-            for rank in pair[:1] if plan.pulled else pair:
+            for rank in pair[:1] if plan.one_sided else pair:
                 staged[rank] += sum(t.elements for t in message) * case.element_bytes
         peak |= before + staged  # a window is packed while the one before is on its way
         before = staged
@@ -203,7 +203,7 @@ def content(plan: Plan) -> str:
             plan.ranks,
             plan.element_bytes,
             plan.window_bytes,
-            plan.pulled,
+            plan.one_sided,
             direct,
             windows,
             padding,

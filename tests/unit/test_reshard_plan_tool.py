@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.reshard.overlay import overlay
+from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
-from tools.reshard_memory import exchanging, megatron_addresses
+from tools.reshard.memory import exchanging, megatron_addresses
 from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of, table
 
 TINY = {
@@ -238,17 +238,11 @@ def test_replicas_that_exchange_stand_for_all(folder, train, rollout, ranks, pla
     case, plan, report = planned(hf=folder, train=train, rollout=rollout, ranks=ranks, hosts=1, placed=placed)
     source, destination = case.shards()
     memory = {rank: megatron_addresses(source[rank], 2) for rank in source}
-    found = overlay(
-        source=source,
-        destination=destination,
-        memory=memory,
-        element_bytes=2,
-        window_bytes=2**28,
-        in_place=True,
-    )
+    sides = Sides(source=source, destination=destination, memory=memory, element_bytes=2)
+    plans = plan_in_place(sides, in_place=True, window_bytes=2**28)
     planned_ranks = report["peak_memory"]["swap"]["planned_ranks"]
     assert (
-        report["peak_memory"]["swap"]["own_bytes"] == max(found.own_bytes(destination).values())
+        report["peak_memory"]["swap"]["own_bytes"] == max(plans.own_bytes(destination).values())
         and ranks % planned_ranks == 0
     )
     assert planned_ranks < ranks or not placed

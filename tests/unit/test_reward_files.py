@@ -45,7 +45,8 @@ FILES = {
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL",
     "import time; time.sleep(100)": "takes longer than 1 s",
     "while True: pass": "takes longer than 1 s",
-    "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('needed')\nparser.parse_args()": "SystemExit: 2",
+    "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('needed')\n"
+    "parser.parse_args()": "SystemExit: 2",
     "import os; os.closerange(3, 100)": "ends its process",
     "def f(:": "SyntaxError",
     "1 / 0": "ZeroDivisionError: division by zero; mend the file",
@@ -57,7 +58,8 @@ FILES = {
     "import sys; sys.stdout.close()": "",
     "import sys; sys.stdout = None": "",
     "import argparse; argparse.ArgumentParser().parse_args()": "",
-    "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int": "",
+    "from __future__ import annotations\nimport dataclasses\n"
+    "@dataclasses.dataclass\nclass A:\n    x: int": "",
 }
 
 

@@ -66,7 +66,8 @@ CALLS = {
     "os.kill(0, signal.SIGKILL)": "killed by SIGKILL",
     "os.kill(os.getpid(), signal.SIGSTOP)": "no answer within 1 s",
     "os.closerange(3, 100)": "worker died",
-    "[os.write(int(fd), b'5\\n') for fd in os.listdir('/proc/self/fd') if os.path.realpath(f'/proc/self/fd/{fd}').find('socket:') >= 0]": "worker died",
+    "[os.write(int(fd), b'5\\n') for fd in os.listdir('/proc/self/fd') if "
+    "os.path.realpath(f'/proc/self/fd/{fd}').find('socket:') >= 0]": "worker died",
     "fail(ValueError('x' * 10_000_000))": "ValueError: xxx",
     "fail(ValueError('\\ud800 \\x1b[31m\\n'))": r"ValueError: \ud800 \x1b[31m\n",
     "fail(HostileError())": "HostileError: (no text: SystemExit)",
@@ -202,7 +203,7 @@ def test_the_trainer_cannot_be_signalled(functions, call):
 
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_children_end_with_their_worker(functions, namespaces):
-    """Also those that left its session, and also where the system has no namespaces for it; no zombie is left."""
+    """Descendants end, those in other sessions and without PID namespaces, too; no zombie is left."""
     script = """
         import os, time
         with RewardPool(SPEC, timeout_s=1) as pool:

@@ -16,7 +16,8 @@ FUNCTIONS = """
 import os, re, sys
 
 def length(prompt, response, ground_truth, extra):
-    return {"score": len(response) + extra.get("bonus", 0), "words": len(response.split()), "note": "text", "odd": float("nan")}
+    score = len(response) + extra.get("bonus", 0)
+    return {"score": score, "words": len(response.split()), "note": "text", "odd": float("nan")}
 
 def modules(prompt, response, ground_truth, extra):
     heavy = [name for name in ("torch", "megatron", "vllm", "transformers", "numpy") if name in sys.modules]
@@ -31,7 +32,10 @@ def misbehave(prompt, response, ground_truth, extra):
         sys.exit(3)
     if response == "die":
         os._exit(7)
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "no score": {"reward": 1.0}, "good": 1}[response]
+    return {
+        "nan": float("nan"), "inf": float("inf"), "none": None,
+        "text": "1.0", "no score": {"reward": 1.0}, "good": 1,
+    }[response]
 """
 
 
@@ -126,8 +130,10 @@ def test_pool_scores_equal_direct_calls(functions):
 def test_workers_import_neither_torch_nor_the_main_script(functions, tmp_path):
     script = tmp_path / "main.py"  # without the usual guard: importing it again would start a second pool
     script.write_text(
-        f"import numpy\nMARK = 1\nfrom verl_megatron.rewards.pool import RewardPool\nwith RewardPool({functions + ':modules'!r}) as pool:\n"
-        "    pool.submit(0, '', '', '')\n    reward = pool.results()[0]\n    print(reward.failure, reward.score, reward.metrics['main_imported'])\n"
+        f"import numpy\nMARK = 1\nfrom verl_megatron.rewards.pool import RewardPool\n"
+        f"with RewardPool({functions + ':modules'!r}) as pool:\n"
+        "    pool.submit(0, '', '', '')\n    reward = pool.results()[0]\n"
+        "    print(reward.failure, reward.score, reward.metrics['main_imported'])\n"
     )
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
@@ -194,8 +200,10 @@ def test_close_ends_workers_in_the_middle_of_a_call(functions):
 def test_workers_die_with_a_killed_parent(functions):
     root = str(Path(__file__).resolve().parents[2])
     script = (
-        f"from verl_megatron.rewards.pool import RewardPool\npool = RewardPool({functions + ':misbehave'!r}, workers=2, timeout_s=300)\n"
-        "for sample_id in range(2):\n    pool.submit(sample_id, '', 'hang', None)\nprint('ready', flush=True)\npool.results()\n"
+        f"from verl_megatron.rewards.pool import RewardPool\n"
+        f"pool = RewardPool({functions + ':misbehave'!r}, workers=2, timeout_s=300)\n"
+        "for sample_id in range(2):\n    pool.submit(sample_id, '', 'hang', None)\n"
+        "print('ready', flush=True)\npool.results()\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script],

@@ -96,7 +96,7 @@ class _Queue:
 
 @pytest.mark.parametrize(("total", "replicas", "limit"), [(10, 4, 8), (64, 2, 256), (3, 4, 8), (100, 4, 8)])
 def test_replicas_end_as_early_as_possible(total, replicas, limit):
-    """A step of a replica takes as long for every number of samples: samples wait only where all slots of all replicas are taken."""
+    """Steps cost the same for every number of samples: samples wait only while all slots are taken."""
     lengths = [1 + 7 * sample % 23 for sample in range(total)]
     queue = _Queue(total, replicas)
     dispatchers = [Dispatcher(queue, limit=limit, group=None) for _ in range(replicas)]

@@ -56,7 +56,8 @@ def test_a_living_run_keeps_it_and_is_named(tmp_path, world, holder):
     before = (tmp_path / NAME).read_text()
     with pytest.raises(
         ValueError,
-        match=rf"is in use by another run: process {holder.pid} on {socket.gethostname()}, since .*; wait for it, end it",
+        match=rf"is in use by another run: process {holder.pid} on {socket.gethostname()}, since .*; "
+        rf"wait for it, end it",
     ) as error:
         RunLock(tmp_path).__enter__()
     assert str(tmp_path) in str(error.value) and (tmp_path / NAME).read_text() == before
@@ -183,6 +184,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ValueError,
-        match=r"run.output_dir='.*/file/run' cannot be locked for this run \(.*Not a directory.*make it writable",
+        match=r"run.output_dir='.*/file/run' cannot be locked for this run \(.*Not a directory.*make "
+        r"it writable",
     ):
         RunLock(tmp_path / "file/run").__enter__()

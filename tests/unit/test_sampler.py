@@ -1,4 +1,4 @@
-"""Collecting samples with a scripted engine: numbering, seeds, turns, groups that are left out; and what lies on the GPU when."""
+"""Sampler with a scripted engine: numbering, seeds, turns, dropped groups, and residency."""
 
 import contextlib
 from collections import Counter
@@ -160,7 +160,7 @@ def test_what_was_generated_before_an_abort_is_there():
     assert partial.token_ids == [7] and partial.finish_reason == "abort"
 
 
-# ---- residency --------------------------------------------------------------------------------------------------------
+# ---- residency -------------------------------------------------------------------------------------------
 
 
 class Recorded:

@@ -1,4 +1,7 @@
-"""What a repeated iteration is compared by, and what a run begins with. Whole runs are in tests/end_to_end/test_restart.py."""
+"""What a repeated iteration is compared by, and a run's first state.
+
+Whole runs are in tests/end_to_end/test_restart.py.
+"""
 
 import math
 from pathlib import Path

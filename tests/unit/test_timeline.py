@@ -1,4 +1,4 @@
-"""The recording of one iteration on two ranks (threads with a barrier of their own), and the trace that is written of it."""
+"""Timeline of one iteration on two ranks (threads with their own barrier), and its trace file."""
 
 import json
 import threading

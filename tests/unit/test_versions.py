@@ -71,7 +71,10 @@ def test_optional_packages_are_found_by_a_module_that_only_the_real_one_has(monk
 
 def test_names_are_imported_when_first_used():
     """`import verl_megatron` brings its version and none of the heavy packages."""
-    code = "import sys, verl_megatron; print(verl_megatron.__version__, *{'torch', 'vllm', 'megatron', 'hydra', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, verl_megatron; print(verl_megatron.__version__, "
+        "*{'torch', 'vllm', 'megatron', 'hydra', 'transformers'} & set(sys.modules))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.reshard.addresses import addresses_of, views_at
+from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_parameters
 from parallel.weights.shard import ShardedParameter
@@ -41,7 +41,8 @@ def test_a_transformed_layer_is_named_with_the_covered_share(shape):
     )
     with pytest.raises(
         ValueError,
-        match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) torch.float8.*{other:.1%}.*rollout.dtype",
+        match=rf"model.layers.1.mlp.down_proj.weight as \({shape[0]}, {shape[1]}\) "
+        rf"torch.float8.*{other:.1%}.*rollout.dtype",
     ):
         check_parameters(PARAMETERS, found, torch.float32)
 

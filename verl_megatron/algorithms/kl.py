@@ -92,8 +92,8 @@ class AdaptiveKL:
     def __init__(self, coef: float, target: float, horizon: int):
         if coef <= 0 or target <= 0 or horizon <= 0:
             raise ValueError(
-                f"an adaptive KL coefficient needs algorithm.kl_coef={coef}, kl_target={target}"
-                f" and kl_horizon={horizon} above 0; set kl_target=0 for a fixed coefficient"
+                f"an adaptive KL coefficient needs algorithm.kl_coef={coef}, kl_ctrl_target={target}"
+                f" and kl_ctrl_horizon={horizon} above 0; set kl_ctrl_target=0 for a fixed coefficient"
             )
         self.coef, self.target, self.horizon = coef, target, horizon
 
@@ -118,6 +118,6 @@ def make_controller(config: AlgorithmConfig) -> KLController:
     Raises:
         ValueError: an adaptive one without a positive coefficient, target and horizon.
     """
-    if config.kl_target:
-        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    if config.kl_ctrl_target:
+        return AdaptiveKL(config.kl_coef, config.kl_ctrl_target, config.kl_ctrl_horizon)
     return FixedKL(config.kl_coef)

@@ -50,8 +50,8 @@ def policy_loss(
 ) -> tuple[Tensor, Sums]:
     """Clipped surrogate (Schulman et al. 2017), minus the entropy bonus, plus the KL when `kl_in` is "loss".
 
-    Per token: -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) - entropy_coef H + kl_coef KL, with
-    ratio = p / p_old and w = min(p_old / p_sampler, importance_cap) if the cap is above 0 (truncated
+    Per token: -w min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A) - entropy_coef H + kl_coef KL, with
+    ratio = p / p_old and w = min(p_old / p_sampler, tis_cap) if the cap is above 0 (truncated
     importance sampling, Yao et al. 2025), else 1. log ratio is clamped to +-MAX_LOG_RATIO, so that an
     infinite ratio never multiplies an advantage of 0.
 
@@ -61,13 +61,13 @@ def policy_loss(
     log_ratio_N = (logprobs_N - tokens.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_N = log_ratio_N.exp()
     surrogate_N = ratio_N * tokens.advantages_N
-    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * tokens.advantages_N
+    clipped_N = ratio_N.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high) * tokens.advantages_N
     loss_N = -torch.minimum(surrogate_N, clipped_N)
 
     sums = Sums()
     count = loss_N.numel()
-    if config.importance_cap > 0:
-        weight_N = importance_weights(tokens, cap=config.importance_cap)
+    if config.tis_cap > 0:
+        weight_N = importance_weights(tokens, cap=config.tis_cap)
         loss_N = weight_N * loss_N
         sums.add("policy/importance_weight", weight_N.sum(), count)
     sums.add("policy/loss", loss_N.sum(), count)
@@ -100,9 +100,9 @@ def importance_weights(tokens: PolicyTokens, *, cap: float) -> Tensor:
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Sums]:
-    """Half the squared error, with the change of the value clipped to `value_clip` (0: not clipped).
+    """Half the squared error, with the change of the value clipped to `cliprange_value` (0: not clipped).
 
-    Per token: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2.
+    Per token: max((V - R)^2, (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)^2) / 2.
 
     Returns:
         [N] losses and their metrics.
@@ -110,8 +110,10 @@ def value_loss(
     sums = Sums()
     count = values_N.numel()
     square_N = (values_N - returns_N).square()
-    if config.value_clip > 0:
-        near_N = old_values_N + (values_N - old_values_N).clamp(-config.value_clip, config.value_clip)
+    if config.cliprange_value > 0:
+        near_N = old_values_N + (values_N - old_values_N).clamp(
+            -config.cliprange_value, config.cliprange_value
+        )
         near_square_N = (near_N - returns_N).square()
         sums.add("critic/clip_fraction", (near_square_N > square_N).sum(), count)
         square_N = torch.maximum(square_N, near_square_N)

@@ -28,7 +28,7 @@ def advantages(
     kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
     rewards_BT = token_rewards(batch.rewards, batch.response_mask, kl_BT, kl_coef)
     advantages_BT, returns_BT = gae(
-        rewards_BT, batch.values, batch.response_mask, gamma=config.gamma, lam=config.lam
+        rewards_BT, batch.values, batch.response_mask, gamma=config.gamma, lam=config.gae_lambda
     )
     if config.whiten:
         advantages_BT = whiten(advantages_BT, batch.response_mask, all_sum=all_sum)

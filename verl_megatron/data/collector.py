@@ -1,7 +1,7 @@
 """Dispatch of samples from their owner ranks to the ranks of a role, and collection of the results.
 
-Letters: B samples of the iteration, O samples owned by this rank, W samples that this rank works on, T positions
-of prompt and response.
+Letters: B samples of the iteration, O samples owned by this rank, W samples that this rank works on,
+T positions of prompt and response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,8 +80,8 @@ class DataCollector:
 
         Args:
             names: of the results, the same on every rank.
-            values: by name, [W, T'] results in the order of `sample_id`. Read only on the first rank (tp 0, cp
-                0) of the last pipeline stage of each data-parallel index; elsewhere it may be None.
+            values: by name, [W, T'] results in the order of `sample_id`. Read only on the first rank (tp 0,
+                cp 0) of the last pipeline stage of each data-parallel index; elsewhere it may be None.
             sample_id: [W] int64, the samples that this rank works on.
             owner_of_sample: [B] int64, owner rank of each sample.
             batch: the samples owned by this rank.

@@ -196,7 +196,7 @@ class Case:
 
     def samples_of_rank(self, role: PlannedRole) -> int:
         """Samples of a mini-batch on the data-parallel rank with the most."""
-        return ceil(self.samples / self.config.algorithm.mini_batches / role.layout.dp)
+        return ceil(self.samples / self.config.algorithm.num_mini_batches / role.layout.dp)
 
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
         """Return a data-parallel rank's micro-batches per mini-batch, and the samples of a full one.

@@ -182,7 +182,7 @@ class _Maker:
             | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]}
         )
         if any(
-            role.layout.dp > case.samples // case.config.algorithm.mini_batches
+            role.layout.dp > case.samples // case.config.algorithm.num_mini_batches
             for role in case.roles
             if role.learns
         ):

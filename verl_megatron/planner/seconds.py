@@ -51,7 +51,7 @@ def plan_work(case: Case, machine: Machine) -> Work:
     """Predict forward passes and updates, which do not depend on vLLM's settings or on offloading."""
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
-    steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
+    steps = case.config.algorithm.epochs * case.config.algorithm.num_mini_batches
     for phase, names in (
         ("reward", ("reward",)),
         ("log_probs", ("actor", "reference")),

@@ -49,7 +49,7 @@ def supervised_case(
             samples_per_prompt=1 + is_paired(config.data),
         ),
         rollout=RolloutConfig(max_tokens=max(1, config.data.max_tokens - 1)),
-        algorithm=AlgorithmConfig(name="grpo", mini_batches=1, kl_coef=0.0),
+        algorithm=AlgorithmConfig(name="grpo", num_mini_batches=1, kl_coef=0.0),
     )
     case = Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
     arch, layout = case.actor.arch, case.actor.layout

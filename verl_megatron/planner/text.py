@@ -59,8 +59,8 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
             "",
             f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU.",
         ]
-    if config.engine.spec == "local":
-        lines.append("engine.spec=local is planned like te; it is slower and needs more memory.")
+    if config.engine.transformer_impl == "local":
+        lines.append("engine.transformer_impl=local is planned like te; it is slower and needs more memory.")
     return "\n".join(lines)
 
 
@@ -71,7 +71,7 @@ def headline(case: Case, machine: Machine) -> str:
     samples = f"{case.samples} samples of {case.prompt_tokens} + {case.response_tokens} tokens"
     return (
         f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout};"
-        f" {samples} in {case.config.algorithm.mini_batches} mini-batches"
+        f" {samples} in {case.config.algorithm.num_mini_batches} mini-batches"
     )
 
 

@@ -64,7 +64,7 @@ def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> flo
 
     The models follow each other through one pipeline with all mini-batches.
     """
-    count = case.micro_batches(roles[0])[0] * case.config.algorithm.mini_batches * len(roles)
+    count = case.micro_batches(roles[0])[0] * case.config.algorithm.num_mini_batches * len(roles)
     return pipeline_seconds(roles[0], count, [each.forward for each in passes(case, machine, roles[0])])
 
 
@@ -167,7 +167,7 @@ def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_b
     rate = group_rate(case, machine, span=layout.tp * replicas, stride=layout.tp)
     share = (replicas - 1) / replicas
     reduced = 4 * count * share / rate * (1 if distributed else 2)
-    steps = case.config.algorithm.epochs * case.config.algorithm.mini_batches
+    steps = case.config.algorithm.epochs * case.config.algorithm.num_mini_batches
     gathered = case.element_bytes * count * share / rate / steps if distributed else 0.0
     return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
 

@@ -21,10 +21,11 @@ from parallel.checkpoint import training_state as checkpoint
 from parallel.export import export_folder
 from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
-from parallel.reshard.source import Shards, WeightSource
+from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import megatron_parameters
+from parallel.weights.shard import Shards
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -62,7 +63,10 @@ def compute_of(config: EngineConfig) -> Compute:
         config.dtype, torch.bfloat16
     )
     compute = Compute(
-        dtype=dtype, spec=choose_spec(config.spec), fp8=config.dtype == "fp8", recompute=config.recompute
+        dtype=dtype,
+        spec=choose_spec(config.transformer_impl),
+        fp8=config.dtype == "fp8",
+        recompute=config.recompute,
     )
     if compute.fp8 and not (
         compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)

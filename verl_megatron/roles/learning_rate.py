@@ -18,7 +18,7 @@ def make_scheduler(
     Args:
         optimizer: Megatron-Core's, or any object with `param_groups`.
     """
-    warmup_steps = min(max(config.warmup_steps, 1), total_steps)
+    warmup_steps = min(max(config.lr_warmup_steps, 1), total_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -26,7 +26,7 @@ def make_scheduler(
         min_lr=lr * config.min_lr_ratio,
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=total_steps + 1,
-        lr_decay_style=config.schedule,
+        lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,

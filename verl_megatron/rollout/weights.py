@@ -10,15 +10,16 @@ from torch import Tensor
 from parallel import device
 from parallel.groups import group_of
 from parallel.layout import Layout
-from parallel.reshard.addresses import Addresses, addresses_of, views_at
 from parallel.reshard.execute import Parameters, Resharder, ReshardReport
-from parallel.reshard.overlay import overlay
+from parallel.reshard.in_place.addresses import addresses_of, views_at
+from parallel.reshard.in_place.memory_layout import Addresses
+from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
-from parallel.reshard.source import Shards, WeightSource
+from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_parameters
-from parallel.weights.shard import ShardedParameter
+from parallel.weights.shard import ShardedParameter, Shards
 from verl_megatron.config import ReshardConfig
 from verl_megatron.residency import Residency
 from verl_megatron.rollout.engine import RolloutEngine
@@ -70,30 +71,33 @@ class WeightSync:
         self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
         self.peers = _mapped_everywhere(self.source) if dtype == source.dtype else None
         single_host = device.host_of(dist.get_world_size() - 1) == 0
-        common = dict(
-            source=source.shards,
-            destination=self.destination,
-            element_bytes=dtype.itemsize,
-            window_bytes=config.window_mib << 20,
-            host_of=device.host_of,
-        )
+        common = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.back: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
-            self.plan = compile_plan(**common, peer_memory=self.peers is not None)
+            self.plan = compile_plan(
+                source=source.shards,
+                destination=self.destination,
+                element_bytes=dtype.itemsize,
+                peer_memory=self.peers is not None,
+                **common,
+            )
             return
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
         if self.peers is not None and not single_host:
             self.peers = None  # in-place windows are ordered across all hosts: use messages
-        found = overlay(
-            **common,
+        sides = Sides(
+            source=source.shards,
+            destination=self.destination,
             memory=dict(enumerate(memory)),
-            in_place=config.mode == "swap",
-            peer_memory=self.peers is not None,
+            element_bytes=dtype.itemsize,
         )
-        self.plan, self.back = found.forth, found.back
-        views = views_at(found.addresses[self.rank], self.destination[self.rank], self.source, dtype)
+        plans = plan_in_place(
+            sides, in_place=config.mode == "swap", peer_memory=self.peers is not None, **common
+        )
+        self.plan, self.back = plans.to_rollout, plans.to_train
+        views = views_at(plans.addresses[self.rank], self.destination[self.rank], self.source, dtype)
         self.shared_weights = {name: tensor for (_, name), tensor in views.items()}
 
     def attach(self, engine: RolloutEngine) -> None:

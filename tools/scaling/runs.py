@@ -26,7 +26,7 @@ from verl_megatron.data.json_lines import read_rows
 from verl_megatron.launch.command_line import NO_ROOM
 from verl_megatron.planner import Case
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 PROGRAM = "verl_megatron.train"
 SHAPE_TOKENS = 512  # of prompts and of responses in recipes with random weights
@@ -48,7 +48,7 @@ MEASURING = {
     "rollout.stop": "[]",
     "rollout.stop_token_ids": "[]",
     "algorithm.critic_warmup": 0,
-    "algorithm.stop_kl": 0.0,
+    "algorithm.target_kl": 0.0,
 }
 Settings = dict[str, Any]  # by "section.setting"
 
@@ -127,7 +127,7 @@ class Recipe:
             merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(written))
         except OmegaConfBaseException as error:
             raise ValueError(f"the settings cannot be put together: {error}") from None
-        if "rows_per_step" in merged.get("data", {}):
+        if "samples_per_step" in merged.get("data", {}):
             raise ValueError(
                 f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of "
                 "reinforcement learning"
@@ -321,8 +321,7 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     Raises:
         ValueError: no tokenizer, or one that cannot cut words to that length.
     """
-    from make_random import write_prompts  # from this folder; imports safetensors
-
+    from tools.make_random import write_prompts  # imports safetensors
     from verl_megatron.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)

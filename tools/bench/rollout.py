@@ -1,6 +1,6 @@
 """Generation as in a run compared with a bare vLLM: the same engine, prompts, seeds and flags, alternating.
 
-torchrun --nproc_per_node 4 tools/bench_rollout.py --shape llama3-8b --tp 2
+torchrun --nproc_per_node 4 tools/bench/rollout.py --shape llama3-8b --tp 2
     [--rows 512 --prompt 512 --response 512] [--mixed] [--csv FILE]
 
 Bare: each replica gets an equal number of samples at once and calls vLLM's own `generate`. As in a run:
@@ -15,18 +15,21 @@ import argparse
 import csv
 import os
 import random
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_case import model_folder, say
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
 from parallel.collectives import all_max
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import SHAPES, shape
+from tools.bench.case import model_folder, say
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm import VLLMActor, _sampling_params

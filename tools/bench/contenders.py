@@ -1,4 +1,4 @@
-"""Methods that `bench_reshard.py` times: link rates, other systems' methods, and each mode of our reshard."""
+"""Methods that `bench/reshard.py` times: link rates, other systems' methods, and each mode of our reshard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,17 +6,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from bench_case import Case, bytes_of, say, trained_weights
 from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.reshard.addresses import addresses_of, views_at
 from parallel.reshard.execute import Parameters, Resharder
-from parallel.reshard.overlay import Addresses, overlay
+from parallel.reshard.in_place.addresses import addresses_of, views_at
+from parallel.reshard.in_place.memory_layout import Addresses
+from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.peers import Mapped, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.weights.shard import ShardedParameter
+from tools.bench.case import Case, bytes_of, say, trained_weights
 
 WIRE, CARD = "point to point, both ways", "on-card copy"  # the links
 
@@ -148,24 +149,31 @@ class Ours:
         """Return vLLM's parameters placed in Megatron's memory; those that do not fit have their own."""
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
-        found = overlay(
-            **self.sides,
+        sides = Sides(
+            source=self.sides["source"],
+            destination=self.sides["destination"],
             memory=dict(enumerate(memory)),
+            element_bytes=self.case.dtype.itemsize,
+        )
+        plans = plan_in_place(
+            sides,
             in_place=mode == "swap",
+            window_bytes=self.case.window_bytes,
+            host_of=device.host_of,
             peer_memory=self.peers is not None,
         )
-        taken = views_at(found.addresses[self.rank], self.described, self.source, self.case.dtype)
+        taken = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
         taken |= own
-        out = self._resharder(found.forth, self.source, taken, self.peers)
+        out = self._resharder(plans.to_rollout, self.source, taken, self.peers)
         second = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
                 f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second
             )
         ]
-        if found.back is not None:
-            home = self._resharder(found.back, taken, self.source)
+        if plans.to_train is not None:
+            home = self._resharder(plans.to_train, taken, self.source)
             trained = self.sides["source"][self.rank]
             contenders.append(
                 self._contender(

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel.layout import Layout
-from parallel.reshard.arrangement import ALIGNMENT, WORTH_ANOTHER
-from parallel.reshard.overlay import overlay
+from parallel.reshard.in_place.memory_layout import ALIGNMENT
+from parallel.reshard.in_place.planner import WORTH_ANOTHER, Sides, plan_in_place
 from parallel.reshard.plan import matrix_shape
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
@@ -44,7 +44,7 @@ def scattered(parameters, element_bytes=ELEMENT_BYTES):
 class Machine:
     """The ranks' memory, and an executor that stages as `Resharder` does: a window is packed on all ranks before it is written."""
 
-    def __init__(self, source, destination, memory, found):
+    def __init__(self, source, destination, memory, plans):
         self.memory = {}
         for rank in {*source, *destination}:
             sizes = {}
@@ -58,7 +58,7 @@ class Machine:
         }
         self.destination = {}
         for rank, shards in destination.items():
-            laid = found.addresses[rank]
+            laid = plans.addresses[rank]
             views = {
                 (p.chunk, p.name): self.view(rank, laid[p.chunk, p.name], p)
                 if (p.chunk, p.name) in laid
@@ -98,44 +98,38 @@ class Machine:
 
 
 def check(source, destination, shapes, memory_of, *, in_place, peer_memory, window_bytes=2**14):
-    """Out and back twice, bit by bit; returns the overlay."""
+    """Out and back twice, bit by bit; returns the plans."""
     tensors = numbered(shapes)
     memory = {rank: memory_of(shards) for rank, shards in source.items()}
-    found = overlay(
-        source=source,
-        destination=destination,
-        memory=memory,
-        element_bytes=ELEMENT_BYTES,
-        window_bytes=window_bytes,
-        in_place=in_place,
-        peer_memory=peer_memory,
-    )
-    machine = Machine(source, destination, memory, found)
+    sides = Sides(source=source, destination=destination, memory=memory, element_bytes=ELEMENT_BYTES)
+    plans = plan_in_place(sides, in_place=in_place, window_bytes=window_bytes, peer_memory=peer_memory)
+    machine = Machine(source, destination, memory, plans)
     for rank, shards in source.items():
         for key, values in filled(shards, tensors, 0).items():
             machine.source[rank][key][:] = values
     for _ in range(2):
-        machine.follow(found.forth, machine.source, machine.destination)
+        machine.follow(plans.to_rollout, machine.source, machine.destination)
         for rank, shards in destination.items():
             for key, values in filled(shards, tensors, 0).items():
                 assert np.array_equal(machine.destination[rank][key], values), (rank, key)
-        if found.back is not None:
-            machine.follow(found.back, machine.destination, machine.source)
+        if plans.to_train is not None:
+            machine.follow(plans.to_train, machine.destination, machine.source)
         for rank, shards in source.items():
             for key, values in filled(shards, tensors, 0).items():
                 assert np.array_equal(machine.source[rank][key], values), (rank, key)
-    for plan in filter(None, (found.forth, found.back)):
+    for plan in filter(None, (plans.to_rollout, plans.to_train)):
         assert plan.peak_extra_bytes <= window_bytes
         assert not peer_memory or all(
-            t.source_rank == t.destination_rank or t in plan.direct or plan.pulled for t in plan.transfers()
+            t.source_rank == t.destination_rank or t in plan.direct or plan.one_sided
+            for t in plan.transfers()
         )
-    for rank, addresses in found.addresses.items():
+    for rank, addresses in plans.addresses.items():
         sizes = {(p.chunk, p.name): prod(p.shape) * ELEMENT_BYTES for p in destination[rank]}
         spans = sorted((space, start, start + sizes[key]) for key, (space, start) in addresses.items())
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:])), (
             "two parameters share memory"
         )
-    return found
+    return plans
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -206,28 +200,32 @@ def copy_bytes(shards):
     }
 
 
-def own(found, destination):
-    return max(found.own_bytes(destination).values())
+def own(plans, destination):
+    return max(plans.own_bytes(destination).values())
 
 
 def test_equal_layouts_share_all_but_attention():
     source, destination, shapes = real("tp2", 2, num_kv_heads=4)
-    found = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
+    plans = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
     qkv = sum(prod(p.shape) for p in destination[0] if "qkv_proj" in p.name) * ELEMENT_BYTES
-    assert own(found, destination) == qkv == max(found.forth.local_bytes.values())
-    assert max(found.forth.received_bytes.values()) == 0 and found.back is None and not found.forth.windows
+    assert own(plans, destination) == qkv == max(plans.to_rollout.local_bytes.values())
+    assert (
+        max(plans.to_rollout.received_bytes.values()) == 0
+        and plans.to_train is None
+        and not plans.to_rollout.windows
+    )
 
 
 def test_with_one_head_group_a_rank_everything_is_shared():
     source, destination, shapes = real("tp2", 2)
-    found = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
-    assert own(found, destination) == 0 and not list(found.forth.transfers())
+    plans = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
+    assert own(plans, destination) == 0 and not list(plans.to_rollout.transfers())
 
 
 def test_swapping_equal_layouts_needs_no_second_copy():
     source, destination, shapes = real("tp2", 2)
-    found = check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=2**21)
-    assert own(found, destination) == 0 and max(found.back.received_bytes.values()) == 0
+    plans = check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=2**21)
+    assert own(plans, destination) == 0 and max(plans.to_train.received_bytes.values()) == 0
 
 
 @pytest.mark.parametrize(
@@ -242,22 +240,22 @@ def test_swapping_equal_layouts_needs_no_second_copy():
 def test_swapping_holds_one_copy(train, ranks, tp):
     """The larger copy, and what no gap is large enough for: less than a tenth of it."""
     source, destination, shapes = real(train, tp, ranks=ranks)
-    found = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
-    held, needed, extra = copy_bytes(source), copy_bytes(destination), found.own_bytes(destination)
+    plans = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    held, needed, extra = copy_bytes(source), copy_bytes(destination), plans.own_bytes(destination)
     assert max(held[rank] + extra[rank] for rank in source) <= 1.1 * max(*held.values(), *needed.values())
-    assert max(found.forth.received_bytes.values()) < max(needed.values())
+    assert max(plans.to_rollout.received_bytes.values()) < max(needed.values())
 
 
 def test_a_window_too_small_for_a_permutation_gives_a_parameter_its_own_memory():
     source, destination, shapes = real("tp2pp2", 4, ranks=(0, 2, 1, 3))
     roomy = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
     tight = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**17)
-    assert own(roomy, destination) < own(tight, destination) and tight.forth.peak_extra_bytes <= 2**17
+    assert own(roomy, destination) < own(tight, destination) and tight.to_rollout.peak_extra_bytes <= 2**17
 
 
-def excess(found, source, destination):
+def excess(plans, source, destination):
     """By how much the source and the parameters with memory of their own exceed the larger copy, on the rank that has most."""
-    held, needed, extra = copy_bytes(source), copy_bytes(destination), found.own_bytes(destination)
+    held, needed, extra = copy_bytes(source), copy_bytes(destination), plans.own_bytes(destination)
     return max(held.get(rank, 0) + extra[rank] - max(held.get(rank, 0), needed[rank]) for rank in needed)
 
 
@@ -266,23 +264,23 @@ def test_where_the_destination_is_larger_only_the_difference_is_added(train, tp)
     """No parameter fits into its own source: one after the other, without gaps but for the smallest parameter."""
     source, destination, shapes = real(train, tp, num_kv_heads=4)
     for peer_memory in (False, True):
-        found = check(
+        plans = check(
             source, destination, shapes, flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17
         )
         norm = SIZES["hidden_size"] * ELEMENT_BYTES
-        assert excess(found, source, destination) <= norm + ALIGNMENT < copy_bytes(source)[0] // WORTH_ANOTHER
+        assert excess(plans, source, destination) <= norm + ALIGNMENT < copy_bytes(source)[0] // WORTH_ANOTHER
 
 
-def test_circles_of_all_layers_cost_one_of_them():
-    """A window of half a feed-forward matrix holds none of its circles."""
+def test_cycles_of_all_layers_cost_one_of_them():
+    """A window of half a feed-forward matrix holds none of its cycles."""
     source, destination, shapes = real(
         "tp2pp2", 4, ranks=(0, 2, 1, 3), num_layers=24, num_kv_heads=4, vocab_size=64
     )
     largest = max(prod(p.shape) for p in source[0]) * ELEMENT_BYTES
-    found = check(
+    plans = check(
         source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=largest // 2
     )
-    assert 0 < excess(found, source, destination) <= largest
+    assert 0 < excess(plans, source, destination) <= largest
 
 
 @settings(
@@ -296,14 +294,10 @@ def test_own_memory_is_bounded(case, memory_of):
     """Without cycles: a 64th of the larger copy or, in each allocation, two gaps that no parameter with memory of its own fits into."""
     element_bytes = 2**12  # so that what alignment costs is nothing beside the parameters
     memory = {rank: memory_of(shards, element_bytes) for rank, shards in case.source.items()}
-    common = dict(
-        source=case.source,
-        destination=case.destination,
-        memory=memory,
-        element_bytes=element_bytes,
-        peer_memory=case.peer_memory,
+    sides = Sides(
+        source=case.source, destination=case.destination, memory=memory, element_bytes=element_bytes
     )
-    found = overlay(**common, window_bytes=2**40, in_place=True)
+    plans = plan_in_place(sides, in_place=True, window_bytes=2**40, peer_memory=case.peer_memory)
     held, needed = (
         {rank: sum(prod(p.shape) for p in shards) * element_bytes for rank, shards in side.items()}
         for side in (case.source, case.destination)
@@ -311,14 +305,14 @@ def test_own_memory_is_bounded(case, memory_of):
     larger = max(*held.values(), *needed.values())
     for rank, shards in case.destination.items():
         own = [
-            prod(p.shape) * element_bytes for p in shards if (p.chunk, p.name) not in found.addresses[rank]
+            prod(p.shape) * element_bytes for p in shards if (p.chunk, p.name) not in plans.addresses[rank]
         ]
         gaps = 2 * len({space for space, _ in memory.get(rank, {}).values()}) * min(own, default=0)
         assert sum(own) <= max(0, needed[rank] - held.get(rank, 0)) + max(larger // WORTH_ANOTHER, gaps)
 
 
-def test_laid_over_parameters_are_aligned():
+def test_aliased_parameters_are_aligned():
     source, destination, shapes = real("tp2pp2", 4)
-    found = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
-    starts = [first for addresses in found.addresses.values() for _, first in addresses.values()]
+    plans = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    starts = [first for addresses in plans.addresses.values() for _, first in addresses.values()]
     assert starts and all(first % 16 == 0 for first in starts) and ALIGNMENT % 16 == 0

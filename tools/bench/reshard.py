@@ -1,6 +1,6 @@
 """Speed of the reshard from Megatron's shards to vLLM's, compared with link rates and other methods.
 
-torchrun --nproc_per_node 4 tools/bench_reshard.py --shape llama3-8b --train tp2pp2 --rollout tp4
+torchrun --nproc_per_node 4 tools/bench/reshard.py --shape llama3-8b --train tp2pp2 --rollout tp4
     [--csv FILE] [--png FILE]
 
 Both layouts are plain tensors: our own rows start neither Megatron nor vLLM. Every source element is a
@@ -26,10 +26,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_case import MIB, Case, holds_the_weights, say, trained_weights
-from bench_contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
-from bench_report import Row, table, write_csv, write_png
-from gather_everything import GatherEverything
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
 from parallel.collectives import all_max
@@ -39,6 +37,10 @@ from parallel.placement import described, place
 from parallel.reshard.plan import Plan
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
+from tools.bench.case import MIB, Case, holds_the_weights, say, trained_weights
+from tools.bench.contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
+from tools.bench.gather_everything import GatherEverything
+from tools.bench.reshard_report import Row, table, write_csv, write_png
 
 # Letters: K contenders, N repetitions.
 

@@ -1,4 +1,4 @@
-"""Case of `bench_reshard.py` and `bench_handover.py`: a model under two layouts, with computable weights.
+"""Case of `bench/reshard.py` and `bench/weight_sync.py`: a model under two layouts, with computable weights.
 
 Each rank can compute the weights for itself, and so verify what it receives.
 """

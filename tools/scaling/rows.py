@@ -97,7 +97,8 @@ def bubbles_of(case: Case) -> dict[str, float]:
         passes = (
             1
             if phase in UPDATES
-            else case.config.algorithm.mini_batches * (1 + (phase == "log_probs" and "reference" in roles))
+            else case.config.algorithm.num_mini_batches
+            * (1 + (phase == "log_probs" and "reference" in roles))
         )
         shares[phase] = bubble_share(role.layout, passes * case.micro_batches(role)[0])
     return shares

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.reshard.overlay import Addresses, Key
+from parallel.reshard.in_place.memory_layout import Addresses, Key
 from parallel.weights.shard import ShardedParameter
 
 

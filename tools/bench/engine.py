@@ -1,6 +1,6 @@
 """Forward passes and optimizer steps of a model without vLLM: seconds, FLOP/s, MFU and memory.
 
-torchrun --nproc_per_node 4 tools/bench_engine.py --shape llama3-8b --layout tp2sp
+torchrun --nproc_per_node 4 tools/bench/engine.py --shape llama3-8b --layout tp2sp
     [--rows 64 --prompt 512 --response 512] [--set dtype=fp8 ...]
     [--repetitions 5] [--baseline] [--profile] [--csv FILE]
 
@@ -17,6 +17,7 @@ Letters: P packed tokens of a micro-batch, V vocabulary rows of a tensor-paralle
 
 import argparse
 import csv
+import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_case import say
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
 from parallel.collectives import all_max
@@ -33,6 +35,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
+from tools.bench.case import say
 from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.checks.limits import check_values

@@ -1,18 +1,17 @@
 """GPU memory of both copies of the weights and of staging in each mode, for `tools/reshard_plan.py`."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
-from parallel.reshard.arrangement import Addresses, arrangements, excess_bytes
-from parallel.reshard.overlay import overlay
+from parallel.reshard.in_place.memory_layout import Addresses
+from parallel.reshard.in_place.planner import Sides, least_layouts, plan_in_place
 from parallel.reshard.plan import Plan
-from parallel.weights.shard import ShardedParameter
+from parallel.weights.shard import ShardedParameter, Shards
 
 # limit of ranks that exchange slices; with more, the search for overwrite cycles takes too long for an
 # interactive tool
 EXACT_RANKS = 16
-Shards = dict[int, list[ShardedParameter]]  # by world rank; ranks with the same shards share one list
 
 
 def peak_memory(
@@ -78,22 +77,15 @@ def _swap(
             "own_bytes": max(own.values()),
             "planned_ranks": 0,
         }
-    held, wanted = ({rank: side[rank] for rank in ranks} for side in (source, destination))
-    sizes = dict(element_bytes=plan.element_bytes, window_bytes=plan.window_bytes)
-    memory = {rank: megatron_addresses(held[rank], plan.element_bytes) for rank in ranks}
-    found = overlay(
-        source=held,
-        destination=wanted,
-        memory=memory,
-        in_place=True,
-        host_of=host_of,
-        peer_memory=peer_memory,
-        **sizes,
+    sides = _sides(source, destination, ranks, plan.element_bytes)
+    plans = plan_in_place(
+        sides, in_place=True, window_bytes=plan.window_bytes, host_of=host_of, peer_memory=peer_memory
     )
-    assert found.back is not None  # an in-place plan
-    own, out, home = found.own_bytes(wanted), found.forth.staged_bytes, found.back.staged_bytes
+    assert plans.to_train is not None  # an in-place plan
+    own, staged = plans.own_bytes(sides.destination), plans.to_rollout.staged_bytes
+    staged_back = plans.to_train.staged_bytes
     return {
-        "bytes": max(source_bytes[rank] + own[rank] + max(out[rank], home[rank]) for rank in ranks),
+        "bytes": max(source_bytes[rank] + own[rank] + max(staged[rank], staged_back[rank]) for rank in ranks),
         "own_bytes": max(own.values()),
         "planned_ranks": len(ranks),
     }
@@ -103,15 +95,19 @@ def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_pl
     """Return the bytes of separate memory per rank, if no overwrite cycles require more."""
     alike = {rank: (id(source[rank]), id(destination[rank])) for rank in source}
     one_of = {kind: rank for rank, kind in alike.items()}
-    memory = {rank: megatron_addresses(source[rank], element_bytes) for rank in one_of.values()}
-    held, wanted = ({rank: side[rank] for rank in one_of.values()} for side in (source, destination))
-    laid = min(
-        arrangements(
-            source=held, destination=wanted, memory=memory, element_bytes=element_bytes, in_place=in_place
-        ),
-        key=excess_bytes,
+    sides = _sides(source, destination, one_of.values(), element_bytes)
+    layouts = least_layouts(sides, in_place=in_place)
+    return {rank: layouts[one_of[kind]].own_bytes for rank, kind in alike.items()}
+
+
+def _sides(source: Shards, destination: Shards, ranks: Iterable[int], element_bytes: int) -> Sides:
+    """Return both sides on some ranks, with the source in memory as Megatron places it."""
+    return Sides(
+        source={rank: source[rank] for rank in ranks},
+        destination={rank: destination[rank] for rank in ranks},
+        memory={rank: megatron_addresses(source[rank], element_bytes) for rank in ranks},
+        element_bytes=element_bytes,
     )
-    return {rank: laid[one_of[kind]].own_bytes for rank, kind in alike.items()}
 
 
 def exchanging(

@@ -1,4 +1,4 @@
-"""Weight sync of colocated engines by gathering whole tensors, reimplemented for `bench_reshard.py`."""
+"""Weight sync of colocated engines by gathering whole tensors, reimplemented for `bench/reshard.py`."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from bench_case import Case, part
 from torch import Tensor
 
 from parallel import device
@@ -16,6 +15,7 @@ from parallel.reshard.execute import Parameters
 from parallel.reshard.plan import matrix_shape
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
+from tools.bench.case import Case, part
 
 
 class GatherEverything:

@@ -33,7 +33,7 @@ from math import lcm, log2
 
 import numpy as np
 
-from tools.scaling_rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
+from tools.scaling.rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
 from verl_megatron.data.packing import balance
 from verl_megatron.planner import Case, Machine
 from verl_megatron.planner.case import PlannedRole
@@ -115,7 +115,7 @@ def dealing_seconds(case: Case, deal: Deal) -> float:
 
     The reference model reuses the actor's result.
     """
-    parts = case.config.algorithm.mini_batches
+    parts = case.config.algorithm.num_mini_batches
     return sum(
         (1 + role.learns) * parts * deal(case.samples // parts, role.layout.dp)
         for role in case.roles
@@ -137,7 +137,7 @@ def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
     )
     return (
         config.algorithm.epochs
-        * config.algorithm.mini_batches
+        * config.algorithm.num_mini_batches
         * bytes_each_step
         * (replicas - 1)
         / replicas
@@ -221,7 +221,7 @@ class Scaling:
             config.data.prompts_per_iteration = config.data.prompts_per_iteration * gpus // self.rows[-1].gpus
         case = _grown(self.cases[-1], config, gpus, self.ranks_per_host)
         parts, widest = (
-            case.samples // config.algorithm.mini_batches,
+            case.samples // config.algorithm.num_mini_batches,
             max(role.layout.dp for role in case.roles),
         )
         if parts < widest:

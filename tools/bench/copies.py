@@ -1,6 +1,6 @@
 """Latency of a small copy while optimizer state moves between a GPU and the host.
 
-python tools/bench_copies.py [--gib 16]
+python tools/bench/copies.py [--gib 16]
 
 Compares the streams of parallel/offload.py with a single stream. The floor is the small copy alone; for the
 state's rate it is one large copy alone. Each small copy is of half a MiB of pinned memory and is waited for.
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Cost of `reshard.offload`: a run in which it alternates between iterations.
 
-torchrun --nproc_per_node 2 tools/bench_offload.py --config-name grpo_8b actor.path=DIR data.train=FILE
+torchrun --nproc_per_node 2 tools/bench/offload.py --config-name grpo_8b actor.path=DIR data.train=FILE
     reward.function=FILE.py:NAME reshard.offload=all run.iterations=8 data.prompts_per_iteration=32
     rollout.min_tokens=512 rollout.max_tokens=512 rollout.ignore_eos=true [SECTION.SETTING=VALUE ...]
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The hand-over's benchmark with a real vLLM and a tiny model on gloo processes: that its checks hold and its numbers are there; no time decides."""
+"""The benchmark of weight sync with a real vLLM and a tiny model on gloo: checks and figures, no times."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ PHASES = {
 def handed_over(folder, nproc, *options):
     """The output and the CSV's rows by kind and name."""
     common = ["--hf", folder, "--repetitions", 2, "--tokens", 8, "--prompts", 4, "--csv", folder / "rows.csv"]
-    output = run_world("tools/bench_handover.py", nproc, *common, *options)
+    output = run_world("tools/bench/weight_sync.py", nproc, *common, *options)
     with (folder / "rows.csv").open() as file:
         rows = {(row["kind"], row["name"]): row for row in csv.DictReader(file)}
     for (kind, name), row in rows.items():

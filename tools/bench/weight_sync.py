@@ -1,8 +1,8 @@
 """Weight sync between training and rollout in both directions: time and memory.
 
-torchrun --nproc_per_node 4 tools/bench_handover.py --shape llama3-8b --train tp2pp2 --rollout 2
+torchrun --nproc_per_node 4 tools/bench/weight_sync.py --shape llama3-8b --train tp2pp2 --rollout 2
     --mode swap --offload all [--csv FILE]
-torchrun --nproc_per_node 4 tools/bench_handover.py --hf FOLDER --load --train tp2pp2 --rollout 4
+torchrun --nproc_per_node 4 tools/bench/weight_sync.py --hf FOLDER --load --train tp2pp2 --rollout 4
     --mode swap --no-optimizer
 
 A Megatron-Core model and a vLLM engine share the same ranks. Weights are those of FOLDER, or random and a
@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_case import bytes_of, model_folder, say, small_weights
-from handover_measures import GIB, Clock, Memory, Row, table, write_csv
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
 from parallel.collectives import all_max
@@ -46,6 +46,8 @@ from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
+from tools.bench.case import bytes_of, model_folder, say, small_weights
+from tools.bench.weight_sync_measures import GIB, Clock, Memory, Row, table, write_csv
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.checks.folders import check_weights

@@ -1,6 +1,6 @@
 """Speed and memory of `convert.py` compared with `cp`, on random weights of a published shape.
 
-python tools/bench_convert.py FOLDER --shape llama3-70b --layers 5 [--memory-gib 4] [--workers 2]
+python tools/bench/convert.py FOLDER --shape llama3-70b --layers 5 [--memory-gib 4] [--workers 2]
     [--repetitions 3] [--csv FILE]
 
 FOLDER/hf is written first, with bfloat16 layers of full width, and reused by a later run. Then these steps
@@ -32,14 +32,16 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from make_random import write_weights
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel.weights.architecture import read_architecture, read_config
 from parallel.weights.files import INDEX
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
+from tools.make_random import write_weights
 
-CONVERT = Path(__file__).with_name("convert.py")
+CONVERT = Path(__file__).resolve().parents[1] / "convert.py"
 MIB, GB, SAMPLE_S = 2**20, 10**9, 0.2
 
 

@@ -1,4 +1,4 @@
-"""Measurements of `bench_handover.py`: time of the slowest rank, memory of the fullest, and output."""
+"""Measurements of `bench/weight_sync.py`: time of the slowest rank, memory of the fullest, and output."""
 
 import csv
 import time

@@ -1,4 +1,4 @@
-"""Rows of `bench_reshard.py` as a table, a CSV and a picture."""
+"""Rows of `bench/reshard.py` as a table, a CSV and a picture."""
 
 import csv
 import time
@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from bench_case import MIB, Case
+
+from tools.bench.case import MIB, Case
 
 COLOURS = {"gather": "#d9730d", "megatron": "#7a5195", "ours": "#3465a4"}  # by a row's kind
 

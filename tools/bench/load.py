@@ -1,6 +1,6 @@
 """Time to load a rank's slices of a Hugging Face folder: byte ranges, as in training, or the whole model.
 
-python tools/bench_load.py FOLDER --shape llama3-8b --layers 4 --tp 4 --rank 1 [--repetitions 3] [--csv FILE]
+python tools/bench/load.py FOLDER --shape llama3-8b --layers 4 --tp 4 --rank 1 [--repetitions 3] [--csv FILE]
 
 FOLDER/hf is one file of random bfloat16 weights (up to 4 GiB), written first and reused by a later run. Two
 methods alternate, each in its own process and with the file dropped from the page cache:
@@ -27,8 +27,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from bench_convert import GB, MIB, forget, write_csv, write_model
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel.layout import Layout
 from parallel.weights.architecture import read_architecture, read_config
@@ -36,6 +37,7 @@ from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import megatron_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
+from tools.bench.convert import GB, MIB, forget, write_csv, write_model
 
 Tensors = dict[tuple[int, str], Tensor]
 SAMPLE_S = 0.02
