@@ -1,14 +1,16 @@
 """Export a sharded model as a Hugging Face folder; no process ever holds the whole model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from parallel import device
 from parallel.checkpoint.folders import together
+from parallel.rank_set import RankSet
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture
@@ -19,31 +21,33 @@ from parallel.weights.shard import Block, ShardedParameter
 WINDOW_BYTES = 2**28
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """A model on the ranks of its layout, as one of them sees it."""
+
+    arch: Architecture
+    head: Head = "lm"
+    dtype: torch.dtype  # of the exported tensors
+    tensors: Parameters  # this rank's parameters
+    shards: Mapping[int, Sequence[ShardedParameter]]  # those of every rank of the layout, by global rank
+
+
 def export_folder(
-    *,
-    arch: Architecture,
-    source: Parameters,
-    parameters_of: Mapping[int, Sequence[ShardedParameter]],
+    model: ShardedModel,
     folder: Path,
+    *,
     template_folder: Path,
-    head: Head = "lm",
-    dtype: torch.dtype,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    ranks: RankSet,
     config: dict | None = None,
     max_file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write the model to `folder`; collective over the ranks of its layout, each of which writes some files.
+    """Write the model to `folder`; collective over `ranks`, each of which writes some files.
 
     Padding rows of the vocabulary are not written, and a tied output layer is not written twice.
 
     Args:
-        source: this rank's parameters.
-        parameters_of: the sharded parameters of every rank of the layout, by world rank.
         template_folder: the folder from which configuration and tokenizer files are copied.
-        dtype: of the tensors in the files.
-        group: spans the layout's ranks.
+        ranks: those of the layout.
         config: replaces the template's config.json (another head or dtype).
         max_file_bytes: largest size of a file, and of a rank's memory in addition to its shard; only a
             single larger tensor exceeds it.
@@ -59,56 +63,67 @@ def export_folder(
             " export does not cost the original"
         )
     action = f"the model was not exported to {folder}; make room or make the folder writable"
-    with together(action, group):
+    with together(action, ranks):
         folder.mkdir(parents=True, exist_ok=True)
-    shapes = hf_shapes(arch, head)
-    files = deal_into_files(
-        {name: _elements(shape) * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes
-    )
-    names = _file_names(len(files))
-    writers = sorted(parameters_of)
-    for start in range(0, len(files), len(writers)):
-        turn = dict(zip(writers, range(start, len(files))))
-        targets = {
-            writer: [_whole(name, shapes[name]) for name in files[number]] for writer, number in turn.items()
-        }
-        plan = compile_plan(
-            source=parameters_of,
-            destination=targets,
-            element_bytes=dtype.itemsize,
-            window_bytes=_window_bytes(shapes, dtype),
-        )
-        tensors: dict[str, Tensor] = {
-            target.name: torch.empty(target.shape, dtype=dtype, device=device)
-            for target in targets.get(rank, ())
-        }
-        assembled = {(0, name): tensor for name, tensor in tensors.items()}
-        Resharder(
-            plan,
-            rank=rank,
-            source=source,
-            destination=assembled,
-            dtype=dtype,
-            group=group,
-            device=device,
-            verify="all",
-        ).run()
-        with together(action, group):
-            if rank in turn:
-                _write(folder / names[turn[rank]], tensors)
-    with together(action, group):  # after it the folder is complete on every rank
-        if rank == writers[0]:
+    sizes = {
+        name: _elements(shape) * model.dtype.itemsize
+        for name, shape in hf_shapes(model.arch, model.head).items()
+    }
+    contents = deal_into_files(sizes, max_file_bytes)
+    files = dict(zip(_file_names(len(contents)), contents))
+    for turn in _turns(list(files), ranks):
+        assembled = _assemble(model, {rank: files[name] for rank, name in turn.items()}, ranks)
+        with together(action, ranks):
+            if ranks.global_rank in turn:
+                _write(folder / turn[ranks.global_rank], assembled)
+    with together(action, ranks):  # after it the folder is complete on every rank
+        if ranks.is_first:
             carry_files(template_folder, folder, config=config)
-            # Files of an earlier export under other names, which a reader would take for this one's.
-            for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {
-                folder / name for name in names
-            }:
-                old.unlink(missing_ok=True)
+            _remove_others(folder, files)
             if len(files) > 1:
-                total = sum(_elements(shape) for shape in shapes.values()) * dtype.itemsize
-                write_index(
-                    folder, {name: names[number] for number, file in enumerate(files) for name in file}, total
-                )
+                places = {name: file for file, names in files.items() for name in names}
+                write_index(folder, places, sum(sizes.values()))
+
+
+def _turns(files: list[str], ranks: RankSet) -> list[dict[int, str]]:
+    """Return the file that each global rank writes, turn by turn, until all are written."""
+    return [
+        dict(zip(ranks.ranks, files[start : start + ranks.size]))
+        for start in range(0, len(files), ranks.size)
+    ]
+
+
+def _assemble(model: ShardedModel, names: Mapping[int, Sequence[str]], ranks: RankSet) -> dict[str, Tensor]:
+    """Gather whole tensors, on each rank those of its `names`; returns this rank's, by name."""
+    shapes, here = hf_shapes(model.arch, model.head), device.device()
+    targets = {rank: [_whole(name, shapes[name]) for name in whole] for rank, whole in names.items()}
+    plan = compile_plan(
+        source=model.shards,
+        destination=targets,
+        element_bytes=model.dtype.itemsize,
+        window_bytes=_window_bytes(shapes, model.dtype),
+    )
+    tensors = {
+        target.name: torch.empty(target.shape, dtype=model.dtype, device=here)
+        for target in targets.get(ranks.global_rank, ())
+    }
+    Resharder(
+        plan,
+        rank=ranks.global_rank,
+        source=model.tensors,
+        destination={(0, name): tensor for name, tensor in tensors.items()},
+        dtype=model.dtype,
+        group=ranks.group_for(here),
+        device=here,
+        verify="all",
+    ).run()
+    return tensors
+
+
+def _remove_others(folder: Path, files: Iterable[str]) -> None:
+    """Remove files of an earlier export under other names, which a reader would take for this one's."""
+    for old in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in files}:
+        old.unlink(missing_ok=True)
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:

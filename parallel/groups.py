@@ -2,35 +2,24 @@
 
 import torch.distributed as dist
 
-from parallel import device
 from parallel.layout import Coordinates, Layout
-
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of these world ranks, created on the first call.
-
-    Every rank of the world must call this, in the same order.
-    """
-    if ranks not in _made:
-        _made[ranks] = dist.new_group(
-            list(ranks), backend=device.backend(), timeout=device.COLLECTIVE_TIMEOUT
-        )
-    return _made[ranks]
+from parallel.rank_set import RankSet, group_of, rank_set
 
 
 class ProcessGroups:
     """All groups of one model on this rank.
 
-    Every rank of the world constructs it, in the same order. A rank outside the layout has `is_member` False
+    Every rank of `world` constructs it, in the same order. A rank outside the layout has `is_member` False
     and no groups.
+
+    Args:
+        world: all ranks that take part in the run of the model; the layout's are among them.
     """
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        self.rank = dist.get_rank()
-        self.is_member = self.rank in layout.ranks
+    def __init__(self, layout: Layout, world: RankSet):
+        self.layout, self.world = layout, world
+        self.members = rank_set(layout.ranks)
+        self.rank, self.is_member = world.global_rank, self.members.is_member
         for name, axes in dict(
             tp=["tp"],
             cp=["cp"],
@@ -40,7 +29,6 @@ class ProcessGroups:
             tp_cp=["tp", "cp"],
             mp=["tp", "pp"],
             tp_dp_cp=["tp", "cp", "dp"],
-            world=["tp", "cp", "dp", "pp"],
         ).items():
             setattr(self, name, self._mine(layout.group_ranks(*axes)))
         self.alone = self._mine([[rank] for rank in layout.ranks])

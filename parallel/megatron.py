@@ -29,7 +29,7 @@ def collection(groups: ProcessGroups) -> ProcessGroupCollection:
     for name in ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "mp", "tp_dp_cp"):
         setattr(view, name, getattr(groups, name))
     view.embd, view.pos_embd = groups.embedding, groups.alone
-    view.intra_dp_cp, view.intra_dist_opt = groups.dp_cp, groups.world
+    view.intra_dp_cp, view.intra_dist_opt = groups.dp_cp, groups.members.device_group
     view.ep = view.expt_tp = view.tp_ep = groups.alone
     view.tp_ep_pp = groups.pp
     view.expt_dp = view.intra_expt_dp = groups.tp_dp_cp
@@ -128,12 +128,12 @@ def seed(groups: ProcessGroups, value: int) -> None:
 def build_optimizer(config: OptimizerConfig, chunks: list, groups: ProcessGroups) -> MegatronOptimizer | None:
     """Build Megatron's optimizer of a member's model chunks.
 
-    Every rank of the world calls this; non-members get None. Megatron compares parameter groups over the
-    whole world meanwhile, once for dense and once for expert parameters.
+    Every rank of `groups.world` calls this; non-members get None. Megatron compares parameter groups over
+    torch's default group meanwhile, once for dense and once for expert parameters.
     """
     if not groups.is_member:
         for _ in range(2):
-            dist.all_gather_object([None] * dist.get_world_size(), [])
+            groups.world.all_gather_object([])
         return None
     return get_megatron_optimizer(
         config, chunks, use_gloo_process_groups=False, pg_collection=collection(groups)

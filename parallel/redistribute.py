@@ -1,4 +1,4 @@
-"""Redistribute samples, entries of the first dimension of tensors, each to any number of ranks of a group.
+"""Redistribute samples, entries of the first dimension of tensors, each to any number of ranks.
 
 Letters: B samples, ... any trailing sizes.
 """
@@ -10,23 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel.rank_set import RankSet
+
 
 def exchange_samples(
     tensors: dict[str, Tensor],
     destinations: Sequence[Sequence[int]],
-    group: ProcessGroup | None,
+    ranks: RankSet,
     *,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Send `tensor[b]` of every tensor to the ranks `destinations[b]`.
+    """Send `tensor[b]` of every tensor to the ranks `destinations[b]`. Collective over `ranks`.
 
     Args:
         tensors: [B, ...] of any dtype, the same names, dtypes and number of dimensions on every rank of
-            `group`; B may be 0. Trailing sizes may differ between ranks: samples are padded with zeros to the
+            `ranks`; B may be 0. Trailing sizes may differ between ranks: samples are padded with zeros to the
             largest.
-        destinations: for each local sample the ranks of `group` (0 to its size - 1) that receive it; an empty
+        destinations: for each local sample the ranks (numbered within `ranks`) that receive it; an empty
             list drops the sample.
-        group: every rank of it calls this; None is the whole world.
         device: of the exchange and of the results; the GPU under NCCL.
 
     Returns:
@@ -35,11 +36,10 @@ def exchange_samples(
     assert all(len(value) == len(destinations) for value in tensors.values()), (
         "each tensor has one entry for every list of destinations"
     )
-    size = dist.get_world_size(group)
-    order = [(rank, sample) for sample, ranks in enumerate(destinations) for rank in ranks]
-    order.sort()
+    group = ranks.group_for(device)
+    order = sorted((rank, sample) for sample, receivers in enumerate(destinations) for rank in receivers)
     index = torch.tensor([sample for _, sample in order], dtype=torch.int64, device=device)
-    sent = torch.zeros(size, dtype=torch.int64)
+    sent = torch.zeros(ranks.size, dtype=torch.int64)
     for rank, _ in order:
         sent[rank] += 1
     send_counts, receive_counts = _exchange_counts(sent, group, device=device)
@@ -52,7 +52,7 @@ def exchange_samples(
 
 
 def _exchange_counts(
-    sent: Tensor, group: ProcessGroup | None, *, device: torch.device | str
+    sent: Tensor, group: ProcessGroup, *, device: torch.device | str
 ) -> tuple[list[int], list[int]]:
     sent = sent.to(device)
     received = torch.empty_like(sent)
@@ -61,7 +61,7 @@ def _exchange_counts(
 
 
 def _common_trailing_shapes(
-    tensors: dict[str, Tensor], group: ProcessGroup | None, *, device: torch.device | str
+    tensors: dict[str, Tensor], group: ProcessGroup, *, device: torch.device | str
 ) -> dict[str, tuple[int, ...]]:
     """Return the largest trailing sizes over all ranks, by name."""
     names = sorted(tensors)
@@ -70,8 +70,8 @@ def _common_trailing_shapes(
     )
     if len(flat):
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    sizes = iter(flat.tolist())
-    return {name: tuple(next(sizes) for _ in tensors[name].shape[1:]) for name in names}
+    largest = flat.cpu().split([tensors[name].dim() - 1 for name in names])
+    return {name: tuple(sizes.tolist()) for name, sizes in zip(names, largest)}
 
 
 def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -87,7 +87,7 @@ def pad_trailing(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _all_to_all(
-    send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup | None
+    send: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup
 ) -> Tensor:
     """Exchange the samples of `send`, which are ordered by destination; as bytes, so any dtype works."""
     total, shape, dtype = sum(receive_counts), send.shape[1:], send.dtype

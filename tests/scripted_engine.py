@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
+from tests.one_rank import ONE_RANK
 from verl_megatron.rollout.sampling import Generation, Request
 
 
 class ScriptedEngine:
     """One replica of one rank; `answer(request)` gives the response's tokens, each of log-probability -1."""
 
+    world = ONE_RANK
     replica, num_replicas, tp_rank, tp_group, is_owner = 0, 1, 0, None, True
     kv_cache_tokens, has_tokenizer = 10_000, True
 

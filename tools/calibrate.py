@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.weights.architecture import Architecture
 from parallel.weights.shapes import shape
 from verl_megatron.algorithms.normalizers import LossScale
@@ -172,7 +173,7 @@ def measure_launch(budget_s: float) -> dict[str, float]:
 def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
     """Return the seconds of a forward pass and of an optimizer step of a small model."""
     arch = replace(Architecture.from_hf(shape("llama3-8b")), num_layers=layers, **LAUNCHED)
-    groups = ProcessGroups(Layout.parse("tp1", tuple(range(dist.get_world_size()))))
+    groups = ProcessGroups(Layout.parse("tp1", world().ranks), world())
     engine = Engine(arch=arch, folder=None, groups=groups, config=EngineConfig(), head="token", seed=1)
     engine.prepare_training(lr=0.0, total_steps=1)
     rows, ids = list(range(LAUNCHED_ROWS)), [[0] * (LAUNCHED_TOKENS // 2)] * LAUNCHED_ROWS

@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from parallel import device
+from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
-from parallel.runtime.refusal import agree, speak_once
+from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from verl_megatron.checks.settings import refuse
@@ -49,14 +48,14 @@ class BaseTrainer:
         speak_once()
         check_versions(vllm=vllm)
         device.initialize()
-        self.config, self.is_first = config, dist.get_rank() == 0
+        self.config, self.world = config, world()
+        self.is_first = self.world.is_first
         self.output_dir = Path(config.run.output_dir)
         self.inputs = Inputs()
         machine: Machine | None = machine_here()
         agree(
-            lambda: refuse(
-                inspect(config, world_size=dist.get_world_size(), machine=machine, inputs=self.inputs)
-            )
+            lambda: refuse(inspect(config, world_size=self.world.size, machine=machine, inputs=self.inputs)),
+            self.world,
         )
 
     def say(self, text: str) -> None:
@@ -72,14 +71,14 @@ class BaseTrainer:
         """
         run = self.config.run
         with (
-            RunLock(self.output_dir),
-            Watchdog(run.stall_timeout_s, self.output_dir) as self.watchdog,
+            RunLock(self.output_dir, self.world),
+            Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
             with self.watchdog.operation("build", timeout_s=SLOW_S):
                 self.build()
-            record_timeline(self.clock, run.track_metrics)
-            record_profile(self.clock, self.watchdog, run.track_metrics, self.output_dir)
+            record_timeline(self.clock, run.track_metrics, self.world)
+            record_profile(self.clock, self.watchdog, run.track_metrics, self.output_dir, self.world)
             self.announce()
             gc.freeze()  # exclude what was built; the command line starts with collection disabled
             gc.enable()
@@ -154,7 +153,7 @@ class BaseTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             self.state.finish()
         with writing_to(self.output_dir):
-            write_timeline(self.clock, self.output_dir)
+            write_timeline(self.clock, self.output_dir, self.world)
             if tracker is not None:
                 tracker.close()
 

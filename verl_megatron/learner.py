@@ -1,7 +1,7 @@
 """Training on scored samples: log-probs, values, advantages and updates. Independent of the rollout engine.
 
-These functions and the methods of roles are collective over the world. Ranks outside a role's layout only
-dispatch their samples.
+These functions and the methods of roles are collective over the ranks of the run. Ranks outside a role's
+layout only dispatch their samples.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_sum
 from verl_megatron.algorithms import Algorithm
 from verl_megatron.algorithms.diagnostics import batch_sums
 from verl_megatron.algorithms.kl import KLController
@@ -19,7 +18,7 @@ from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.observe.metrics import PhaseTimer, Sums, reduce_over_world
+from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
 from verl_megatron.roles.role import DispatchedBatch, Role, infer_together
@@ -55,6 +54,7 @@ class Learner:
             clock,
         )
         self.actor, self.critic = roles["actor"], roles.get("critic")
+        self.world = self.actor.world
 
     @property
     def trainable(self) -> dict[str, Role]:
@@ -93,7 +93,11 @@ class Learner:
                 batch.values = results["values"]
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
-                batch, self.config, kl_coef=self.kl.coef, num_groups=table.num_groups, all_sum=all_sum
+                batch,
+                self.config,
+                kl_coef=self.kl.coef,
+                num_groups=table.num_groups,
+                all_sum=self.world.all_sum,
             )
             sums.merge(batch_sums(batch, kl_estimator=self.config.kl_estimator))
         if self.critic is not None:
@@ -103,7 +107,7 @@ class Learner:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
                 sums.merge(self._update_actor(for_actor, batch, table))
-        metrics = reduce_over_world(sums)
+        metrics = sums.reduce(self.world)
         if "kl/ref" in metrics:
             self.kl.update(metrics["kl/ref"], len(table.lengths_B))
             metrics["kl/coef"] = self.kl.coef
@@ -129,7 +133,7 @@ class Learner:
             )
 
         def too_far(metrics: Sums) -> bool:
-            return reduce_over_world(metrics).get("policy/approx_kl", 0.0) > config.target_kl
+            return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl
 
         self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
         stop = too_far if config.target_kl else None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import verl_megatron
 from parallel import device
@@ -18,7 +17,7 @@ from parallel.checkpoint import random_state, resume
 from parallel.checkpoint.background import Background
 from parallel.checkpoint.folders import CheckpointError
 from parallel.checkpoint.training_state import Snapshot
-from parallel.collectives import all_max
+from parallel.rank_set import RankSet
 from parallel.runtime.refusal import shown
 from verl_megatron.checks.versions import installed
 from verl_megatron.data.prompts import PromptCursor
@@ -38,7 +37,7 @@ RECORDED = "recorded"  # attachment of a checkpoint: the metrics of the next ite
 
 
 class Progress:
-    """Completed iterations (or optimizer steps) and their checkpoints. All methods are collective.
+    """Completed iterations (or optimizer steps) and their checkpoints. All methods are collective over `world`.
 
     A checkpoint is of the end of an iteration. The metrics of the next iteration are attached to it, so that a
     run which resumes there can compare (`run.resume=verify`).
@@ -62,13 +61,15 @@ class Progress:
     def __init__(
         self,
         config: Any,
+        world: RankSet,
         *,
         trainable: Mapping[str, Role],
         cursor: PromptCursor,
         enter: Callable[[Engine], None] = lambda engine: None,
         say: Callable[[str], None],
     ):
-        self.config, self.trainable, self.cursor, self.enter, self.say = config, trainable, cursor, enter, say
+        self.config, self.world, self.say = config, world, say
+        self.trainable, self.cursor, self.enter = trainable, cursor, enter
         self.step = 0
         self.before: dict[str, float] = {}  # validation metrics of the untrained actor
         self.validated: dict[str, float] = {}  # metrics and step of the latest validation
@@ -77,10 +78,10 @@ class Progress:
         self._is_repeated = False  # the next iteration was begun before, from the same checkpoint and data
         self._is_same_layout = False
         is_async = config.run.async_save and config.run.save_interval > 0
-        self._background = Background(enabled=is_async)
+        self._background = Background(world, enabled=is_async)
         if is_async:
             reserved = sum(role.engine.reserve_copies() for role in trainable.values())
-            most = all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
+            most = world.all_max(torch.tensor(float(reserved), dtype=torch.float64)).item()
             say(
                 f"run.async_save: {most / 2**30:.2f} GiB of {'pinned ' if device.is_gpu() else ''}host "
                 "memory a rank for the copy that is written, at most"
@@ -109,16 +110,14 @@ class Progress:
         if run.async_save:
             snapshots = list(snapshots)  # copy all now; otherwise one at a time, as they are written
 
-        def write(group: dist.ProcessGroup | None) -> None:
+        def write(ranks: RankSet) -> None:
             def write_roles(scratch: Path) -> None:
                 for name, snapshot in snapshots:
-                    snapshot.write(scratch / name, group)
+                    snapshot.write(scratch / name, ranks)
 
-            checkpoints.save(
-                self.folder, step=step, manifest=manifest, own=own, write=write_roles, group=group
-            )
+            checkpoints.save(self.folder, ranks, step=step, manifest=manifest, own=own, write=write_roles)
             checkpoints.remove_old(
-                self.folder, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
+                self.folder, ranks, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
             )
 
         self._newest = self.folder / f"step_{step}"
@@ -186,14 +185,14 @@ class Progress:
         return role.engine.norms()
 
     def _record(self, path: Path, learnt: dict[str, float]) -> None:
-        if dist.get_rank() == 0:
+        if self.world.is_first:
             try:
                 checkpoints.tell(path, RECORDED, learnt)
             except OSError as error:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
-        recorded = resume.told(path, RECORDED, say=self.say, check=recorded_problem)
+        recorded = resume.told(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
                 f"run.resume=verify: there is no sound record of iteration {self.step}, "
@@ -227,13 +226,13 @@ class Progress:
         if self.config.run.resume == "never" and not int(
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ):  # torchrun restarts always resume
-            if earlier := resume.put_aside_all(self.folder):
+            if earlier := resume.put_aside_all(self.folder, self.world):
                 self.say(
                     f"run.resume=never: earlier checkpoints are now {', '.join(map(str, earlier))}; "
                     "remove what is not wanted"
                 )
             return
-        found = resume.newest_sound(self.folder, say=self.say, check=manifest_problem)
+        found = resume.newest_sound(self.folder, self.world, say=self.say, check=manifest_problem)
         if found is None:
             return
         path, saved = found
@@ -253,14 +252,13 @@ class Progress:
         self.step, self.before, self.validated = saved["step"], saved["before"], saved["validation"]
         self._restore(saved)
         self._newest, how = path, "with its random states"
-        self._is_same_layout = (
-            saved["world_size"] == dist.get_world_size() and saved["layouts"] == mine["layouts"]
-        )
+        self._is_same_layout = saved["world_size"] == self.world.size and saved["layouts"] == mine["layouts"]
         if self._is_same_layout:
             with checkpoints.together(
-                f"{path} does not hold the random states of a run; remove it, or set run.resume=never"
+                f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
+                self.world,
             ):
-                random_state.set_rng_state(resume.own_state(path).get("rng"))
+                random_state.set_rng_state(resume.own_state(path, self.world).get("rng"))
         else:
             random_state.seed_anew(
                 next(iter(self.trainable.values())).engine.groups, seed=self.config.run.seed, step=self.step

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.layout import Layout
 from parallel.placement import place
+from parallel.rank_set import RankSet, agree
 from parallel.reshard.plan import Plan
-from parallel.runtime.refusal import agree
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
@@ -46,6 +44,7 @@ class Run:
     """Components of a run."""
 
     config: TrainerConfig
+    world: RankSet
     tokenizer: Tokenizer
     source: TrainingPrompts
     draw: Draw  # sampling plan of an iteration
@@ -60,24 +59,25 @@ class Run:
     plan: Plan  # weight-sync plan
 
     def table_of(self, batch: RolloutBatch) -> SampleTable:
-        """Gather the table of the iteration's samples from all ranks. Collective over the world."""
-        return SampleTable.gather(batch, num_mini_batches=self.config.algorithm.num_mini_batches)
+        """Gather the table of the iteration's samples from all ranks. Collective over `world`."""
+        return SampleTable.gather(batch, self.world, num_mini_batches=self.config.algorithm.num_mini_batches)
 
     def used_memory(self) -> dict[str, int]:
-        """Return bytes in use after each phase, maximum over ranks. Collective over the world."""
+        """Return bytes in use after each phase, maximum over ranks. Collective over `world`."""
         phases = self.clock.memory_bytes
-        fullest = all_max(torch.tensor([float(value) for value in phases.values()], dtype=torch.float64))
+        used = torch.tensor([float(value) for value in phases.values()], dtype=torch.float64)
+        fullest = self.world.all_max(used)
         return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
-        """Stop the reward workers and free the engine. Collective over the world."""
+        """Stop the reward workers and free the engine. Collective over `world`."""
         if self.sampler.pool is not None:
             self.sampler.pool.close()
         self.engine.close()
 
 
-def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
-    """Build all components of a run. Collective over the world.
+def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: RankSet) -> Run:
+    """Build all components of a run. Collective over `world`.
 
     With its own weights (`keep`) vLLM is built first, because it measures the free memory of an empty GPU.
     Where it uses Megatron's memory, the actor is built first.
@@ -87,13 +87,9 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
         watchdog: receives the run's phases and progress.
     """
     dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
-    agree(
-        lambda: refuse(
-            find_not_finite(roles_of(config), dtypes, place=dist.get_rank(), of=dist.get_world_size())
-        )
-    )
+    agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     arch, specs = read_architecture(config.actor.path), models_of(config)
-    parts = _Parts(config, watchdog, arch)
+    parts = _Parts(config, watchdog, arch, world)
     if config.reshard.mode == "keep":
         engine = parts.engine()
         roles = {"actor": parts.role(specs[0])}
@@ -127,6 +123,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog) -> Run:
     data = config.data
     return Run(
         config=config,
+        world=world,
         tokenizer=inputs.tokenizer,
         source=TrainingPrompts(
             inputs.train,
@@ -166,7 +163,7 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
         timeout_s=reward.timeout_s,
         failure_score=reward.failure_score,
     )
-    if pool.refused and dist.get_rank() == 0:
+    if pool.refused and engine.world.is_first:
         print(
             f"reward workers have no namespaces of their own ({pool.refused}): "
             "a reward function may signal any process of this user",
@@ -178,14 +175,15 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
 class _Parts:
     """Builder of the expensive components of a run; `clock` records the seconds of each."""
 
-    def __init__(self, config: TrainerConfig, watchdog: Watchdog, arch: Architecture):
-        self.config, self.watchdog, self.clock = config, watchdog, PhaseTimer(device.synchronize)
-        self.usual = layout_of(config.actor)
-        serving = Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(range(dist.get_world_size())))
+    def __init__(self, config: TrainerConfig, watchdog: Watchdog, arch: Architecture, world: RankSet):
+        self.config, self.watchdog, self.world = config, watchdog, world
+        self.clock = PhaseTimer(device.synchronize)
+        self.usual = layout_of(config.actor, world)
+        serving = Layout.parse(f"tp{config.rollout.tp}", ranks=world.ranks)
         self.train, self.rollout = place(arch, self.usual, serving, ranks_per_host=device.ranks_per_host())
 
     def role(self, spec: ModelSpec) -> Role:
-        config, layout, algorithm = self.config, layout_of(spec.model), self.config.algorithm
+        config, layout, algorithm = self.config, layout_of(spec.model, self.world), self.config.algorithm
         idle = algorithm.critic_warmup if spec.name == "actor" else 0
         steps = (
             max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.num_mini_batches
@@ -204,7 +202,12 @@ class _Parts:
         )  # models with the actor's layout share its process groups
         with self.clock.phase(spec.name):
             made = make_role(
-                spec.model, layout, arch=read_architecture(spec.model.path), head=spec.head, **common
+                spec.model,
+                layout,
+                self.world,
+                arch=read_architecture(spec.model.path),
+                head=spec.head,
+                **common,
             )
             made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
             made.engine.wait_offload()
@@ -216,6 +219,7 @@ class _Parts:
                 actor.engine.weight_source(),
                 self.rollout,
                 self.config.reshard,
+                self.world,
                 dtype=_rollout_dtype(self.config),
             )
 

@@ -4,14 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import resume
 from parallel.checkpoint.folders import CheckpointError
+from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.iteration import Collected
-from verl_megatron.manifest import samples_problem
+from verl_megatron.manifest import samples_problem, with_present_names
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.progress import Progress
 from verl_megatron.rollout.sampling import Sampling
@@ -21,7 +20,7 @@ SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
 
 
 class SavedState(Progress):
-    """Completed iterations, validation results and checkpoints. All methods are collective over the world.
+    """Completed iterations, validation results and checkpoints. All methods are collective over `run.world`.
 
     The samples of the next iteration are attached to a checkpoint, so that a run that ends during that
     iteration resumes with the same samples.
@@ -35,6 +34,7 @@ class SavedState(Progress):
         self._resumed: Collected | None = None  # samples to resume with
         super().__init__(
             run.config,
+            run.world,
             trainable=run.learner.trainable,
             cursor=run.source.cursor,
             enter=run.residency.enter_training,
@@ -69,9 +69,9 @@ class SavedState(Progress):
         }
         path = self._newest
 
-        def add(group: dist.ProcessGroup | None) -> None:
+        def add(ranks: RankSet) -> None:
             try:
-                checkpoints.add(path, SAMPLES, own, group=group)
+                checkpoints.add(path, SAMPLES, own, ranks)
             except CheckpointError as error:
                 self.say(f"warning: {error}; a run that ends now collects them anew")
 
@@ -98,7 +98,7 @@ class SavedState(Progress):
         return ", with the samples collected for the next" if self._resumed else ""
 
     def _resume_samples(self, path: Path) -> None:
-        found = resume.added(path, SAMPLES, say=self.say, check=samples_problem)
+        found = resume.added(path, SAMPLES, self.world, say=self.say, check=samples_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found
@@ -110,10 +110,10 @@ class SavedState(Progress):
         self.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]
         batch, sums = RolloutBatch(**parts[0]["batch"]), Sums.from_state(parts[0]["sums"])
-        if world_size != dist.get_world_size():  # all samples are read here and redistributed
+        if world_size != self.world.size:  # all samples are read here and redistributed
             batch, sums = (
-                _dealt([RolloutBatch(**part["batch"]) for part in parts]),
-                _merged([Sums.from_state(part["sums"]) for part in parts]),
+                _dealt([RolloutBatch(**part["batch"]) for part in parts], self.world),
+                _merged([Sums.from_state(part["sums"]) for part in parts], self.world),
             )
         self._resumed = Collected(
             batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
@@ -126,17 +126,16 @@ def _made_with(part: dict) -> dict:
     return made | {"data": with_present_names("data", made["data"])} if "data" in made else made
 
 
-def _dealt(batches: list[RolloutBatch]) -> RolloutBatch:
+def _dealt(batches: list[RolloutBatch], world: RankSet) -> RolloutBatch:
     """Return this rank's share of the samples saved by all ranks of another world size."""
-    rank, count = dist.get_rank(), dist.get_world_size()
     return RolloutBatch.concatenate(
-        [batch.select((batch.sample_id % count == rank).nonzero().squeeze(1)) for batch in batches]
+        [batch.select((batch.sample_id % world.size == world.rank).nonzero().squeeze(1)) for batch in batches]
     )
 
 
-def _merged(parts: list[Sums]) -> Sums:
+def _merged(parts: list[Sums], world: RankSet) -> Sums:
     """Merge all sums on the first rank; empty on others."""
     sums = Sums()
-    for part in parts if dist.get_rank() == 0 else []:
+    for part in parts if world.is_first else []:
         sums.merge(part)
     return sums

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-import torch.distributed as dist
-
 from parallel.runtime.refusal import shown, speak_once
 from verl_megatron.base_trainer import BaseTrainer
 from verl_megatron.checks.settings import batch_arithmetic
@@ -14,7 +12,7 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import Collected, collect, learn
-from verl_megatron.observe.metrics import Sums, reduce_over_world
+from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import Case, kv_bytes_per_token, samples_together
@@ -63,12 +61,12 @@ class RLTrainer(BaseTrainer):
         self.say(optional_packages())
         for note in self.inputs.notes:
             self.say(note)
-        self.say(batch_arithmetic(config, dist.get_world_size()))
+        self.say(batch_arithmetic(config, self.world.size))
         self.run: Run | None = None
 
     def build(self) -> None:
         """Build all components of the run."""
-        self.run = build_run(self.config, self.inputs, self.watchdog)
+        self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
         self.clock, self.roles = self.run.clock, self.run.learner.roles
         self.state: SavedState = SavedState(self.run, say=self.say)
 
@@ -87,7 +85,7 @@ class RLTrainer(BaseTrainer):
         self.run.close()
 
     def _generation(self) -> str:
-        case, tokens = Case.of(self.config, world_size=dist.get_world_size()), self.run.engine.kv_cache_tokens
+        case, tokens = Case.of(self.config, world_size=self.world.size), self.run.engine.kv_cache_tokens
         return (
             f"vLLM: KV cache of {tokens:,} tokens a replica, "
             f"{samples_together(case, tokens * kv_bytes_per_token(case))}"
@@ -127,10 +125,10 @@ class RLTrainer(BaseTrainer):
     def _iterate(self) -> dict[str, float] | None:
         """Run an iteration and return its metrics; None after a SIGTERM, with state and samples saved."""
         run, state, drawn_from = self.run, self.state, self.run.source.cursor.state_dict()
-        if self.preemption.requested():
+        if self.preemption.requested(self.world):
             return self._leave()
         collected = state.collected() or collect(run, state.step + 1)
-        if self.preemption.requested():
+        if self.preemption.requested(self.world):
             return self._leave(collected, drawn_from)
         state.keep_samples(collected)
         metrics = learn(run, state.step + 1, collected)
@@ -161,10 +159,10 @@ class RLTrainer(BaseTrainer):
                 draw = Draw(num_prompts=len(prompts), samples_per_prompt=1, sampling=sampling)
                 batch = run.sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=version)
                 run.residency.enter_training()
-                table = SampleTable.gather(batch, num_mini_batches=1)
+                table = SampleTable.gather(batch, self.world, num_mini_batches=1)
                 scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, table)
             sums.add("validation/accuracy", scores.sum(), len(scores))
-            found = reduce_over_world(sums)
+            found = sums.reduce(self.world)
             self.state.validated = {"step": self.state.step} | found
             self._dump(batch, scores.tolist(), prompts)
         if tracker is not None and (metrics or found):
@@ -184,9 +182,8 @@ class RLTrainer(BaseTrainer):
                     "score": scores[b],
                 }
             )
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        if self.is_first:
+        gathered = self.world.gather_object(mine)
+        if gathered is not None:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
             samples = sorted(
                 (sample for part in gathered for sample in part), key=lambda sample: sample["sample"]

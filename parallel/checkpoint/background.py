@@ -1,25 +1,27 @@
-"""Collective checkpoint I/O concurrent with training: one thread with its own process group."""
+"""Collective checkpoint I/O concurrent with training: one thread with its own process groups."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
 
 from parallel import device
+from parallel.rank_set import RankSet
 
-Job = Callable[[dist.ProcessGroup | None], None]
+Job = Callable[[RankSet], None]
 
 
 class Background:
-    """Queue of collective jobs; every rank constructs it and submits the same jobs in the same order.
+    """Queue of jobs collective over `ranks`; each rank submits the same jobs in the same order.
+
+    Every rank of the torchrun world constructs it.
 
     Args:
-        enabled: False runs each job immediately, in the caller's thread and over the world.
+        enabled: False runs each job immediately, in the caller's thread and over `ranks` themselves.
     """
 
-    def __init__(self, *, enabled: bool):
-        self._group = dist.new_group(backend="gloo", timeout=device.COLLECTIVE_TIMEOUT) if enabled else None
+    def __init__(self, ranks: RankSet, *, enabled: bool):
+        self._ranks = ranks.duplicate() if enabled else ranks
         on_this_gpu = dict(initializer=_begin, initargs=(device.device(),)) if device.is_gpu() else {}
         self._executor = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu)
@@ -29,18 +31,18 @@ class Background:
         self._jobs: list[Future] = []
 
     def submit(self, job: Job) -> None:
-        """Run the job after all earlier ones, passing it the group for its collectives.
+        """Run the job after all earlier ones, passing it the ranks with the groups for its collectives.
 
         After a failed job no further job runs.
         """
         if self._executor is None:
-            return job(None)
+            return job(self._ranks)
         previous = self._jobs[-1] if self._jobs else None
 
         def work() -> None:
             if previous is not None and previous.exception() is not None:
                 raise previous.exception()
-            job(self._group)
+            job(self._ranks)
 
         self._jobs.append(self._executor.submit(work))
 

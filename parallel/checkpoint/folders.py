@@ -4,7 +4,7 @@ A checkpoint is written to a scratch folder, its manifest last, and renamed atom
 size and SHA-256 of each file, and a digest of itself. resume.py verifies them before use, at about 1.5 GB/s
 per core; the ranks and their cores share the files.
 
-All functions are collective over the world, or over a given group of all its ranks.
+Functions that take a RankSet are collective over it.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import device
 from parallel.checkpoint.sealed import SEAL, described, read_sealed, sealed
+from parallel.rank_set import RankSet
 
 MANIFEST, PARTIAL, REPLACED, DAMAGED, EARLIER = (
     "manifest.json",
@@ -51,34 +51,15 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-# ---- collective helpers ------------------------------------------------------------------------------------
-
-
-Group = dist.ProcessGroup | None
-
-
-def from_first(value, group: Group = None):
-    """Return the first rank's value on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, group=group)
-    return values[0]
-
-
-def gathered(value, group: Group = None) -> list:
-    values: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 @contextlib.contextmanager
-def together(action: str, group: Group = None) -> Iterator[None]:
+def together(action: str, ranks: RankSet) -> Iterator[None]:
     """Raise the same CheckpointError on every rank if the block failed to read or write on any of them."""
     problem = None
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk with either
         problem = str(error)
-    for rank, found in enumerate(gathered(problem, group)):
+    for rank, found in zip(ranks.ranks, ranks.all_gather_object(problem)):
         if found is not None:
             raise CheckpointError(f"{action}: {found} (rank {rank})")
 
@@ -87,7 +68,7 @@ def together(action: str, group: Group = None) -> Iterator[None]:
 
 
 def save(
-    folder: Path, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None], group: Group = None
+    folder: Path, ranks: RankSet, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None]
 ) -> Path:
     """Write the checkpoint of a step, replacing an earlier one of the same step.
 
@@ -99,13 +80,13 @@ def save(
     Raises:
         CheckpointError: a rank could not write; an earlier checkpoint is unchanged.
     """
-    path, scratch, is_first = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}", dist.get_rank() == 0
+    path, scratch, is_first = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}", ranks.is_first
     action = (
         f"the checkpoint of step {step} was not written to {folder}, earlier ones are untouched; make room "
         "or make the folder writable and start again"
     )
     try:
-        with together(action, group):
+        with together(action, ranks):
             if is_first:
                 clean(folder)
                 scratch.mkdir(parents=True)
@@ -114,16 +95,16 @@ def save(
         except CheckpointException as error:  # from torch, the same on every rank
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"{action}: {cause} (rank {rank})") from None
-        with together(action, group):
-            with (scratch / f"rank_{dist.get_rank()}.pt").open("wb") as file:
+        with together(action, ranks):
+            with (scratch / f"rank_{ranks.rank}.pt").open("wb") as file:
                 torch.save(own, file)
-        files = _describe_files(scratch, action, group)
-        with together(action, group):
+        files = _describe_files(scratch, action, ranks)
+        with together(action, ranks):
             if is_first:
                 _name(
                     scratch,
                     path,
-                    sealed({"step": step, "world_size": dist.get_world_size(), **manifest, "files": files}),
+                    sealed({"step": step, "world_size": ranks.size, **manifest, "files": files}),
                 )
     except CheckpointError:
         if is_first:
@@ -154,20 +135,21 @@ def clean(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _describe_files(scratch: Path, action: str, group: Group) -> dict[str, dict]:
+def _describe_files(scratch: Path, action: str, ranks: RankSet) -> dict[str, dict]:
     """Return the size and digest of every file, each read by one rank, which also syncs it to the disk."""
     sizes, mine = {}, {}
-    with together(action, group):
-        if dist.get_rank() == 0:
+    with together(action, ranks):
+        if ranks.is_first:
             sizes = {
                 str(path.relative_to(scratch)): path.stat().st_size
                 for path in scratch.rglob("*")
                 if path.is_file()
             }
-    names = share(from_first(sizes, group))
-    with together(action, group):
+    names = share(ranks.broadcast_object(sizes), ranks)
+    with together(action, ranks):
         mine = dict(zip(names, each(lambda name: _describe_file(scratch / name), names)))
-    return dict(sorted((name, file) for part in gathered(mine, group) for name, file in part.items()))
+    parts = ranks.all_gather_object(mine)
+    return dict(sorted((name, file) for part in parts for name, file in part.items()))
 
 
 def _describe_file(path: Path) -> dict:
@@ -175,10 +157,13 @@ def _describe_file(path: Path) -> dict:
     return described(path)
 
 
-def share(sizes: dict[str, int]) -> list[str]:
-    """Return this rank's share of the files, given their sizes in bytes; all shares are about equal."""
+def share(sizes: dict[str, int], ranks: RankSet) -> list[str]:
+    """Return this rank's share of the files, given their sizes in bytes; all shares are about equal.
+
+    Not collective.
+    """
     largest_first = sorted(sizes, key=lambda name: (-sizes[name], name))
-    return largest_first[dist.get_rank() :: dist.get_world_size()]
+    return largest_first[ranks.rank :: ranks.size]
 
 
 def each(read: Callable[[str], dict | str | None], names: list[str]) -> list:
@@ -218,28 +203,29 @@ def _sync(path: Path) -> None:
 # ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
-def add(path: Path, name: str, own: dict, *, group: Group = None) -> None:
+def add(path: Path, name: str, own: dict, ranks: RankSet) -> None:
     """Add this rank's `own` (as in `save`) to the checkpoint in `path` as `name`, replacing an earlier one.
 
     Raises:
         CheckpointError: a rank could not write; the checkpoint is unchanged.
     """
-    action, is_first = f"{name} were not added to {path}", dist.get_rank() == 0
-    with together(action, group):
-        file = path / f"{name}_{dist.get_rank()}.pt"
+    action, is_first = f"{name} were not added to {path}", ranks.is_first
+    with together(action, ranks):
+        file = path / f"{name}_{ranks.rank}.pt"
         file.with_suffix(PARTIAL).unlink(missing_ok=True)
         torch.save(own, file.with_suffix(PARTIAL))
         written = {file.name: _describe_file(file.with_suffix(PARTIAL))}
-    files = {name: description for part in gathered(written, group) for name, description in part.items()}
-    with together(action, group):
+    parts = ranks.all_gather_object(written)
+    files = {name: description for part in parts for name, description in part.items()}
+    with together(action, ranks):
         if is_first:
             # old digests never coexist with new files
             (path / f"{name}.json").unlink(missing_ok=True)
-    with together(action, group):
+    with together(action, ranks):
         os.replace(file.with_suffix(PARTIAL), file)
-    with together(action, group):
+    with together(action, ranks):
         if is_first:
-            tell(path, name, {"world_size": dist.get_world_size(), "files": files})
+            tell(path, name, {"world_size": ranks.size, "files": files})
 
 
 def tell(path: Path, name: str, told: dict) -> None:
@@ -259,8 +245,8 @@ def tell(path: Path, name: str, told: dict) -> None:
     os.replace(scratch, path / f"{name}.json")
 
 
-def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> None:
-    """Remove old checkpoints once that of `step` is complete.
+def remove_old(folder: Path, ranks: RankSet, *, step: int, keep_last: int, keep_best: int) -> None:
+    """Remove old checkpoints once that of `step` is complete, from the first rank; not collective.
 
     The newest ones are kept and, in addition, those of the best validation accuracy.
 
@@ -268,7 +254,7 @@ def remove_old(folder: Path, *, step: int, keep_last: int, keep_best: int) -> No
         keep_last: number of the newest up to `step` to keep; 0: all.
         keep_best: number to keep by the accuracy measured at their own step.
     """
-    if dist.get_rank() or not keep_last:
+    if not ranks.is_first or not keep_last:
         return
     paths = [path for path in complete(folder) if step_of(path) <= step]
     best = sorted(

@@ -4,7 +4,6 @@ import random
 
 import numpy
 import torch
-import torch.distributed as dist
 
 from parallel import megatron
 from parallel.groups import ProcessGroups
@@ -56,7 +55,7 @@ def seed_anew(groups: ProcessGroups, *, seed: int, step: int) -> None:
     mixed = random.Random(f"{seed}/{step}").getrandbits(31)
     if groups.is_member:
         megatron.seed(groups, mixed)  # also seeds torch
-    mine = random.Random(f"{mixed}/{dist.get_rank()}").getrandbits(31)
+    mine = random.Random(f"{mixed}/{groups.rank}").getrandbits(31)
     random.seed(mine)
     numpy.random.seed(mine)
     if not groups.is_member:

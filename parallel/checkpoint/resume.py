@@ -1,6 +1,7 @@
 """Resuming: find the newest undamaged checkpoint and its additions, and verify them before they are loaded.
 
-The manifest, pickles and file types are all untrusted. All functions are collective over the world.
+The manifest, pickles and file types are all untrusted. Functions that take a RankSet are collective over it,
+unless they say otherwise.
 """
 
 import contextlib
@@ -8,8 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import torch.distributed as dist
 
 from parallel.checkpoint import metadata
 from parallel.checkpoint.folders import (
@@ -19,14 +18,13 @@ from parallel.checkpoint.folders import (
     CheckpointError,
     clean,
     each,
-    from_first,
-    gathered,
     named,
     share,
     step_of,
     together,
 )
 from parallel.checkpoint.sealed import SEAL, file_damage, files_problem, load_tensors, read_sealed, shortened
+from parallel.rank_set import RankSet
 
 Check = Callable[[dict], str | None]  # returns an error message, or None
 
@@ -40,7 +38,7 @@ def _is_count(value: object) -> bool:
 
 
 def newest_sound(
-    folder: Path, *, say: Callable[[str], None], check: Check = _anything
+    folder: Path, ranks: RankSet, *, say: Callable[[str], None], check: Check = _anything
 ) -> tuple[Path, dict] | None:
     """Return the newest undamaged checkpoint and its manifest; None if there is no checkpoint.
 
@@ -54,16 +52,18 @@ def newest_sound(
         CheckpointError: all checkpoints are damaged, or the folder cannot be read.
     """
     damaged, first, paths = [], "", []
-    with together(f"the checkpoints in {folder} cannot be read; make the folder readable and writable"):
-        if dist.get_rank() == 0:
+    action = f"the checkpoints in {folder} cannot be read; make the folder readable and writable"
+    with together(action, ranks):
+        if ranks.is_first:
             clean(folder)
             paths = named(folder)
-    for path in from_first(paths):
-        manifest, problem = damage(path, check)
+    for path in ranks.broadcast_object(paths):
+        manifest, problem = damage(path, ranks, check)
         if problem is None:
             with contextlib.suppress(OSError):  # renaming only saves the next start from reading it
-                _put_aside(damaged, DAMAGED)
-            dist.barrier()
+                if ranks.is_first:
+                    _put_aside(damaged, DAMAGED)
+            ranks.barrier()
             return path, manifest
         damaged.append(path)
         first = first or f"{path.name}: {problem}"
@@ -76,7 +76,7 @@ def newest_sound(
     return None
 
 
-def put_aside_all(folder: Path) -> list[Path]:
+def put_aside_all(folder: Path, ranks: RankSet) -> list[Path]:
     """Rename the checkpoints of an earlier run, so that the new run does not take them for its own.
 
     Returns:
@@ -86,18 +86,17 @@ def put_aside_all(folder: Path) -> list[Path]:
         CheckpointError: they cannot be renamed.
     """
     aside = []
-    with together(
-        f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"
-    ):
-        if dist.get_rank() == 0:
+    action = f"the checkpoints in {folder} are of an earlier run and could not be put aside; move them away"
+    with together(action, ranks):
+        if ranks.is_first:
             clean(folder)
             aside = _put_aside(named(folder), EARLIER)
-    return from_first(aside)
+    return ranks.broadcast_object(aside)
 
 
 def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
-    """Rename them on the first rank; checkpoints renamed before stay."""
-    if dist.get_rank() or not paths:
+    """Rename them; checkpoints renamed before stay. Not collective: the first rank calls it."""
+    if not paths:
         return []
     numbers = ("", *range(2, 10_000))
     free = next(n for n in numbers if not any(os.path.lexists(f"{path}{suffix}{n}") for path in paths))
@@ -107,24 +106,26 @@ def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
     return aside
 
 
-def damage(path: Path, check: Check = _anything) -> tuple[dict, str | None]:
+def damage(path: Path, ranks: RankSet, check: Check = _anything) -> tuple[dict, str | None]:
     """Return the manifest, and an error message about it or the files, the same on every rank, or None."""
-    manifest, problem = from_first(_read_manifest(path, check) if dist.get_rank() == 0 else None)
+    manifest, problem = ranks.broadcast_object(_read_manifest(path, check) if ranks.is_first else None)
     if problem is not None:
         return {}, problem
-    problem = _damage_among(path, manifest["files"])
+    problem = _damage_among(path, manifest["files"], ranks)
     if problem is None:  # the files are those of the manifest; now check which run wrote them
-        problem = next(filter(None, gathered(_pickle_problem(path, manifest))), None)
+        problems = ranks.all_gather_object(_pickle_problem(path, manifest, ranks))
+        problem = next(filter(None, problems), None)
     return manifest, problem
 
 
-def _damage_among(path: Path, files: dict[str, dict]) -> str | None:
+def _damage_among(path: Path, files: dict[str, dict], ranks: RankSet) -> str | None:
     """Return an error message if one of these files is damaged; the same on every rank."""
     found = each(
         lambda name: file_damage(path / name, files[name]),
-        share({name: written["bytes"] for name, written in files.items()}),
+        share({name: written["bytes"] for name, written in files.items()}, ranks),
     )
-    return next((problem for problems in gathered(found) for problem in problems if problem), None)
+    all_found = ranks.all_gather_object(found)
+    return next((problem for problems in all_found for problem in problems if problem), None)
 
 
 def _read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
@@ -144,12 +145,12 @@ def _read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
     return manifest, check(manifest)
 
 
-def _pickle_problem(path: Path, manifest: dict) -> str | None:
+def _pickle_problem(path: Path, manifest: dict, ranks: RankSet) -> str | None:
     """Return an error message if a pickle that this rank will read is invalid."""
     try:
-        if manifest["world_size"] == dist.get_world_size():
-            own_state(path)
-        for name in manifest["files"] if dist.get_rank() == 0 else ():
+        if manifest["world_size"] == ranks.size:
+            own_state(path, ranks)
+        for name in manifest["files"] if ranks.is_first else ():
             if name.endswith(f"/{metadata.FILE}"):
                 folder = name.removesuffix(metadata.FILE)
                 stored = metadata.read_tensor_table(path / folder).storage_data.values()
@@ -186,19 +187,21 @@ def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> 
                 )
 
 
-def own_state(path: Path) -> dict:
-    """Return the `own` that this rank passed to `save`; requires the same number of ranks.
+def own_state(path: Path, ranks: RankSet) -> dict:
+    """Return the `own` that this rank passed to `save`; requires the same number of ranks. Not collective.
 
     Raises:
         ValueError: it is not what a run saves, or would run code.
     """
-    return load_tensors(path / f"rank_{dist.get_rank()}.pt")
+    return load_tensors(path / f"rank_{ranks.rank}.pt")
 
 
 # ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
-def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything) -> dict | None:
+def told(
+    path: Path, name: str, ranks: RankSet, *, say: Callable[[str], None], check: Check = _anything
+) -> dict | None:
     """Return the metadata that `tell` wrote, on every rank; None, with a warning if it is unusable."""
 
     def read() -> tuple[dict | None, str | None]:
@@ -215,14 +218,14 @@ def told(path: Path, name: str, *, say: Callable[[str], None], check: Check = _a
         except (OSError, ValueError) as error:
             return None, str(error)
 
-    found, problem = from_first(read() if dist.get_rank() == 0 else None)
+    found, problem = ranks.broadcast_object(read() if ranks.is_first else None)
     if problem:
         say(f"warning: {name} of {path} are not used: {problem}")
     return found
 
 
 def added(
-    path: Path, name: str, *, say: Callable[[str], None], check: Check = _anything
+    path: Path, name: str, ranks: RankSet, *, say: Callable[[str], None], check: Check = _anything
 ) -> tuple[list[dict], int] | None:
     """Return what `add` wrote, if it is undamaged, and the number of ranks that wrote it.
 
@@ -231,16 +234,15 @@ def added(
     Args:
         check: returns an error message for an unusable part of a rank; then nothing is used.
     """
-    listed = told(path, name, say=say, check=lambda listed: _listing_problem(listed, name))
+    listed = told(path, name, ranks, say=say, check=lambda listed: _listing_problem(listed, name))
     if listed is None:
         return None
-    problem, parts = _damage_among(path, listed["files"]), []
+    problem, parts = _damage_among(path, listed["files"], ranks), []
     if problem is None:
-        is_same = listed["world_size"] == dist.get_world_size()
-        parts, problem = _parts(
-            path, name, [dist.get_rank()] if is_same else range(listed["world_size"]), check
-        )
-        problem = next(filter(None, gathered(problem)), None)
+        is_same = listed["world_size"] == ranks.size
+        wanted = [ranks.rank] if is_same else range(listed["world_size"])
+        parts, problem = _parts(path, name, wanted, check)
+        problem = next(filter(None, ranks.all_gather_object(problem)), None)
     if problem:
         say(f"warning: {name} of {path} are not used: {problem}")
         return None

@@ -33,6 +33,7 @@ from parallel.checkpoint.folders import writing_threads
 from parallel.checkpoint.metadata import read_tensor_table
 from parallel.checkpoint.sealed import shortened
 from parallel.groups import ProcessGroups
+from parallel.rank_set import RankSet
 
 device.prepare()
 
@@ -149,7 +150,7 @@ def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
             int(holder["step"]) for holder in (*inner.param_groups, *inner.state.values()) if "step" in holder
         ]
     most = torch.tensor(max(steps), device=device.device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.world)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.members.device_group)
     return int(most)
 
 
@@ -246,7 +247,7 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
                 # converting all at once to float64 may take gigabytes
                 for piece in part.detach().flatten().split(_PIECE):
                     squares[place] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-    dist.all_reduce(squares, group=groups.world)
+    dist.all_reduce(squares, group=groups.members.device_group)
     return {f"norm/{kind}": value for kind, value in zip((VALUE, *MOMENTS), squares.sqrt().tolist())}
 
 
@@ -281,8 +282,8 @@ class Snapshot:
         self._state = mcore_to_pyt_state_dict(shards)
         self._is_copied = torch.cuda.current_stream().record_event() if device.is_gpu() else None
 
-    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Write the snapshot; every rank of `group` (default: the world) calls this together.
+    def write(self, folder: Path, ranks: RankSet) -> None:
+        """Write the snapshot. Collective over `ranks`, whose groups carry objects.
 
         Raises:
             torch.distributed.checkpoint.api.CheckpointException: on every rank, if one could not write.
@@ -293,7 +294,7 @@ class Snapshot:
             self._state,
             storage_writer=_Writer(folder, sync_files=False),
             planner=MCoreSavePlanner(flatten_state_dict=False),
-            process_group=group,
+            process_group=ranks.cpu_group,
         )
 
 
@@ -346,7 +347,9 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: int) -> None:
-    """Load a folder's values and moments in place. Every rank of the world calls this together.
+    """Load a folder's values and moments in place. Collective over `groups.world`.
+
+    Megatron-Core reads over torch's default group, so `groups.world` spans it.
 
     Args:
         step: the optimizer's, as `gather` returned it.
@@ -364,7 +367,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
     )
     merges = dict(wanted)
     apply_factories(wanted)
-    loaded, causes = {}, [None] * dist.get_world_size()
+    loaded = {}
     try:
         loaded, cause = TorchDistLoadShardedStrategy().load(wanted, folder), None
     except (
@@ -374,8 +377,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
         cause = str(next(iter(error.failures.values()))[0])
     except Exception as error:  # its readers raise nearly anything for broken files
         cause = f"{type(error).__name__}: {error}"
-    dist.all_gather_object(causes, cause)
-    if cause := next(filter(None, causes), None):
+    if cause := next(filter(None, groups.world.all_gather_object(cause)), None):
         raise ValueError(
             f"{folder} does not fit this model ({shortened(cause)}); resume with the version of "
             "megatron-core that wrote it, or set run.resume=never"

@@ -97,7 +97,7 @@ class Resharder:
         source: Parameters,
         destination: Parameters,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         device: torch.device,
         verify: Literal["sample", "all", "none"] = "sample",
         peers: Mapping[int, Mapped] | None = None,
@@ -110,7 +110,7 @@ class Resharder:
             source: this rank's parameters that the plan reads, on `device`; empty if it is no source.
             destination: the parameters that the plan writes, on `device`, of `dtype`; others are left alone.
             dtype: of a transferred element; the source rank casts before it sends.
-            group: spans every rank of the plan; None is the world.
+            group: spans every rank of the plan.
             peers: IPC tensors of all other ranks' sources, from `map_tensors`; required by a plan compiled
                 with `peer_memory`.
             staging: [N] of `dtype` on `device`, for the windows; other plans may use it at other times.

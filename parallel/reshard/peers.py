@@ -22,7 +22,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
-def map_tensors(tensors: Mapped, group: dist.ProcessGroup | None) -> dict[int, Mapped] | None:
+def map_tensors(tensors: Mapped, group: dist.ProcessGroup) -> dict[int, Mapped] | None:
     """Map the tensors of all other ranks of `group`; collective over `group`.
 
     The tensors must be dense, in memory of PyTorch's own allocator, and keep their addresses. Mappings stay
@@ -34,11 +34,12 @@ def map_tensors(tensors: Mapped, group: dist.ProcessGroup | None) -> dict[int, M
         cannot be exported (expandable segments).
     """
     exported = _exported(tensors)
+    this_rank = dist.get_global_rank(group, dist.get_rank(group))
     everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (dist.get_rank(), exported), group=group)
+    dist.all_gather_object(everyone, (this_rank, exported), group=group)
     opened = None
     if all(exports is not None for _, exports in everyone):
-        opened = {rank: _opened(*exports) for rank, exports in everyone if rank != dist.get_rank()}
+        opened = {rank: _opened(*exports) for rank, exports in everyone if rank != this_rank}
     failed = opened is None or any(mapped is None for mapped in opened.values())
     outcomes: list = [None] * len(everyone)
     dist.all_gather_object(outcomes, failed, group=group)

@@ -41,7 +41,7 @@ class Proof:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         verify: Literal["sample", "all", "none"],
     ):
         """

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device as machine
+from parallel.rank_set import new_group
 from parallel.reshard.execute import Parameters, Resharder, ReshardReport
 from parallel.reshard.plan import Plan
 
@@ -37,7 +38,7 @@ def background_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     Every rank of the world must call this.
     """
-    return dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo")
+    return new_group(ranks, "cpu:gloo,cuda:nccl" if machine.is_gpu() else "gloo", timeout=None)
 
 
 class VersionedReshard:

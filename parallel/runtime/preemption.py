@@ -25,8 +25,8 @@ import traceback
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 
+from parallel.rank_set import RankSet
 from parallel.runtime import leftovers
 
 EXIT_STATUS = 128 + signal.SIGTERM  # a shell's status for a process ended by SIGTERM
@@ -69,14 +69,9 @@ class Preemption:
         """
         self._held.set()
 
-    def requested(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Return whether a rank of `group` (default: the world) received SIGTERM; the same on each.
-
-        A collective of CPU tensors.
-        """
-        flag = torch.tensor(int(self._asked.is_set()))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag)
+    def requested(self, ranks: RankSet) -> bool:
+        """Return whether one of `ranks` received SIGTERM; the same on each. Collective over `ranks`."""
+        return bool(ranks.all_max(torch.tensor(int(self._asked.is_set()))))
 
     def __enter__(self) -> "Preemption":
         # A Python handler waits until a C call of the main thread (a collective) returns; the wakeup byte

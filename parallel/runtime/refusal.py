@@ -1,22 +1,19 @@
 """User errors: shortened, with the nearest valid name, the same on every rank, and printed once.
 
-torchrun's report includes the message. Only the standard library is imported until ranks communicate.
+torchrun's report includes the message. Only the standard library is imported.
 """
 
 import difflib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from parallel.runtime import process
-
-T = TypeVar("T")
 
 VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line; lines of a message
 REFUSED = 2  # exit status
@@ -24,7 +21,7 @@ OURS = ("parallel", "verl_megatron")
 
 
 class RefusalError(ValueError):
-    """A user error that every rank of the world knows of."""
+    """A user error that every rank knows of."""
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -68,30 +65,6 @@ def _cut(text: str, limit: int) -> str:
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------
-
-
-def agree(check: Callable[[], T]) -> T:
-    """Run `check` on every rank of the world and return its result; all ranks fail if one does. Collective.
-
-    Raises:
-        RefusalError: the ValueError of rank 0 if it has one, else that of the first failing rank, with rank
-            and host. The same text on every rank.
-    """
-    import torch.distributed as dist
-
-    result, problem = None, ""
-    try:
-        result = check()
-    except ValueError as error:
-        problem = str(error) or type(error).__name__
-    found: list[tuple[str, str]] = [(problem, socket.gethostname())]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, found[0] if not problem else (readable(problem), socket.gethostname()))
-    for rank, (problem, host) in enumerate(found):
-        if problem:
-            raise RefusalError(problem + f" (rank {rank} on {host})" * bool(rank))
-    return result
 
 
 def complain(text: str, *, agreed: bool = False) -> NoReturn:

@@ -18,9 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
 from parallel.checkpoint.sealed import opened, shortened
+from parallel.rank_set import RankSet
 
 NAME = "run.lock"
 BEAT_S = 15.0
@@ -30,24 +29,23 @@ RESTART_S = 30.0  # the same if torchrun restarts the ranks
 
 
 class RunLock:
-    """Lock that the first rank holds during the `with` block; every rank of the world enters it.
+    """Lock that the first of `ranks` holds during the `with` block; every one of them enters it.
 
     Raises:
         ValueError: on every rank, if another run holds the folder, or if it cannot be written.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, ranks: RankSet):
+        self.ranks = ranks
         self.folder = Path(folder)
         self.path = self.folder / NAME
         self._mine: str | None = None  # the file's text; None: not held
         self._done = threading.Event()
 
     def __enter__(self) -> "RunLock":
-        problem = [self._acquire() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(problem)
-        if problem[0]:
+        if problem := self.ranks.broadcast_object(self._acquire() if self.ranks.is_first else None):
             self._release()
-            raise ValueError(problem[0])
+            raise ValueError(problem)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import device
+from parallel.rank_set import world
 
 device.prepare()
 
@@ -76,7 +77,7 @@ def te_objects_of(engine: Engine) -> dict:
 def build(
     folder: Path, head: str, layout: str, *, weights: bool, config: EngineConfig | None = None
 ) -> Engine:
-    groups = ProcessGroups(Layout.parse(layout, tuple(range(dist.get_world_size()))))
+    groups = ProcessGroups(Layout.parse(layout, world().ranks), world())
     return Engine(
         arch=read_architecture(folder),
         folder=str(folder) if weights else None,

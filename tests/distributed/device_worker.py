@@ -17,6 +17,7 @@ import torch.utils.cpp_extension  # noqa: F401
 
 from parallel import device
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.weights.architecture import Architecture
 from parallel.weights.files import write_json, write_safetensors
 from parallel.weights.rules import hf_shapes
@@ -60,7 +61,7 @@ def train_a_step(folder: Path) -> None:
     from verl_megatron.data.batch import RolloutBatch
     from verl_megatron.roles.engine import Engine
 
-    groups = ProcessGroups(Layout.parse("pp2", (0, 1)))
+    groups = ProcessGroups(Layout.parse("pp2", (0, 1)), world())
     engine = Engine(arch=ARCH, folder=str(folder), groups=groups, config=EngineConfig(), head="lm", seed=1)
     engine.prepare_training(lr=1e-2, total_steps=1)
     before = {key: tensor.clone() for key, tensor in engine.tensors.items()}

@@ -1,11 +1,17 @@
-"""Four ranks exchange samples; every result is compared with what one process computes from all samples."""
+"""Four ranks exchange samples and objects, together and as two sets of two, as one process computes it."""
+
+import os
+import signal
 
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
 from parallel.layout import Layout
+from parallel.rank_set import RankSet, agree, rank_set, world
 from parallel.redistribute import exchange_samples
+from parallel.runtime.preemption import Preemption
+from parallel.runtime.refusal import RefusalError
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector
 
@@ -29,10 +35,11 @@ def targets(rank: int, sample: int, world: int) -> list[int]:
     return [r for r in range(world) if (rank * 7 + sample * 3) >> r & 1]  # none, one or several
 
 
-def check_exchange(rank: int, world: int) -> None:
+def check_exchange(ranks: RankSet) -> None:
+    rank, world = ranks.rank, ranks.size
     mine = samples_of(rank)
     count = len(mine["scalar"])
-    received = exchange_samples(mine, [targets(rank, sample, world) for sample in range(count)], None)
+    received = exchange_samples(mine, [targets(rank, sample, world) for sample in range(count)], ranks)
     everything = [samples_of(source) for source in range(world)]
     assert list(received) == list(mine)
     for name in mine:
@@ -48,6 +55,62 @@ def check_exchange(rank: int, world: int) -> None:
         assert_close(received[name], torch.stack(expected), rtol=0, atol=0)
 
 
+def check_membership(everyone: RankSet, halves: list[RankSet]) -> None:
+    rank = dist.get_rank()
+    assert everyone.ranks == (0, 1, 2, 3) and everyone.rank == everyone.global_rank == rank
+    assert [ranks.ranks for ranks in halves] == [(1, 3), (0, 2)], "in increasing order"
+    assert [ranks.is_member for ranks in halves] == [rank in (1, 3), rank in (0, 2)]
+    assert [ranks.is_first for ranks in halves] == [rank == 1, rank == 0]
+    assert rank_set((1, 3)) == halves[0], "the groups are made once"
+
+
+def check_operations(ranks: RankSet) -> None:
+    """Every rank of the set gives its global rank, or 10 to that power."""
+    mine = ranks.global_rank
+    assert ranks.ranks[ranks.rank] == mine and ranks.size == len(ranks.ranks)
+    powers = torch.tensor([10.0**mine, -mine], dtype=torch.float64)
+    assert ranks.all_sum(powers).tolist() == [sum(10.0**r for r in ranks.ranks), -sum(ranks.ranks)]
+    assert ranks.all_max(powers).tolist() == [10.0 ** ranks.ranks[-1], -ranks.ranks[0]]
+    assert powers.tolist() == [10.0**mine, -mine], "what was given is left alone"
+    assert ranks.union([f"of {mine}", "of all"]) == [
+        f"of {ranks.ranks[0]}",
+        "of all",
+        *(f"of {rank}" for rank in ranks.ranks[1:]),
+    ]
+    assert ranks.all_gather_object({"rank": mine}) == [{"rank": rank} for rank in ranks.ranks]
+    assert ranks.gather_object(mine) == (list(ranks.ranks) if ranks.is_first else None)
+    assert ranks.broadcast_object(mine) == ranks.ranks[0]
+    assert ranks.broadcast_object(mine, src=1) == ranks.ranks[1]
+    ranks.barrier()
+    counter = ranks.store("counter")
+    counter.add("members", 1)
+    ranks.barrier()
+    assert counter.add("members", 0) % ranks.size == 0, "other sets have keys of their own"
+
+    def check() -> int:
+        if ranks.rank == 1:
+            raise ValueError("a wrong setting")
+        return mine
+
+    try:
+        agree(check, ranks)
+    except RefusalError as error:
+        assert str(error).startswith(f"a wrong setting (rank {ranks.ranks[1]} on ")
+    else:
+        raise AssertionError("all ranks fail if one does")
+    assert agree(lambda: mine, ranks) == mine
+
+
+def check_preemption(ranks: RankSet) -> None:
+    """Of two sets only the one whose rank has received SIGTERM ends."""
+    with Preemption(grace_s=60) as preemption:
+        assert not preemption.requested(ranks)
+        if ranks.global_rank == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert preemption._asked.wait(timeout=30)
+        assert preemption.requested(ranks) == (3 in ranks.ranks)
+
+
 def make_samples(ids: list[int]) -> RolloutBatch:
     """Sample r is its own number in every place, with 1 + r % 3 prompt tokens and r % 5 response tokens."""
     batch = RolloutBatch.from_lists(
@@ -60,13 +123,13 @@ def make_samples(ids: list[int]) -> RolloutBatch:
     return batch
 
 
-def check_collector(rank: int, world: int, layout: Layout) -> None:
+def check_collector(ranks: RankSet, layout: Layout) -> None:
     """Samples reach the role and results return, with owners on ranks 1 and 3 only, in shuffled order."""
-    num_samples = 13
-    owner_of_sample = torch.tensor([1 if r % 3 else 3 for r in range(num_samples)])
+    num_samples, rank = 13, ranks.global_rank
+    owner_of_sample = torch.tensor([1 if r % 3 else ranks.size - 1 for r in range(num_samples)])
     dp_of_sample = torch.tensor([(r * r) % layout.dp for r in range(num_samples)])
-    owned = make_samples([r for r in reversed(range(num_samples)) if owner_of_sample[r] == rank])
-    collector = DataCollector(layout, rank=rank)
+    owned = make_samples([r for r in reversed(range(num_samples)) if owner_of_sample[r] == ranks.rank])
+    collector = DataCollector(layout, ranks)
     fields = collector.to_role(owned, dp_of_sample)
     dispatched = RolloutBatch(**fields)
     mine = [
@@ -106,8 +169,14 @@ def check_collector(rank: int, world: int, layout: Layout) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    check_exchange(rank, world)
+    everyone, halves = world(), [rank_set((3, 1)), rank_set((0, 2))]
+    (half,) = [ranks for ranks in halves if ranks.is_member]
+    check_membership(everyone, halves)
+    duplicates = [ranks.duplicate() for ranks in halves]
+    for ranks in (everyone, half, *(ranks for ranks in duplicates if ranks.is_member)):
+        check_operations(ranks)
+        check_exchange(ranks)
+    check_preemption(half)
     for text, ranks in (
         ("tp2pp2", (0, 1, 2, 3)),
         ("pp2", (0, 1, 2, 3)),
@@ -116,8 +185,10 @@ def main() -> None:
         ("tp2", (2, 0)),
         ("tp1", (1,)),
     ):
-        check_collector(rank, world, Layout.parse(text, ranks))
-    print(f"rank {rank} agrees", flush=True)
+        check_collector(everyone, Layout.parse(text, ranks))
+    check_collector(half, Layout.parse("tp2", half.ranks))
+    check_collector(half, Layout.parse("tp1", half.ranks[1:]))
+    print(f"rank {everyone.rank} agrees", flush=True)
     dist.destroy_process_group()
 
 

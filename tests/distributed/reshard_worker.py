@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from parallel import device
-from parallel.export import export_folder
-from parallel.groups import group_of
+from parallel.export import ShardedModel, export_folder
 from parallel.layout import Layout
+from parallel.rank_set import rank_set, world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.planner import Sides, plan_in_place
@@ -76,7 +76,7 @@ def make(
         source=given,
         destination=taken,
         dtype=dtype,
-        group=None,
+        group=world().device_group,
         device=device.device(),
         verify=verify,
     )
@@ -222,7 +222,9 @@ def laid_over() -> None:
             for p in destination[rank]
         }
         taken |= views_at(plans.addresses[rank], destination[rank], given, torch.float32)
-        common = dict(rank=rank, dtype=torch.float32, group=None, device=device.device(), verify="all")
+        common = dict(
+            rank=rank, dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
+        )
         to_rollout = Resharder(plans.to_rollout, source=given, destination=taken, **common)
         to_train = (
             Resharder(plans.to_train, source=taken, destination=given, **common) if plans.to_train else None
@@ -273,29 +275,15 @@ def exported(
             "model.safetensors.index.json",
         ):
             (target / leftover).write_text("of an earlier export")
-    group = group_of(layout.ranks)
+    ranks = rank_set(layout.ranks)
     dist.barrier()
     if rank in layout.ranks:
         parameters_of = {
             other: megatron_parameters(arch, layout, other, spec="local", head=head) for other in layout.ranks
         }
         source = filled(parameters_of[rank], tensors, torch.nan, torch.float32)
-        places = {
-            "folder": target,
-            "template_folder": template,
-            "rank": rank,
-            "group": group,
-            "device": device.device(),
-        }
-        export_folder(
-            arch=arch,
-            source=source,
-            parameters_of=parameters_of,
-            head=head,
-            dtype=dtype,
-            max_file_bytes=max_file_bytes,
-            **places,
-        )
+        model = ShardedModel(arch=arch, head=head, dtype=dtype, tensors=source, shards=parameters_of)
+        export_folder(model, target, template_folder=template, ranks=ranks, max_file_bytes=max_file_bytes)
     dist.barrier()
     held = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
     return (

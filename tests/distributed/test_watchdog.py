@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel.runtime.watchdog import ENDED, EXIT_STATUS, Report, Watchdog, verdict
+from parallel.runtime.verdict import ENDED, Report, verdict
+from parallel.runtime.watchdog import EXIT_STATUS, Watchdog
 from tests.distributed.watchdog_worker import END_S, NUM_RANKS, SCENARIOS, UNDER_TORCHRUN, VICTIM
 from tests.end_to_end.launch import Started, start
+from tests.one_rank import ONE_RANK
 from tests.worlds import ROOT
 
 WORKER = "tests.distributed.watchdog_worker"
@@ -86,12 +88,12 @@ VERDICTS = {
 @pytest.mark.parametrize("case", VERDICTS)
 def test_verdict(case):
     reports, expected = VERDICTS[case]
-    said = verdict(reports, silent={})
+    said = verdict(dict(enumerate(reports)), silent={})
     assert said is None if expected is None else said.startswith(expected), said
 
 
 def test_a_silent_rank_is_named_before_one_that_waits():
-    said = verdict([report(idle_s=0), report("save", 9, idle_s=0)], silent={1: 63.0})
+    said = verdict({0: report(idle_s=0), 1: report("save", 9, idle_s=0)}, silent={1: 63.0})
     assert said.startswith("rank 1 made no progress for 63 s and gave no sign of life") and said.endswith(
         "rank 0 waits for it in rollout (iteration 5)"
     )
@@ -99,7 +101,12 @@ def test_a_silent_rank_is_named_before_one_that_waits():
 
 def test_verdict_counts_all_that_wait():
     said = verdict(
-        [AHEAD, AHEAD, report(waits=False), dataclasses.replace(AHEAD, operation="save", sequence=7)],
+        {
+            0: AHEAD,
+            1: AHEAD,
+            2: report(waits=False),
+            3: dataclasses.replace(AHEAD, operation="save", sequence=7),
+        },
         silent={},
     )
     assert said.endswith(
@@ -110,11 +117,11 @@ def test_verdict_counts_all_that_wait():
 @pytest.mark.parametrize("timeout_s", [-1, float("inf"), float("nan")])
 def test_refuses_what_is_no_timeout(tmp_path, timeout_s):
     with pytest.raises(ValueError, match="timeout_s="):
-        Watchdog(timeout_s, tmp_path)
+        Watchdog(timeout_s, tmp_path, ONE_RANK)
 
 
 def test_operations_nest_and_keep_their_timeouts(tmp_path):
-    watchdog = Watchdog(0, tmp_path)
+    watchdog = Watchdog(0, tmp_path, ONE_RANK)
     with pytest.raises(ValueError, match="'start'"), watchdog.operation("start", timeout_s=0):
         pass
     with watchdog, watchdog.operation("start", timeout_s=600):
@@ -222,6 +229,16 @@ def test_every_rank_that_can_leaves_its_stacks_and_ends(folder, name):
             assert f" in {name}\n" in stacks and "watchdog.py" in stacks, (
                 stacks
             )  # the main thread and the watching one
+
+
+def test_each_set_of_ranks_has_a_watchdog_of_its_own(folder):
+    codes, output = ended(folder, "halves")
+    said = HANGS.findall(output)
+    expected = r"rank 2 made no progress for \d+ s: it is in rollout .*, rank 1 waits for it in actor_update"
+    assert len(said) == 1 and re.match(expected, said[0]), output
+    assert codes == [0, EXIT_STATUS, EXIT_STATUS, 0]
+    stacks = {path.name for path in (folder / "halves/stacks").iterdir()}
+    assert stacks == {"rank_1.txt", "rank_2.txt"}
 
 
 @pytest.mark.parametrize("name", ["slow", "off"])

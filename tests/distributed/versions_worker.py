@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.groups import group_of
 from parallel.layout import Layout
+from parallel.rank_set import group_of
 from parallel.reshard import versions
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan

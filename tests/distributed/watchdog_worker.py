@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallel.rank_set import RankSet, rank_set, world
 from parallel.runtime.preemption import Preemption
 from parallel.runtime.watchdog import Watchdog
 
@@ -136,21 +137,49 @@ def iterate(watchdog: Watchdog, rank: int, on_third: Callable[[], None]) -> None
                 if rank == VICTIM and iteration == 3:
                     on_third()
                 time.sleep(0.1)
-            if preemption.requested():
+            if preemption.requested(world()):
                 print(f"rank {rank} ends after iteration {iteration}", flush=True)
                 return
 
 
-_functions = (sleeping, same_operation, stopped, keeps_lock, other_collective, skipped, slow, off, preempted)
+def halves(watchdog: Watchdog, rank: int) -> None:
+    """Two sets of ranks with a watchdog each: one ends; in the other a rank sleeps and the other waits."""
+    with watchdog.operation("rollout"):
+        if rank == VICTIM:
+            sleep_forever()
+    with watchdog.operation("actor_update"):
+        watchdog.ranks.barrier()
+
+
+_functions = (
+    halves,
+    sleeping,
+    same_operation,
+    stopped,
+    keeps_lock,
+    other_collective,
+    skipped,
+    slow,
+    off,
+    preempted,
+)
 SCENARIOS = {function.__name__: function for function in _functions}
 UNDER_TORCHRUN = {"sleeping": sleeping, "terminated": terminated}
+
+
+def watched(name: str) -> RankSet:
+    """The ranks that this rank's watchdog watches."""
+    if name != "halves":
+        return world()
+    (half,) = [ranks for ranks in (rank_set((0, 3)), rank_set((1, VICTIM))) if ranks.is_member]
+    return half
 
 
 def run_rank(name: str, folder: Path) -> None:
     """The life of a rank."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with Watchdog(0 if name == "off" else TIMEOUT_S, folder) as watchdog:
+    with Watchdog(0 if name == "off" else TIMEOUT_S, folder, watched(name)) as watchdog:
         watchdog.iteration = 5
         (SCENARIOS | UNDER_TORCHRUN)[name](watchdog, rank)
     dist.destroy_process_group()

@@ -94,9 +94,9 @@ def _in_a_process(act: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def _world() -> None:
+def _world():
     """A world of this process alone."""
-    from parallel import device
+    from parallel import device, rank_set
 
     os.environ |= dict(
         RANK="0",
@@ -107,6 +107,7 @@ def _world() -> None:
         MASTER_PORT=str(device._free_port()),
     )
     device.initialize()
+    return rank_set.world()
 
 
 def _write(folder: Path) -> None:
@@ -117,7 +118,7 @@ def _write(folder: Path) -> None:
     from parallel.checkpoint import random_state
     from parallel.checkpoint import training_state as checkpoint
 
-    _world()
+    world = _world()
 
     def weights(scratch: Path) -> None:
         tensors = {"weight": torch.arange(640.0)}
@@ -125,7 +126,7 @@ def _write(folder: Path) -> None:
 
     for step in (OLD, NEW):
         own = {"rng": random_state.rng_state()}
-        checkpoints.save(folder, step=step, manifest=_manifest(step), own=own, write=weights)
+        checkpoints.save(folder, world, step=step, manifest=_manifest(step), own=own, write=weights)
 
 
 def _manifest(step: int) -> dict[str, Any]:
@@ -152,12 +153,12 @@ def resume_from(folder: Path) -> None:
     from parallel.checkpoint import resume
     from verl_megatron.manifest import manifest_problem
 
-    _world()
+    world = _world()
     said: list[str] = []
     try:
-        found = resume.newest_sound(folder, say=said.append, check=manifest_problem)
+        found = resume.newest_sound(folder, world, say=said.append, check=manifest_problem)
         path, manifest = found
-        resume.own_state(path)
+        resume.own_state(path, world)
     except checkpoints.CheckpointError as error:
         sys.exit(f"the sound checkpoint was not used: {error}")
     if path.name == f"step_{NEW}":
@@ -249,8 +250,8 @@ def unfinished(folder: Path) -> None:
     """The older one is used without a word: the newer was not complete."""
     from parallel.checkpoint import resume
 
-    _world()
-    path, _ = resume.newest_sound(folder, say=lambda text: None)
+    world = _world()
+    path, _ = resume.newest_sound(folder, world, say=lambda text: None)
     if path.name == f"step_{OLD}":
         print("error: the newer one is not complete", file=sys.stderr)
         sys.exit(2)

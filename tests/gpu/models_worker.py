@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.collectives import all_max, all_names, all_sum
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
 from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
@@ -103,7 +103,7 @@ def check_family(folder: Path, family: str) -> None:
     limits = {"float32": 1e-4, "bfloat16": limit(model.bfloat16()), "fp8": limit(with_fp8_layers(model))}
     for text in LAYOUTS[dist.get_world_size()]:
         layout = Layout.parse(text, tuple(range(dist.get_world_size())))
-        groups = ProcessGroups(layout)
+        groups = ProcessGroups(layout, world())
         for spec, dtype in computed_in():
             engine = Engine(
                 arch=arch,
@@ -114,7 +114,7 @@ def check_family(folder: Path, family: str) -> None:
                 seed=1,
             )
             mine, micro = share_of(batch, layout, 64)
-            total, count = all_sum(error_of(engine.infer(mine, micro), mine, truth)).tolist()
+            total, count = world().all_sum(error_of(engine.infer(mine, micro), mine, truth)).tolist()
             report(f"{family} {layout} {spec} {dtype}: mean log-prob error", total / count, limits[dtype])
             kept = [
                 vars(module)["_fp8_workspaces"]
@@ -133,7 +133,7 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     """Losses of five steps towards fixed samples."""
     arch, layout = read_architecture(folder), Layout.parse(text, tuple(range(dist.get_world_size())))
     engine = Engine(
-        arch=arch, folder=str(folder), groups=ProcessGroups(layout), config=config, head="lm", seed=1
+        arch=arch, folder=str(folder), groups=ProcessGroups(layout, world()), config=config, head="lm", seed=1
     )
     engine.prepare_training(lr=1e-3, total_steps=5)
     batch = make_batch(arch.vocab_size)
@@ -152,7 +152,7 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
             fields=("logprobs", "advantages"),
             scale=LossScale(int(batch.response_mask.sum())),
         )
-        losses.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)["policy/loss"])
+        losses.append(sums.reduce(world())["policy/loss"])
     return losses
 
 

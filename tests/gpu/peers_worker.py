@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
@@ -62,7 +63,7 @@ def in_one_allocation(parameters: Parameters) -> Parameters:
 
 
 def peers_of(source: Parameters) -> dict[int, Mapped] | None:
-    peers = map_tensors(source, None)
+    peers = map_tensors(source, world().device_group)
     assert (peers is not None) == device.is_gpu(), "the memory of the other ranks cannot be read"
     return peers
 
@@ -84,7 +85,7 @@ def resharder(
         source=source,
         destination=destination,
         dtype=dtype,
-        group=None,
+        group=world().device_group,
         device=device.device(),
         verify="all",
         peers=peers,

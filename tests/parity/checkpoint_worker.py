@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.background import Background
-from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.training_worker import CLASSES, FIELDS, LR, experience, full_weights, policy, same, value
 from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
@@ -34,7 +34,7 @@ def make_engine(folder: Path, head: str, layout: Layout, *, seed: int = 1, **set
     engine = Engine(
         arch=read_architecture(folder),
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=EngineConfig(**COMMON, **settings),
         head=head,
         seed=seed,
@@ -45,8 +45,8 @@ def make_engine(folder: Path, head: str, layout: Layout, *, seed: int = 1, **set
 
 def some_layout() -> Layout:
     """With data parallelism on two or four ranks, which GPU machines have."""
-    world = dist.get_world_size()
-    return Layout.parse({2: "tp1", 4: "tp2"}[world], tuple(range(world)))
+    ranks = world().ranks
+    return Layout.parse({2: "tp1", 4: "tp2"}[len(ranks)], ranks)
 
 
 def steps(engine: Engine, batch, count: int) -> None:
@@ -173,7 +173,7 @@ def check_background() -> None:
     """What a thread writes while training goes on is the state at the snapshot, every time."""
     folder = shared_folder()
     batch = experience(write_once(folder / "qwen3", "qwen3").config.vocab_size)
-    layout, background = some_layout(), Background(enabled=True)
+    layout, background = some_layout(), Background(world(), enabled=True)
     engine = make_engine(folder / "qwen3", "lm", layout)
     reserved = engine.reserve_copies()
     for number in range(2):
@@ -183,7 +183,7 @@ def check_background() -> None:
             [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in bits(engine)],
         )
         background.submit(
-            lambda group, path=folder / f"saved_{number}", snapshot=snapshot: snapshot.write(path, group)
+            lambda ranks, path=folder / f"saved_{number}", snapshot=snapshot: snapshot.write(path, ranks)
         )
         steps(engine, batch, 1)
         background.wait()
@@ -217,7 +217,7 @@ def check_format() -> None:
         engine.load(folder / "saved", told)
     except ValueError as error:
         refused = "os.system" in str(error) or "posix.system" in str(error)
-    assert all_max(torch.tensor([0.0 if refused else 1.0])).item() == 0, (
+    assert world().all_max(torch.tensor([0.0 if refused else 1.0])).item() == 0, (
         "an index that runs a command was loaded"
     )
     say("format: read by Megatron-Core")

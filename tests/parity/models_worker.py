@@ -15,6 +15,7 @@ import torch.distributed as dist
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.megatron import Pipeline
+from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import (
     check,
@@ -97,7 +98,7 @@ def check_logits(family: str, folder: Path, layouts) -> None:
         common = {
             "arch": arch,
             "folder": str(folder),
-            "groups": ProcessGroups(layout),
+            "groups": ProcessGroups(layout, world()),
             "config": CONFIG,
             "head": "lm",
             "seed": 1,
@@ -132,7 +133,12 @@ def check_heads() -> None:
         for text, count in (("tp1", 1), ("tp2pp2sp", 4), ("cp2tp2", 4)):
             layout = Layout.parse(text, tuple(range(count)))
             engine = Engine(
-                arch=arch, folder=str(path), groups=ProcessGroups(layout), config=CONFIG, head=head, seed=1
+                arch=arch,
+                folder=str(path),
+                groups=ProcessGroups(layout, world()),
+                config=CONFIG,
+                head=head,
+                seed=1,
             )
             mine, micro = share_of(batch, layout, 64)
             results = engine.infer(mine, micro, last_token=head == "sequence")
@@ -162,7 +168,7 @@ def check_together() -> None:
         ("cp2tp2", (0, 1, 2, 3)),
     ):
         layout = Layout.parse(text, ranks)
-        common = {"arch": arch, "groups": ProcessGroups(layout), "config": CONFIG, "head": "lm"}
+        common = {"arch": arch, "groups": ProcessGroups(layout, world()), "config": CONFIG, "head": "lm"}
         engines = [
             Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common),
             Engine(folder=None, seed=2, **common),
@@ -187,7 +193,9 @@ def check_shapes() -> None:
     folder = shared_folder() / "qwen3"
     write_once(folder, "qwen3")
     arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))
-    engine = Engine(arch=arch, groups=ProcessGroups(layout), config=CONFIG, head="lm", folder=None, seed=1)
+    engine = Engine(
+        arch=arch, groups=ProcessGroups(layout, world()), config=CONFIG, head="lm", folder=None, seed=1
+    )
     usual, came = Pipeline._communicate_shapes, []
 
     def communicate(self, *wanted):

@@ -21,6 +21,7 @@ from transformers import (
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
 from parallel.weights.architecture import read_architecture
@@ -80,7 +81,7 @@ def make_engine(folder: Path, layout: Layout, *, head="lm", train: bool = False)
     engine = Engine(
         arch=read_architecture(folder),
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=CONFIG,
         head=head,
         seed=1,
@@ -139,6 +140,7 @@ def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
         engine.weight_source(),
         Layout.parse(f"tp{vllm.tp}", ranks=vllm.ranks),
         ReshardConfig(verify="all"),
+        world(),
         dtype=torch.float32,
     )
     sync.attach(vllm)
@@ -155,7 +157,7 @@ def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
         source=given,
         destination=taken,
         dtype=torch.float32,
-        group=None,
+        group=world().device_group,
         device=device.device(),
         verify="all",
     ).run()

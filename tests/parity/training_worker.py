@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import all_max, all_names, all_sum
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.offload import Residence, gradients, optimizer_tensors
+from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
 from tests.parity.world import (
@@ -55,11 +55,15 @@ def gather_late(engine: Engine) -> None:
         {key: tensor.clone() for key, tensor in engine.tensors.items()} if engine.groups.is_member else {}
     )
     engine.gather_weights()
-    changed = all_max(
-        torch.tensor(
-            float(any(not torch.equal(engine.tensors[key], tensor) for key, tensor in before.items()))
+    changed = (
+        world()
+        .all_max(
+            torch.tensor(
+                float(any(not torch.equal(engine.tensors[key], tensor) for key, tensor in before.items()))
+            )
         )
-    ).item()
+        .item()
+    )
     assert bool(changed) == (
         engine.config.distributed_optimizer and engine.layout.dp * engine.layout.cp > 1
     ), str(engine.layout)
@@ -129,7 +133,7 @@ def train(
     engine = Engine(
         arch=arch,
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=config,
         head=head,
         seed=1,
@@ -146,7 +150,7 @@ def train(
             fields=FIELDS[head],
             scale=LossScale(int(batch.response_mask.sum())),
         )
-        history.append(sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names))
+        history.append(sums.reduce(world()))
     gather_late(engine)
     return history, full_weights(engine)
 
@@ -362,7 +366,7 @@ def steps_apart(
     engine = Engine(
         arch=read_architecture(folder),
         folder=str(folder),
-        groups=ProcessGroups(layout),
+        groups=ProcessGroups(layout, world()),
         config=config,
         head="lm",
         seed=1,
@@ -436,7 +440,7 @@ def check_turns() -> None:
         common = dict(engine=EngineConfig(tokens_per_micro_batch=64), seed=1, temperature=1.0, train_steps=6)
         models = {name: ModelConfig(path=str(folder / name), lr=LR) for name in ("actor", "critic")}
         roles = {
-            name: make_role(model, layout, arch=read_architecture(model.path), head=head, **common)
+            name: make_role(model, layout, world(), arch=read_architecture(model.path), head=head, **common)
             for (name, model), head in zip(models.items(), ("lm", "token"))
         }
         residency = Residency(

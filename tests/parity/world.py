@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.layout import Layout
+from parallel.rank_set import world
 from tests.tiny import make_hf, write_hf
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import balance, micro_batches
@@ -28,9 +28,15 @@ def say(*what: object) -> None:
 
 def check(name: str, *, limit: float, **differences: float) -> None:
     """One line, and an end with an error if a difference on any rank is over the limit (NaN is)."""
-    worst = all_max(
-        torch.tensor([math.inf if math.isnan(x) else x for x in differences.values()], dtype=torch.float64)
-    ).tolist()
+    worst = (
+        world()
+        .all_max(
+            torch.tensor(
+                [math.inf if math.isnan(x) else x for x in differences.values()], dtype=torch.float64
+            )
+        )
+        .tolist()
+    )
     say(name, *(f"{key}={value:.1e}" for key, value in zip(differences, worst)))
     assert max(worst) <= limit, f"{name}: {dict(zip(differences, worst))} over {limit}"
 

@@ -7,6 +7,7 @@ import pickle
 import random
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata
 
-from parallel import device
+from parallel import device, rank_set
 from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import random_state, resume
 from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.folders import MANIFEST, CheckpointError
 from parallel.checkpoint.metadata import read_metadata
+from tests.one_rank import ONE_RANK, OneRank
 
 MODELS = {"actor": {"hidden_size": 64, "rope_theta": 1e4}, "critic": {"hidden_size": 32}}
 
@@ -38,7 +40,7 @@ def world(monkeypatch):
         monkeypatch.setenv(name, value)  # what initialize() would set is taken back afterwards
     device.initialize()
     assert dist.get_world_size() == 1
-    yield
+    yield rank_set.world()
     if not joined:
         dist.destroy_process_group()
 
@@ -58,7 +60,7 @@ def save(
         "roles": {"actor": {"optimizer_step": 7}},
         "before": {"x": 0.1},
     }
-    return checkpoints.save(folder, step=step, manifest=manifest, own=own or {}, write=write)
+    return checkpoints.save(folder, ONE_RANK, step=step, manifest=manifest, own=own or {}, write=write)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -81,10 +83,10 @@ def test_what_is_saved_comes_back(tmp_path, world):
     (tmp_path / "step_1.partial").mkdir(parents=True)  # of a run that was killed
     path = save(tmp_path, 3, own={"tensor": torch.arange(6.0)})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]  # nothing partial is left
-    found, manifest = resume.newest_sound(tmp_path, say=pytest.fail)
+    found, manifest = resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)
     assert found == path and manifest["step"] == 3 and manifest["world_size"] == 1
     assert manifest["roles"] == {"actor": {"optimizer_step": 7}} and manifest["before"] == {"x": 0.1}
-    assert torch.equal(resume.own_state(path)["tensor"], torch.arange(6.0))
+    assert torch.equal(resume.own_state(path, ONE_RANK)["tensor"], torch.arange(6.0))
     assert (
         set(manifest["files"]) == {"actor/weights", "rank_0.pt"}
         and manifest["files"]["actor/weights"]["bytes"] == 4096
@@ -99,7 +101,7 @@ def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, world):
     others = ["step_backup.partial", "step_5.damaged", "notes.partial", "step_6.earlier", "my_step_3.partial"]
     for name in others:
         (tmp_path / name).mkdir()
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["step_1", *others])
     assert not list(path.glob("*.partial"))
 
@@ -110,25 +112,25 @@ def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world
     os.replace(path, tmp_path / "step_2.replaced")
     os.replace(save(tmp_path / "new", 2, own={"value": 2}), tmp_path / "step_2.partial")
     (tmp_path / "new").rmdir()
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path and resume.own_state(path) == {
-        "value": 2
-    }
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path and resume.own_state(
+        path, ONE_RANK
+    ) == {"value": 2}
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
         path = save(tmp_path, 1, own={"value": value})
-    assert resume.own_state(path) == {"value": 2} and [entry.name for entry in tmp_path.iterdir()] == [
-        "step_1"
-    ]
+    assert resume.own_state(path, ONE_RANK) == {"value": 2} and [
+        entry.name for entry in tmp_path.iterdir()
+    ] == ["step_1"]
 
 
 def test_what_could_run_code_is_not_loaded(tmp_path, world):
     path = save(tmp_path, 1)
     torch.save({"rng": Harmful()}, path / "rank_0.pt")
     with pytest.raises(ValueError, match=r"rank_0.pt is refused: it is not what a run saves .*posix.mkdir"):
-        resume.own_state(path)
+        resume.own_state(path, ONE_RANK)
     assert not Path("harmed").exists()
 
 
@@ -210,7 +212,7 @@ def older_format(path: Path) -> str:
 def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
     first, second, said = save(tmp_path, 1), save(tmp_path, 2), []
     why = harm(second)
-    found, manifest = resume.newest_sound(tmp_path, say=said.append)
+    found, manifest = resume.newest_sound(tmp_path, ONE_RANK, say=said.append)
     assert found == first and manifest["step"] == 1
     assert (
         len(said) == 1
@@ -223,7 +225,7 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, world, harm):
         CheckpointError,
         match="no checkpoint in .* can be used; step_1: .*; copy the files again, or set run.resume=never",
     ):
-        resume.newest_sound(tmp_path, say=said.append)
+        resume.newest_sound(tmp_path, ONE_RANK, say=said.append)
     assert first.exists()  # the only one stays where it is
 
 
@@ -232,7 +234,7 @@ def test_what_was_put_aside_before_stays(tmp_path, world):
     for value in (1, 2):
         harm = save(tmp_path, 2, own={"value": value})
         truncate(harm)
-        resume.newest_sound(tmp_path, say=lambda _: None)
+        resume.newest_sound(tmp_path, ONE_RANK, say=lambda _: None)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         "step_1",
         "step_2.damaged",
@@ -251,11 +253,11 @@ def test_a_checkpoint_from_before_digests_is_refused_by_its_format(tmp_path, wor
         match="step_1: manifest.json tells no format and no digest, this version reads format 2: it "
         "was written by another version; copy",
     ):
-        resume.newest_sound(tmp_path, say=lambda _: None)
+        resume.newest_sound(tmp_path, ONE_RANK, say=lambda _: None)
 
 
 def test_no_checkpoint_is_no_error(tmp_path, world):
-    assert resume.newest_sound(tmp_path / "absent", say=pytest.fail) is None
+    assert resume.newest_sound(tmp_path / "absent", ONE_RANK, say=pytest.fail) is None
 
 
 def test_other_models_are_refused_by_name(tmp_path, world):
@@ -311,7 +313,7 @@ def test_a_rank_writes_a_file_a_thread_from_where_its_tensors_lie(tmp_path, worl
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_ranks_read_about_as_many_bytes_each(monkeypatch):
+def test_ranks_read_about_as_many_bytes_each():
     sizes = {
         "actor/__0_0": 900,
         "actor/__1_0": 1000,
@@ -321,11 +323,7 @@ def test_ranks_read_about_as_many_bytes_each(monkeypatch):
         "rank_0": 3,
         "rank_1": 3,
     }
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    shares = []
-    for rank in range(2):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        shares.append(checkpoints.share(sizes))
+    shares = [checkpoints.share(sizes, SimpleNamespace(rank=rank, size=2)) for rank in range(2)]
     assert sorted(sum(shares, [])) == sorted(sizes)
     assert [sum(sizes[name] for name in share) for share in shares] == pytest.approx([1700, 1700], abs=110)
 
@@ -359,7 +357,7 @@ def test_a_full_disk_leaves_what_is_there(tmp_path, world, monkeypatch, write):
     ):
         save(tmp_path, 2, own={"tensor": torch.zeros(10_000)}, write=write)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 1
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[1]["step"] == 1
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
@@ -376,38 +374,42 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
 def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
     path = save(tmp_path, 1)
     assert (
-        resume.added(path, "rows", say=pytest.fail) is None
-        and resume.told(path, "recorded", say=pytest.fail) is None
+        resume.added(path, "rows", ONE_RANK, say=pytest.fail) is None
+        and resume.told(path, "recorded", ONE_RANK, say=pytest.fail) is None
     )
     for value in (1, 2):
-        checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)})
-        (part,), world_size = resume.added(path, "rows", say=pytest.fail)
+        checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)}, ONE_RANK)
+        (part,), world_size = resume.added(path, "rows", ONE_RANK, say=pytest.fail)
         assert world_size == 1 and part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
     checkpoints.tell(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
-    assert resume.told(path, "recorded", say=pytest.fail)["loss"] == 0.1 + 0.2 and math.isnan(
-        resume.told(path, "recorded", say=pytest.fail)["norm"]
+    assert resume.told(path, "recorded", ONE_RANK, say=pytest.fail)["loss"] == 0.1 + 0.2 and math.isnan(
+        resume.told(path, "recorded", ONE_RANK, say=pytest.fail)["norm"]
     )
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path  # it is no less sound
-    monkeypatch.setattr(resume.dist, "get_world_size", lambda group=None: 2)
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path  # it is no less sound
+    second_of_two = OneRank()
+    second_of_two.size, second_of_two.rank = 2, 1
     monkeypatch.setattr(resume, "_damage_among", lambda *_: None)  # which asks the other rank, too
-    (part,), world_size = resume.added(path, "rows", say=pytest.fail)
+    (part,), world_size = resume.added(path, "rows", second_of_two, say=pytest.fail)
     assert world_size == 1 and part["value"] == 2  # the rows of one rank, to be dealt out to two
 
 
 def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(tmp_path, world):
     for step in (5, 90):
         save(tmp_path, step)
-    assert [path.name for path in resume.put_aside_all(tmp_path)] == ["step_90.earlier", "step_5.earlier"]
-    assert resume.newest_sound(tmp_path, say=pytest.fail) is None and sorted(
+    assert [path.name for path in resume.put_aside_all(tmp_path, ONE_RANK)] == [
+        "step_90.earlier",
+        "step_5.earlier",
+    ]
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail) is None and sorted(
         path.name for path in tmp_path.iterdir()
     ) == ["step_5.earlier", "step_90.earlier"]
     save(tmp_path, 10)
     assert (
-        resume.newest_sound(tmp_path, say=pytest.fail)[1]["step"] == 10
-        and resume.put_aside_all(tmp_path / "nothing") == []
+        resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[1]["step"] == 10
+        and resume.put_aside_all(tmp_path / "nothing", ONE_RANK) == []
     )
     save(tmp_path, 5)
-    assert [path.name for path in resume.put_aside_all(tmp_path)] == [
+    assert [path.name for path in resume.put_aside_all(tmp_path, ONE_RANK)] == [
         "step_10.earlier2",
         "step_5.earlier2",
     ] and (tmp_path / "step_5.earlier/manifest.json").exists()
@@ -415,12 +417,12 @@ def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(t
 
 def test_damaged_additions_are_not_used(tmp_path, world):
     path, said = save(tmp_path, 1), []
-    checkpoints.add(path, "rows", {"value": 1})
+    checkpoints.add(path, "rows", {"value": 1}, ONE_RANK)
     os.truncate(path / "rows_0.pt", 10)
-    assert resume.added(path, "rows", say=said.append) is None
+    assert resume.added(path, "rows", ONE_RANK, say=said.append) is None
     assert len(said) == 1 and "rows_0.pt has 10 bytes" in said[0]
     (path / "recorded.json").write_text('{"loss": ')
-    assert resume.told(path, "recorded", say=said.append) is None
+    assert resume.told(path, "recorded", ONE_RANK, say=said.append) is None
     assert "recorded of" in said[1] and "recorded.json cannot be read" in said[1]
 
 
@@ -428,8 +430,8 @@ def test_what_cannot_be_added_is_said(tmp_path, world):
     path = save(tmp_path, 1)
     (path / "rows_0.partial").mkdir()
     with pytest.raises(CheckpointError, match=rf"rows were not added to {path}: .*\(rank 0\)"):
-        checkpoints.add(path, "rows", {"value": 1})
-    assert resume.newest_sound(tmp_path, say=pytest.fail)[0] == path
+        checkpoints.add(path, "rows", {"value": 1}, ONE_RANK)
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path
 
 
 # ---- how many stay ---------------------------------------------------------------------------------------
@@ -450,7 +452,7 @@ def test_what_cannot_be_added_is_said(tmp_path, world):
 def test_old_ones_go(tmp_path, world, keep_last, keep_best, left):
     for step, accuracy in enumerate([0.3, 0.9, None, 0.5, 0.1, 0.2], start=1):
         save(tmp_path, step, accuracy=accuracy)
-    checkpoints.remove_old(tmp_path, step=6, keep_last=keep_last, keep_best=keep_best)
+    checkpoints.remove_old(tmp_path, ONE_RANK, step=6, keep_last=keep_last, keep_best=keep_best)
     assert steps_in(tmp_path) == left and len(list(tmp_path.iterdir())) == len(left)
 
 
@@ -458,7 +460,7 @@ def test_later_ones_do_not_count(tmp_path, world):
     """Of a run that went further before this one began at an earlier step."""
     for step in (2, 3, 8):
         save(tmp_path, step)
-    checkpoints.remove_old(tmp_path, step=3, keep_last=1, keep_best=0)
+    checkpoints.remove_old(tmp_path, ONE_RANK, step=3, keep_last=1, keep_best=0)
     assert steps_in(tmp_path) == [8, 3]
 
 
@@ -474,7 +476,7 @@ def test_random_states_come_back(tmp_path, world):
     path = save(tmp_path, 1, own={"rng": random_state.rng_state()})
     expected = draw()
     assert draw() != expected
-    random_state.set_rng_state(resume.own_state(path)["rng"])
+    random_state.set_rng_state(resume.own_state(path, ONE_RANK)["rng"])
     assert draw() == expected
 
 
@@ -482,7 +484,7 @@ def test_random_states_begin_anew_from_seed_and_step(world):
     from parallel.groups import ProcessGroups
     from parallel.layout import Layout
 
-    groups, drawn = ProcessGroups(Layout()), []
+    groups, drawn = ProcessGroups(Layout(), world), []
     for seed, step in ((1, 5), (1, 5), (2, 5), (1, 6)):
         random_state.seed_anew(groups, seed=seed, step=step)
         drawn.append(draw())

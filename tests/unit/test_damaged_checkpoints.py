@@ -24,6 +24,7 @@ from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import random_state, resume, sealed
 from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.folders import MANIFEST, CheckpointError
+from tests.one_rank import ONE_RANK
 from verl_megatron.algorithms.kl import AdaptiveKL
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor
@@ -84,7 +85,7 @@ def whole(world, tmp_path_factory) -> Path:
             "validation": {"step": step, "validation/accuracy": step / 4}
         }
         path = checkpoints.save(
-            folder, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write
+            folder, ONE_RANK, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write
         )
         batch = RolloutBatch.from_lists([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]])
         batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([0, 0])
@@ -97,29 +98,29 @@ def whole(world, tmp_path_factory) -> Path:
             "seconds": {"rollout": 1.0},
             "cursor": CURSOR,
         }
-        checkpoints.add(path, "samples", own)
+        checkpoints.add(path, "samples", own, ONE_RANK)
         checkpoints.tell(path, "recorded", {"policy/loss": 0.5, "rate": math.nan})
     return folder
 
 
 def load(folder: Path, said: list[str]) -> tuple[str, dict[str, str]]:
     """What a run would go on with: the checkpoint's name, and its parts as text."""
-    path, manifest = resume.newest_sound(folder, say=said.append, check=manifest_problem)
+    path, manifest = resume.newest_sound(folder, ONE_RANK, say=said.append, check=manifest_problem)
     resume.refuse_other_models(path, manifest, MANIFEST_OF_A_RUN["models"])
     changed_settings(manifest["settings"], MANIFEST_OF_A_RUN["settings"])
     tensors = {"weight": torch.zeros(32), "optimizer.state.exp_avg.weight": torch.zeros(32)}
     torch.distributed.checkpoint.load(tensors, checkpoint_id=path / "actor")
-    random_state.set_rng_state(resume.own_state(path)["rng"])
+    random_state.set_rng_state(resume.own_state(path, ONE_RANK)["rng"])
     PromptCursor(num_prompts=5, seed=1).load_state_dict(manifest["cursor"])
     AdaptiveKL(0.1, 0.1, 10).load_state_dict(manifest["kl"])
-    samples = resume.added(path, "samples", say=said.append, check=samples_problem)
+    samples = resume.added(path, "samples", ONE_RANK, say=said.append, check=samples_problem)
     if samples is not None:
         RolloutBatch(**samples[0][0]["batch"]), Sums.from_state(samples[0][0]["sums"])
-    recorded = resume.told(path, "recorded", say=said.append, check=recorded_problem)
+    recorded = resume.told(path, "recorded", ONE_RANK, say=said.append, check=recorded_problem)
     parts = {
         "manifest": {**manifest, "files": ...},
         "tensors": tensors,
-        "rng": resume.own_state(path),
+        "rng": resume.own_state(path, ONE_RANK),
         "samples": samples,
         "recorded": recorded,
     }

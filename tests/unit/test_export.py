@@ -4,13 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from parallel import device
+from parallel import device, rank_set
 from parallel.checkpoint.folders import CheckpointError
-from parallel.export import _whole, export_folder
+from parallel.export import ShardedModel, _whole, export_folder
 from parallel.weights.architecture import read_architecture
 from tests.tiny import write_hf
 
@@ -36,15 +35,15 @@ def world(monkeypatch):
 def export(model: Path, folder: Path) -> None:
     weights = load_file(model / "model.safetensors")
     export_folder(
-        arch=read_architecture(model),
-        source={(0, name): tensor for name, tensor in weights.items()},
-        parameters_of={0: [_whole(name, tuple(tensor.shape)) for name, tensor in weights.items()]},
-        folder=folder,
+        ShardedModel(
+            arch=read_architecture(model),
+            dtype=next(iter(weights.values())).dtype,
+            tensors={(0, name): tensor for name, tensor in weights.items()},
+            shards={0: [_whole(name, tuple(tensor.shape)) for name, tensor in weights.items()]},
+        ),
+        folder,
         template_folder=model,
-        dtype=next(iter(weights.values())).dtype,
-        rank=0,
-        group=None,
-        device=torch.device("cpu"),
+        ranks=rank_set.world(),
     )
 
 

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from tests.one_rank import ONE_RANK
 from verl_megatron.algorithms.losses import (
     PolicyTokens,
     cross_entropy,
@@ -14,7 +15,7 @@ from verl_megatron.config import AlgorithmConfig
 
 
 def reduced(sums):
-    return sums.reduce(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
+    return sums.reduce(ONE_RANK)
 
 
 def policy_case(count: int = 40, seed: int = 0):

@@ -5,10 +5,12 @@ import re
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.one_rank import ONE_RANK
 from tests.worlds import ROOT
 from verl_megatron.algorithms.diagnostics import batch_sums
 from verl_megatron.data.batch import RolloutBatch
@@ -18,24 +20,24 @@ from verl_megatron.observe.tracking import MetricsTracker, check_sinks, console_
 
 
 def alone(sums: Sums) -> dict[str, float]:
-    return sums.reduce(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
+    return sums.reduce(ONE_RANK)
 
 
 def over_ranks(parts: list[Sums]) -> dict[str, float]:
     """What every rank gets from `reduce`: collectives by hand, names first, then sums and maxima."""
-    union = [name for part in parts for name in [*part._totals, *part._maxima]]
+    union = list(dict.fromkeys(name for part in parts for name in [*part._totals, *part._maxima]))
     sent_sums, sent_maxima = [], []
     for part in parts:
         part.reduce(
-            all_sum=lambda x: sent_sums.append(x) or x,
-            all_max=lambda x: sent_maxima.append(x) or x,
-            all_names=lambda names: union,
+            SimpleNamespace(
+                all_sum=lambda x: sent_sums.append(x) or x,
+                all_max=lambda x: sent_maxima.append(x) or x,
+                union=lambda names: union,
+            )
         )
     total, maximum = torch.stack(sent_sums).sum(0), torch.stack(sent_maxima).amax(0)
-    results = [
-        part.reduce(all_sum=lambda x: total, all_max=lambda x: maximum, all_names=lambda names: union)
-        for part in parts
-    ]
+    ranks = SimpleNamespace(all_sum=lambda x: total, all_max=lambda x: maximum, union=lambda names: union)
+    results = [part.reduce(ranks) for part in parts]
     assert all(result == results[0] for result in results)
     return results[0]
 

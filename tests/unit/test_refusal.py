@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from parallel.rank_set import agree
 from parallel.runtime.environment import NUMBERS, TEXTS, check_environment, check_world
-from parallel.runtime.refusal import LINE, VALUE, RefusalError, agree, nearest, readable, shown
+from parallel.runtime.refusal import LINE, VALUE, RefusalError, nearest, readable, shown
+from tests.one_rank import ONE_RANK
 from tests.worlds import ROOT
 
 WORLD = {
@@ -110,13 +112,13 @@ def test_a_world_is_described_whole_or_not_at_all(environment):
 
 
 def test_alone_an_agreement_is_a_call():
-    assert agree(lambda: 3) == 3
+    assert agree(lambda: 3, ONE_RANK) == 3
 
     def fail():
         raise ValueError("no")
 
     with pytest.raises(RefusalError, match="^no$"):
-        agree(fail)
+        agree(fail, ONE_RANK)
 
 
 def ranks(script: str, tmp_path, *, count: int = 2, torchrun: bool = True) -> list[tuple[int, str, str]]:
@@ -191,7 +193,8 @@ def test_all_ranks_refuse_what_one_refuses(tmp_path):
     script = """
         import os
         import torch.distributed as dist
-        from parallel.runtime.refusal import agree, complain
+        from parallel.rank_set import agree, world
+        from parallel.runtime.refusal import complain
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ["STORE"], size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -199,7 +202,7 @@ def test_all_ranks_refuse_what_one_refuses(tmp_path):
             if rank == 1:
                 raise ValueError("run.seed=-1 is wrong")
         try:
-            agree(check)
+            agree(check, world())
         except ValueError as error:
             complain(str(error), agreed=True)
     """

@@ -13,11 +13,12 @@ import pytest
 
 from parallel.runtime import run_lock
 from parallel.runtime.run_lock import NAME, RunLock, identity, is_dead
+from tests.one_rank import ONE_RANK
 
 HOLD = """
 import sys, time
 from parallel.runtime import run_lock
-lock = run_lock.RunLock(sys.argv[1])
+lock = run_lock.RunLock(sys.argv[1], None)
 assert lock._acquire() is None
 print("held", flush=True)
 time.sleep(60)
@@ -26,9 +27,7 @@ time.sleep(60)
 
 @pytest.fixture
 def world(monkeypatch):
-    """A world of one rank as far as the lock asks."""
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda values: None)
+    """A lock that waits less for a dying run."""
     monkeypatch.setattr(run_lock, "DYING_S", 0.3)
 
 
@@ -45,9 +44,9 @@ def holder(tmp_path):
 
 def test_the_folder_is_free_again_at_the_end_and_after_an_error(tmp_path, world):
     folder = tmp_path / "made/for/it"
-    with RunLock(folder):
+    with RunLock(folder, ONE_RANK):
         assert json.loads((folder / NAME).read_text())["pid"] == os.getpid()
-    with pytest.raises(RuntimeError), RunLock(folder):
+    with pytest.raises(RuntimeError), RunLock(folder, ONE_RANK):
         raise RuntimeError("of the run")
     assert list(folder.iterdir()) == []
 
@@ -59,16 +58,16 @@ def test_a_living_run_keeps_it_and_is_named(tmp_path, world, holder):
         match=rf"is in use by another run: process {holder.pid} on {socket.gethostname()}, since .*; "
         rf"wait for it, end it",
     ) as error:
-        RunLock(tmp_path).__enter__()
+        RunLock(tmp_path, ONE_RANK).__enter__()
     assert str(tmp_path) in str(error.value) and (tmp_path / NAME).read_text() == before
     holder.send_signal(signal.SIGSTOP)  # stopped is not dead
     with pytest.raises(ValueError, match="is in use by another run"):
-        RunLock(tmp_path).__enter__()
+        RunLock(tmp_path, ONE_RANK).__enter__()
 
 
 def test_a_dead_run_does_not_keep_it_though_nobody_has_asked_for_its_status(tmp_path, world, holder):
     holder.kill()
-    with RunLock(tmp_path):
+    with RunLock(tmp_path, ONE_RANK):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     assert not (tmp_path / NAME).exists()
 
@@ -77,13 +76,13 @@ def test_a_dying_run_is_waited_for(tmp_path, world, holder, monkeypatch):
     monkeypatch.setattr(run_lock, "DYING_S", 20.0)
     threading.Timer(0.5, holder.kill).start()
     began = time.monotonic()
-    with RunLock(tmp_path):
+    with RunLock(tmp_path, ONE_RANK):
         assert 0.3 < time.monotonic() - began < 10
 
 
 def test_a_process_id_that_was_given_out_again_does_not_count(tmp_path, world):
     (tmp_path / NAME).write_text(json.dumps(identity() | {"started": 1}))
-    with RunLock(tmp_path):
+    with RunLock(tmp_path, ONE_RANK):
         assert json.loads((tmp_path / NAME).read_text())["started"] != 1
 
 
@@ -97,18 +96,18 @@ def test_a_run_elsewhere_that_renews_its_file_keeps_the_folder(tmp_path, world, 
     with pytest.raises(
         ValueError, match=rf"process 1 on far, since .*; wait for it, .* or remove {path} if it is gone"
     ):
-        RunLock(tmp_path).__enter__()
+        RunLock(tmp_path, ONE_RANK).__enter__()
     assert capsys.readouterr().out.count("waiting until it is renewed or 180 s old") == 1
 
 
 def test_a_run_elsewhere_that_is_silent_is_dead(tmp_path, world, monkeypatch):
     far(path := tmp_path / NAME)
     os.utime(path, (time.time() - run_lock.SILENT_S - 5,) * 2)
-    with RunLock(tmp_path):
+    with RunLock(tmp_path, ONE_RANK):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     monkeypatch.setattr(run_lock, "SILENT_S", 0.7)
     far(path)
-    with RunLock(tmp_path):  # after a while
+    with RunLock(tmp_path, ONE_RANK):  # after a while
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
@@ -138,7 +137,7 @@ def test_a_file_that_no_run_has_written_is_named(tmp_path, world, content):
         ValueError,
         match=rf"is locked by {path}, which no run has written; if no run is at work there, remove {path}",
     ):
-        RunLock(tmp_path).__enter__()
+        RunLock(tmp_path, ONE_RANK).__enter__()
     assert [entry.name for entry in tmp_path.iterdir()] == [NAME]
 
 
@@ -147,7 +146,7 @@ def test_of_many_that_find_a_dead_run_one_gets_the_folder(tmp_path, world):
     held, refused, barrier = [], [], threading.Barrier(8)
 
     def contend() -> None:
-        lock = RunLock(tmp_path)
+        lock = RunLock(tmp_path, ONE_RANK)
         barrier.wait()
         (refused if lock._acquire() else held).append(lock)
 
@@ -165,14 +164,14 @@ def test_without_links_the_file_is_made_alone(tmp_path, world, monkeypatch):
         raise PermissionError("Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    with RunLock(tmp_path), pytest.raises(ValueError, match="is in use by another run"):
-        RunLock(tmp_path).__enter__()
+    with RunLock(tmp_path, ONE_RANK), pytest.raises(ValueError, match="is in use by another run"):
+        RunLock(tmp_path, ONE_RANK).__enter__()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_is_renewed(tmp_path, world, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
-    with RunLock(tmp_path):
+    with RunLock(tmp_path, ONE_RANK):
         os.utime(tmp_path / NAME, (0, 0))
         deadline = time.monotonic() + 5
         while (tmp_path / NAME).stat().st_mtime < 1 and time.monotonic() < deadline:
@@ -187,4 +186,4 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
         match=r"run.output_dir='.*/file/run' cannot be locked for this run \(.*Not a directory.*make "
         r"it writable",
     ):
-        RunLock(tmp_path / "file/run").__enter__()
+        RunLock(tmp_path / "file/run", ONE_RANK).__enter__()

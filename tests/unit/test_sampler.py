@@ -1,11 +1,9 @@
 """Sampler with a scripted engine: numbering, seeds, turns, dropped groups, and residency."""
 
-import contextlib
 from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel.reshard.execute import ReshardReport
 from tests.scripted_engine import ScriptedEngine
@@ -58,15 +56,6 @@ def prompt_of(number):
 
 def sampler_of(engine, pool=None):
     return Sampler(engine, tokenizer=Characters(), pool=pool, seed=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    """A world of one, for the exchange of rewards."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with contextlib.suppress(AssertionError):
-        yield
-    dist.destroy_process_group()
 
 
 def lengths(request):

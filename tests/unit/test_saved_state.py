@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.one_rank import ONE_RANK
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.saved_state import SavedState, _merged, differences
@@ -45,25 +46,22 @@ def test_samples_of_several_ranks_make_one_batch():
     )
 
 
-def test_sums_survive_the_disk(monkeypatch):
+def test_sums_survive_the_disk():
     sums = Sums()
     sums.add("reward/failed", 1.0, 4)
     sums.add("loss", torch.tensor(0.1), torch.tensor(3))
     sums.max("longest", torch.tensor(7.0))
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    twice = _merged([Sums.from_state(sums.state_dict()), Sums.from_state(sums.state_dict())])
-    alone = dict(all_sum=lambda x: x, all_max=lambda x: x, all_names=lambda names: names)
-    assert twice.reduce(**alone) == sums.reduce(**alone) and twice.state_dict()["totals"][
+    twice = _merged([Sums.from_state(sums.state_dict()), Sums.from_state(sums.state_dict())], ONE_RANK)
+    assert twice.reduce(ONE_RANK) == sums.reduce(ONE_RANK) and twice.state_dict()["totals"][
         "reward/failed"
     ] == (2.0, 8)
 
 
 @pytest.fixture
-def state(monkeypatch, tmp_path) -> SavedState:
+def state(tmp_path) -> SavedState:
     """That of the second of two ranks, without models."""
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     state = object.__new__(SavedState)
+    state.world = SimpleNamespace(rank=1, size=2, is_first=False)
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
     source = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None))
     state.run = SimpleNamespace(
@@ -87,7 +85,7 @@ def test_samples_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, ex
         "sums": Sums().state_dict(),
     }
     monkeypatch.setattr(
-        "parallel.checkpoint.resume.added", lambda path, name, say, check: ([part], world_size)
+        "parallel.checkpoint.resume.added", lambda path, name, ranks, say, check: ([part], world_size)
     )
     state._resume_samples(Path())
     assert state._resumed.batch.sample_id.tolist() == expected and state._resumed.table == len(expected)
@@ -97,9 +95,11 @@ def test_only_the_first_attempt_begins_anew(state, monkeypatch):
     """With run.resume=never; what torchrun starts again looks for the checkpoints of this run."""
     calls = []
     state.config.run.resume = "never"
-    monkeypatch.setattr("parallel.checkpoint.resume.put_aside_all", lambda folder: calls.append("anew") or [])
     monkeypatch.setattr(
-        "parallel.checkpoint.resume.newest_sound", lambda folder, say, check: calls.append("newest")
+        "parallel.checkpoint.resume.put_aside_all", lambda folder, ranks: calls.append("anew") or []
+    )
+    monkeypatch.setattr(
+        "parallel.checkpoint.resume.newest_sound", lambda folder, ranks, say, check: calls.append("newest")
     )
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.one_rank import ONE_RANK
 from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
 from verl_megatron.observe.report import draw_timeline
 from verl_megatron.observe.timeline import Timeline, chrome_trace, record_timeline
@@ -53,7 +54,7 @@ def test_a_rank_waits_where_the_other_works_longer():
 
 def test_nothing_is_recorded_and_nobody_waits_unless_asked():
     clock = PhaseTimer()
-    record_timeline(clock, ["console", "jsonl"])
+    record_timeline(clock, ["console", "jsonl"], ONE_RANK)
     with clock.phase("rollout"):
         clock.own_work_ends()
     clock.pop()

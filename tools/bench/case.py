@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.reshard.execute import Parameters
 from parallel.reshard.plan import matrix_shape
 from parallel.weights.architecture import Architecture
@@ -158,7 +158,7 @@ def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) ->
         not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype))))
         for held, p in pairs
     )
-    return not all_max(torch.tensor(wrong)).item()
+    return not world().all_max(torch.tensor(wrong)).item()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
+from parallel.rank_set import world
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
@@ -117,7 +118,7 @@ class Ours:
                 once beforehand.
         """
         self.case, self.source, self.verify, self.rank = case, source, verify, dist.get_rank()
-        self.sides, self.peers = case.sides(), map_tensors(source, None)
+        self.sides, self.peers = case.sides(), map_tensors(source, world().device_group)
         self.plan = compile_plan(**self.sides, peer_memory=self.peers is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
@@ -190,7 +191,13 @@ class Ours:
         self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
     ) -> Resharder:
         """Return a resharder after a first run, in which all slices were verified."""
-        common = dict(rank=self.rank, dtype=self.case.dtype, group=None, device=device.device(), peers=peers)
+        common = dict(
+            rank=self.rank,
+            dtype=self.case.dtype,
+            group=world().device_group,
+            device=device.device(),
+            peers=peers,
+        )
         resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
         count = resharder.run().checked_slices  # raises on a difference, naming the slices
         say(f"{plan}\n  all {count} slices proved at both ends")

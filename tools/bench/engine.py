@@ -30,9 +30,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
+from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import say
@@ -149,7 +149,7 @@ class Bench:
 
     def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
         self.engine = Engine(
-            arch=arch, folder=None, groups=ProcessGroups(layout), config=config, head="lm", seed=1
+            arch=arch, folder=None, groups=ProcessGroups(layout, world()), config=config, head="lm", seed=1
         )
         self.batch = make_rows(
             options.rows,
@@ -203,7 +203,7 @@ def run(
                 do()
     found = []
     for name, values in rows.items():
-        seconds, peaks = zip(*all_max(torch.tensor(values, dtype=torch.float64)).tolist())
+        seconds, peaks = zip(*world().all_max(torch.tensor(values, dtype=torch.float64)).tolist())
         count = 1 if name == "log-probs" else bench.num_steps
         found.append(
             Row(

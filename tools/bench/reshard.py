@@ -30,10 +30,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.placement import described, place
+from parallel.rank_set import world
 from parallel.reshard.plan import Plan
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
@@ -50,7 +50,7 @@ WARM_UPS, TUNING_REPETITIONS = 2, 3
 def bench(case: Case, options: argparse.Namespace) -> list[Row]:
     """Build both sides, collect the contenders and measure them. Collective over the world."""
     groups, contenders = (
-        [ProcessGroups(case.train), ProcessGroups(case.rollout)],
+        [ProcessGroups(case.train, world()), ProcessGroups(case.rollout, world())],
         links(options.link_mib * MIB),
     )
     if (
@@ -87,7 +87,7 @@ def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int],
         gather = make(mib * MIB)
         gather.run()
         medians[mib] = sorted(
-            all_max(torch.tensor([_seconds(gather.run) for _ in range(TUNING_REPETITIONS)])).tolist()
+            world().all_max(torch.tensor([_seconds(gather.run) for _ in range(TUNING_REPETITIONS)])).tolist()
         )[TUNING_REPETITIONS // 2]
         del gather
     best = min(medians, key=medians.__getitem__)
@@ -108,20 +108,28 @@ def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[R
     checks = [check(contender) if contender.target else ("", 0) for contender in contenders]
     for contender in contenders * WARM_UPS:
         contender.run()
-    seconds_KN = all_max(
-        torch.tensor(
-            [[_seconds(contender.run) for contender in contenders] for _ in range(repetitions)],
-            dtype=torch.float64,
+    seconds_KN = (
+        world()
+        .all_max(
+            torch.tensor(
+                [[_seconds(contender.run) for contender in contenders] for _ in range(repetitions)],
+                dtype=torch.float64,
+            )
         )
-    ).T
-    sizes = all_max(
-        torch.tensor(
-            [
-                [c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes]
-                for c, (_, transient) in zip(contenders, checks)
-            ]
+        .T
+    )
+    sizes = (
+        world()
+        .all_max(
+            torch.tensor(
+                [
+                    [c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes]
+                    for c, (_, transient) in zip(contenders, checks)
+                ]
+            )
         )
-    ).tolist()
+        .tolist()
+    )
     rates = {
         c.name: received / seconds_N.median().item()
         for c, (received, *_), seconds_N in zip(contenders, sizes, seconds_KN)

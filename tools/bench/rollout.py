@@ -26,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
-from parallel.collectives import all_max
+from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import model_folder, say
@@ -100,7 +100,7 @@ def measure(actor: VLLMActor, requests: list[Request], sampling: Sampling, repet
             home = float(actor.is_owner)
             totals = torch.tensor([tokens * home])
             dist.all_reduce(totals)
-            last, first = all_max(torch.tensor([seconds, -seconds], dtype=torch.float64)).tolist()
+            last, first = world().all_max(torch.tensor([seconds, -seconds], dtype=torch.float64)).tolist()
             if repetition:
                 found.setdefault(name, []).append((last, int(totals), 1 + first / last))
     return [

@@ -35,11 +35,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothing is installed
 
 from parallel import device
-from parallel.collectives import all_max
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.offload import gradients, optimizer_tensors
 from parallel.placement import described, place
+from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.kernels import Checksums
 from parallel.weights.architecture import Architecture, read_config
@@ -159,7 +159,7 @@ class HandOver:
             engine = Engine(
                 arch=case.arch,
                 folder=None,
-                groups=ProcessGroups(case.train),
+                groups=ProcessGroups(case.train, world()),
                 config=case.config.engine,
                 head="lm",
                 seed=SEED,
@@ -195,6 +195,7 @@ class HandOver:
                 self.engine.weight_source(),
                 self.case.rollout,
                 self.case.reshard,
+                world(),
                 dtype=self.engine.compute.dtype,
             )
 
@@ -284,7 +285,7 @@ class HandOver:
             if found
             else torch.tensor(0.0)
         )
-        return float(all_max(apart.double()[None]))
+        return float(world().all_max(apart.double()[None]))
 
     # ---- checks
 
@@ -321,7 +322,7 @@ class HandOver:
                     f"received on the way {way}": resharder.bytes["received"],
                     f"staging on the way {way}": _staging(resharder),
                 }
-        largest = all_max(torch.tensor(list(sizes.values()))).tolist()
+        largest = world().all_max(torch.tensor(list(sizes.values()))).tolist()
         return [Row("plan", name, size / GIB, "GiB") for name, size in zip(sizes, largest)]
 
     def close(self) -> None:
@@ -360,7 +361,7 @@ class Checks:
         digests: list = [None] * dist.get_world_size()
         dist.all_gather_object(digests, [digest(tokens) for tokens in self.tokens])
         alike = {one for of_rank in digests for one in of_rank}
-        changed, unserved = all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
+        changed, unserved = world().all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
         flat = [token for row in self.tokens[0] for token in row]
         limit = (
             LOG_PROBS_APART[self.hand_over.engine.compute.dtype] * self.hand_over.case.arch.num_layers**0.5

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import device
-from parallel.collectives import all_max
+from parallel.rank_set import world
 
 GIB = 2**30
 
@@ -58,7 +58,7 @@ class Clock:
         shares, rows = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), []
         for name, times in self.milliseconds.items():
             median, p10, p90 = torch.quantile(
-                all_max(torch.tensor(times, dtype=torch.float64)), shares
+                world().all_max(torch.tensor(times, dtype=torch.float64)), shares
             ).tolist()
             rows.append(Row(kind, name, median, "ms", p10, p90))
         return rows
@@ -101,7 +101,7 @@ class Memory:
         """Return the result's rows. Collective over the world."""
         rows = []
         for stage, numbers in self.stages.items():
-            fullest = all_max(torch.tensor(numbers)).amax(0).tolist()
+            fullest = world().all_max(torch.tensor(numbers)).amax(0).tolist()
             rows += [
                 Row("memory", f"{stage}: {name}", number / GIB, "GiB")
                 for name, number in zip(self.NAMES, fullest)

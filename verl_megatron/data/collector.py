@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from parallel.layout import Layout
+from parallel.rank_set import RankSet
 from parallel.redistribute import exchange_samples
 from verl_megatron.data.batch import RolloutBatch
 
@@ -18,13 +18,12 @@ from verl_megatron.data.batch import RolloutBatch
 class DataCollector:
     """Dispatches, pads and aligns samples between their owner ranks and the ranks of one layout.
 
-    All ranks of `group` call its methods together. A rank outside the layout sends the samples it owns and
+    All ranks of `world` call its methods together. A rank outside the layout sends the samples it owns and
     works on none.
 
     Args:
-        layout: of the role; its ranks are ranks of `group`.
-        rank: this process's rank in `group`.
-        group: all ranks that own or work on samples; None is the world.
+        layout: of the role; its ranks are ranks of `world`.
+        world: all ranks that own or work on samples.
         device: where exchanges run: the GPU under NCCL. Results are returned on the device of the input
             samples.
     """
@@ -32,18 +31,16 @@ class DataCollector:
     def __init__(
         self,
         layout: Layout,
+        world: RankSet,
         *,
-        rank: int,
-        group: ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ):
-        self.layout, self.rank, self.group, self.device = layout, rank, group, device
-        self._workers = [
-            sorted(rank for rank in layout.ranks if layout.coordinates(rank).dp == dp)
-            for dp in range(layout.dp)
-        ]
+        self.layout, self.world, self.device = layout, world, device
+        self._workers: list[list[int]] = [[] for _ in range(layout.dp)]  # numbered within `world`
+        for rank in sorted(layout.ranks):
+            self._workers[layout.coordinates(rank).dp].append(world.ranks.index(rank))
         last = layout.pp - 1
-        self._answers = rank in [layout.rank_of(pp=last, dp=dp) for dp in range(layout.dp)]
+        self._answers = world.global_rank in [layout.rank_of(pp=last, dp=dp) for dp in range(layout.dp)]
 
     def to_role(
         self, batch: RolloutBatch, dp_of_sample: Tensor, fields: Sequence[str] | None = None
@@ -64,7 +61,7 @@ class DataCollector:
             for name, value in batch.tensors().items()
             if fields is None or name == "sample_id" or name in fields
         }
-        received = exchange_samples(sent, destinations, self.group, device=self.device)
+        received = exchange_samples(sent, destinations, self.world, device=self.device)
         order = received["sample_id"].argsort()
         return {name: value[order].to(batch.sample_id.device) for name, value in received.items()}
 
@@ -83,7 +80,7 @@ class DataCollector:
             values: by name, [W, T'] results in the order of `sample_id`. Read only on the first rank (tp 0,
                 cp 0) of the last pipeline stage of each data-parallel index; elsewhere it may be None.
             sample_id: [W] int64, the samples that this rank works on.
-            owner_of_sample: [B] int64, owner rank of each sample.
+            owner_of_sample: [B] int64, owner rank of each sample, numbered within `world`.
             batch: the samples owned by this rank.
 
         Returns:
@@ -99,7 +96,7 @@ class DataCollector:
                 name: torch.zeros(0, 0, device=sample_id.device) for name in names
             }
         destinations = [[owner] for owner in owner_of_sample[sent["sample_id"].cpu()].tolist()]
-        received = exchange_samples(sent, destinations, self.group, device=self.device)
+        received = exchange_samples(sent, destinations, self.world, device=self.device)
         order, place = received["sample_id"].argsort(), batch.sample_id.argsort()
         found = received["sample_id"][order].to(batch.sample_id.device)
         assert torch.equal(found, batch.sample_id[place]), "each owned sample gets its results once"

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import all_sum
+from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import balance, micro_batches
 
@@ -21,27 +20,29 @@ class SampleTable:
 
     lengths_B: Tensor  # int64, tokens of prompt and response
     response_B: Tensor  # int64, response tokens
-    owner_B: Tensor  # int64, world rank that generated the sample (its owner)
+    owner_B: Tensor  # int64, rank that generated the sample (its owner), numbered within the run's RankSet
     group_B: Tensor  # int64, index of the sample's prompt; 0 where samples have none
     mini_batches: list[range]  # sample indices of each optimizer step of an epoch
     unit: int = 1  # consecutive samples that stay in one micro-batch: 2 for pairs
 
     @classmethod
-    def gather(cls, batch: RolloutBatch, *, num_mini_batches: int, unit: int = 1) -> "SampleTable":
-        """Gather the table. Collective over the world.
+    def gather(
+        cls, batch: RolloutBatch, world: RankSet, *, num_mini_batches: int, unit: int = 1
+    ) -> "SampleTable":
+        """Gather the table. Collective over `world`.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
         gaps. Mini-batches differ by one sample at most, or by one unit of `unit` consecutive samples that stay
         in one micro-batch.
         """
-        num_samples = int(all_sum(torch.tensor(len(batch))))
+        num_samples = int(world.all_sum(torch.tensor(len(batch))))
         table = torch.zeros(5, num_samples, dtype=torch.int64)
-        owner = torch.full_like(batch.sample_id, dist.get_rank())
+        owner = torch.full_like(batch.sample_id, world.rank)
         group = torch.zeros_like(owner) if batch.group_id is None else batch.group_id
         table[:, batch.sample_id] = torch.stack(
             [batch.lengths, batch.response_mask.sum(1), owner, group, torch.ones_like(owner)]
         )
-        table = all_sum(table)
+        table = world.all_sum(table)
         assert (table[4] == 1).all(), "every sample has one owner"
         num_units = num_samples // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_max, all_names, all_sum
+from parallel.rank_set import RankSet
 
 Scalar = Tensor | float | int
 
@@ -87,23 +87,16 @@ class Sums:
         for name, value in other._maxima.items():
             self.max(name, value)
 
-    def reduce(
-        self,
-        *,
-        all_sum: Callable[[Tensor], Tensor],
-        all_max: Callable[[Tensor], Tensor],
-        all_names: Callable[[list[str]], list[str]],
-    ) -> dict[str, float]:
+    def reduce(self, ranks: RankSet) -> dict[str, float]:
         """Return means (global total over global count) and global maxima; means with count 0 are omitted.
 
-        `all_sum` and `all_max` reduce a float64 CPU vector over the ranks. `all_names` returns the union of
-        the ranks' names, so that ranks with different metrics, or none, reduce vectors of the same order.
+        The same result on each of `ranks`, which may have different metrics, or none. Collective over them.
         """
-        names = sorted(set(all_names([*self._totals, *self._maxima])))
+        names = sorted(ranks.union([*self._totals, *self._maxima]))
         cells = to_floats([cell for name in names for cell in self._totals.get(name, (0.0, 0))])
-        totals_and_counts = all_sum(torch.tensor(cells, dtype=torch.float64)).view(-1, 2).tolist()
+        totals_and_counts = ranks.all_sum(torch.tensor(cells, dtype=torch.float64)).view(-1, 2).tolist()
         maxima = to_floats([self._maxima.get(name, -math.inf) for name in names])
-        maxima = all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
+        maxima = ranks.all_max(torch.tensor(maxima, dtype=torch.float64)).tolist()
         means = {
             name: total / count
             for name, (total, count) in zip(names, totals_and_counts, strict=True)
@@ -114,11 +107,6 @@ class Sums:
             for name, value in zip(names, maxima, strict=True)
             if value > -math.inf or math.isnan(value)
         }
-
-
-def reduce_over_world(sums: Sums) -> dict[str, float]:
-    """Return means and maxima over all ranks of the world, the same on each."""
-    return sums.reduce(all_sum=all_sum, all_max=all_max, all_names=all_names)
 
 
 def detached(x: Scalar) -> Scalar:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from parallel import device
+from parallel.rank_set import RankSet
 from parallel.runtime.watchdog import Watchdog
 from verl_megatron.observe.metrics import PhaseTimer
 
@@ -36,15 +36,18 @@ class Span:
 
 
 def record_profile(
-    clock: PhaseTimer, watchdog: Watchdog, track_metrics: Sequence[str], output_dir: str | Path
+    clock: PhaseTimer,
+    watchdog: Watchdog,
+    track_metrics: Sequence[str],
+    output_dir: str | Path,
+    world: RankSet,
 ) -> None:
-    """Profile the phases of `clock` if `track_metrics` contains "profile".
+    """Profile the phases of `clock` on the first and the last rank if `track_metrics` contains "profile".
 
     Writes OUTPUT_DIR/profile/PHASE_rankR.txt and a Chrome trace next to it.
     """
-    rank = dist.get_rank()
-    if "profile" in track_metrics and rank in (0, dist.get_world_size() - 1):
-        profiler = PhaseProfiler(Path(output_dir) / FOLDER, rank)
+    if "profile" in track_metrics and world.rank in (0, world.size - 1):
+        profiler = PhaseProfiler(Path(output_dir) / FOLDER, world.rank)
         clock.enter(profiler.around)
         watchdog.on_beat = profiler.beat
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from parallel.collectives import all_sum
+from parallel.rank_set import RankSet
 from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
 from verl_megatron.observe.report import draw_timeline
 from verl_megatron.observe.tracking import replace_text
@@ -22,21 +21,19 @@ from verl_megatron.observe.tracking import replace_text
 TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"
 
 
-def record_timeline(clock: PhaseTimer, track_metrics: Sequence[str]) -> None:
-    """Start recording with `clock` if `track_metrics` contains "timeline"; call it on all ranks."""
+def record_timeline(clock: PhaseTimer, track_metrics: Sequence[str], world: RankSet) -> None:
+    """Start recording with `clock` if `track_metrics` contains "timeline"; all ranks of `world` call it."""
     if "timeline" in track_metrics:
         # A CPU barrier: it waits for ranks, not for their GPUs, which the clock has synchronized.
-        clock.record(lambda: all_sum(torch.zeros(1)))
+        clock.record(lambda: world.all_sum(torch.zeros(1)))
 
 
-def write_timeline(clock: PhaseTimer, output_dir: str | Path) -> None:
-    """Write the last recorded iteration, if any, from the first rank. Collective over the world."""
+def write_timeline(clock: PhaseTimer, output_dir: str | Path, world: RankSet) -> None:
+    """Write the last recorded iteration, if any, from the first rank. Collective over `world`."""
     if clock.recorded is None or not clock.recorded.events:
         return
-    is_first = dist.get_rank() == 0
-    gathered: list[RecordedIteration] | None = [None] * dist.get_world_size() if is_first else None
-    dist.gather_object(clock.recorded, gathered)
-    if is_first:
+    gathered: list[RecordedIteration] | None = world.gather_object(clock.recorded)
+    if gathered is not None:
         folder = Path(output_dir)
         replace_text(folder / TRACE_FILE, json.dumps(chrome_trace(gathered)) + "\n")
         draw_timeline(folder / PICTURE_FILE, [iteration.events for iteration in gathered])

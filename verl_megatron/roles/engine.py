@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel import device, megatron
 from parallel.checkpoint import training_state as checkpoint
-from parallel.export import export_folder
+from parallel.export import ShardedModel, export_folder
 from parallel.groups import ProcessGroups
 from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.reshard.source import WeightSource
@@ -81,7 +81,7 @@ def compute_of(config: EngineConfig) -> Compute:
 class Engine:
     """A model on the ranks of its layout.
 
-    Every rank of the world constructs it; on non-members the methods do nothing.
+    Every rank of `groups.world` constructs it; on non-members the methods do nothing.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Engine:
     # ---- training ------------------------------------------------------------------------------------------
 
     def prepare_training(self, *, lr: float, total_steps: int) -> None:
-        """Create gradient buffers, the optimizer and its schedule. Collective over the world."""
+        """Create gradient buffers, the optimizer and its schedule. Collective over `groups.world`."""
         if self.groups.is_member:
             self._wrap()
         config = self.config
@@ -369,13 +369,11 @@ class Engine:
     def snapshot(self) -> tuple[checkpoint.Snapshot, dict]:
         """Snapshot weights and optimizer state, loadable under any layout, and JSON metadata for `load`.
 
-        Collective over the world. A snapshot is valid until the next one is made.
+        Collective over `groups.world`. A snapshot is valid until the next one is made.
         """
         state = self.state_dict()
         snapshot = checkpoint.Snapshot(state.pop("tensors", {}), self.chunks, self.optimizer, self.groups)
-        told = [state]
-        dist.broadcast_object_list(told, src=self.layout.ranks[0])
-        return snapshot, told[0]
+        return snapshot, self._from_first_member(state)
 
     def reserve_copies(self) -> int:
         """Allocate the host memory of all snapshots; return its bytes on this rank."""
@@ -388,12 +386,16 @@ class Engine:
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
-        told = [checkpoint.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}]
-        dist.broadcast_object_list(told, src=self.layout.ranks[0])
-        return told[0]
+        norms = checkpoint.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}
+        return self._from_first_member(norms)
+
+    def _from_first_member(self, value: dict) -> dict:
+        """Broadcast a value of the layout's first rank to all ranks."""
+        world = self.groups.world
+        return world.broadcast_object(value, src=world.ranks.index(self.layout.ranks[0]))
 
     def load(self, folder: Path, state: dict) -> None:
-        """Load a snapshot from `folder` with its metadata, under any layout. Collective over the world."""
+        """Load a snapshot from `folder` with its metadata, under any layout. Collective over `groups.world`."""
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
@@ -412,16 +414,16 @@ class Engine:
             for rank in self.layout.ranks
         }
         export_folder(
-            arch=self.arch,
-            source=self.tensors,
-            parameters_of=parameters,
-            folder=folder,
+            ShardedModel(
+                arch=self.arch,
+                head=self.head,
+                dtype=self.compute.dtype,
+                tensors=self.tensors,
+                shards=parameters,
+            ),
+            folder,
             template_folder=Path(template),
-            head=self.head,
-            dtype=self.compute.dtype,
-            rank=self.groups.rank,
-            group=self.groups.world,
-            device=device.device(),
+            ranks=self.groups.members,
             config=self.arch.to_hf(
                 head=self.head,
                 carry=read_config(template) | {"dtype": str(self.compute.dtype).removeprefix("torch.")},

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout, parse_devices
+from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import Normalizer
 from verl_megatron.config import EngineConfig, ModelConfig
@@ -35,10 +35,15 @@ class DispatchedBatch:
 
 
 class Role:
-    """Actor, critic, reference or reward model. Methods are collective over the world."""
+    """Actor, critic, reference or reward model. Methods are collective over its `world`."""
 
     def __init__(self, engine: Engine, collector: DataCollector):
         self.engine, self.collector = engine, collector
+
+    @property
+    def world(self) -> RankSet:
+        """All ranks of the run, which may own samples."""
+        return self.engine.groups.world
 
     def dispatch(self, batch: RolloutBatch, table: SampleTable) -> DispatchedBatch:
         """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
@@ -130,16 +135,15 @@ def infer_together(
     return [{name: returned[f"{name}_{place}"] for name in names} for place in range(len(roles))]
 
 
-def layout_of(model: ModelConfig) -> Layout:
+def layout_of(model: ModelConfig, world: RankSet) -> Layout:
     """Return the layout from the settings, with ranks in the default order."""
-    return Layout.parse(
-        model.layout, parse_devices(model.devices, dist.get_world_size()), tuple(model.stage_layers)
-    )
+    return Layout.parse(model.layout, parse_devices(model.devices, world.size), tuple(model.stage_layers))
 
 
 def make_role(
     model: ModelConfig,
     layout: Layout,
+    world: RankSet,
     *,
     arch: Architecture,
     engine: EngineConfig,
@@ -154,7 +158,7 @@ def make_role(
     Args:
         progress: called before each micro-batch.
     """
-    groups = ProcessGroups(layout)
+    groups = ProcessGroups(layout, world)
     made = Engine(
         arch=arch,
         folder=model.path,
@@ -167,4 +171,4 @@ def make_role(
     )
     if train_steps:
         made.prepare_training(lr=model.lr, total_steps=train_steps)
-    return Role(made, DataCollector(layout, rank=dist.get_rank(), group=None, device=device.device()))
+    return Role(made, DataCollector(layout, world, device=device.device()))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from parallel.rank_set import RankSet
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, token_budget
 
@@ -24,20 +25,20 @@ _queue_number = (
 class WorkQueue:
     """A work queue of the indices 0 .. total-1, each drawn by exactly one replica.
 
-    Replicas share an atomic counter in the store of the default process group; a single replica uses a local
-    one. Every rank of the world constructs the queue (its key counts constructions); one rank per replica
-    draws.
+    Replicas share an atomic counter in the store of `world`; a single replica uses a local one. Every rank of
+    `world` constructs the queue (its key counts constructions); one rank per replica draws.
 
     Args:
         total: number of indices.
         num_replicas: number of replicas that draw, each until a draw is empty.
+        world: the ranks of all replicas; None: there is one replica.
     """
 
-    def __init__(self, total: int, *, num_replicas: int = 1):
+    def __init__(self, total: int, *, num_replicas: int = 1, world: RankSet | None = None):
         self.total = total
         self.num_replicas = num_replicas
-        self._key = f"verl_megatron/samples/{next(_queue_number)}"
-        self._store = dist.distributed_c10d._get_default_store() if num_replicas > 1 else dist.HashStore()
+        self._key = f"samples/{next(_queue_number)}"
+        self._store = world.store("verl_megatron") if num_replicas > 1 else dist.HashStore()
 
     def take(self, count: int) -> range:
         """Draw the next `count` indices, fewer at the end; the last draw of each replica is empty."""
@@ -116,7 +117,7 @@ def generate(
     """
     for request in requests:
         _check_request(request, engine)
-    queue = WorkQueue(len(requests), num_replicas=engine.num_replicas if shared else 1)
+    queue = WorkQueue(len(requests), num_replicas=engine.num_replicas if shared else 1, world=engine.world)
     dispatcher = Dispatcher(queue, limit=engine.max_num_seqs, group=engine.tp_group)
     place = {request.sample_id: index for index, request in enumerate(requests)}
     turns, done, num_running = _Turns(engine, continue_turn), {}, 0

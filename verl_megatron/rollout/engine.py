@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.rank_set import RankSet
 from verl_megatron.rollout.sampling import Generation, Request
 
 Tag = Literal["weights", "kv_cache"]
@@ -20,6 +21,7 @@ class RolloutEngine(Protocol):
     each.
     """
 
+    world: RankSet  # the ranks of all replicas
     replica: int  # index of this replica
     num_replicas: int
     tp_rank: int  # tensor-parallel index of this rank
@@ -80,5 +82,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the engine. Collective over the world."""
+        """Free the engine. Collective over `world`."""
         ...

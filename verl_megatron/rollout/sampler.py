@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import all_names, all_sum
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Prompt
 from verl_megatron.data.tokenizer import Tokenizer
@@ -45,7 +43,7 @@ class Draw:
 
 
 class Sampler:
-    """Draws prompts, generates samples and sends them to the reward workers. Collective over the world.
+    """Draws prompts, generates samples and sends them to the reward workers. Collective over `engine.world`.
 
     Args:
         pool: reward workers, on the owner rank of each replica; None: no reward function.
@@ -182,9 +180,9 @@ class Sampler:
         """Raise ValueError on every rank if all reward calls failed or there are too many metrics."""
         pool = self.pool
         here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
-        failed, calls, names = all_sum(torch.tensor(here)).tolist()
+        failed, calls, names = self.engine.world.all_sum(torch.tensor(here)).tolist()
         if 0 < failed == calls or names > MAX_METRICS:
-            said = all_names(
+            said = self.engine.world.union(
                 [complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else []
             )
             if said:
@@ -200,8 +198,7 @@ class Sampler:
             (group, self._results[sample].score)
             for sample, group in zip(batch.sample_id.tolist(), batch.group_id.tolist())
         ]
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
+        gathered = self.engine.world.all_gather_object(mine)
         scores: dict[int, list[float]] = {}
         for group, score in (entry for part in gathered for entry in part):
             scores.setdefault(group, []).append(score)

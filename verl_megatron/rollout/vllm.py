@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import device
+from parallel import device, rank_set
 from parallel.weights.architecture import read_config
 from parallel.weights.json_files import is_count
 from verl_megatron.config import RolloutConfig
@@ -80,7 +80,9 @@ class VLLMActor:
         self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
         if self._in_world and not dist.is_initialized():
             device.initialize()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if self._in_world else (0, 1)
+        if self._in_world:  # vLLM builds its groups over torch's default group
+            self.world = rank_set.world()
+        rank, world = (self.world.rank, self.world.size) if self._in_world else (0, 1)
         _check_split(self.model_name, self.tp, world)
         self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
         if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
@@ -110,6 +112,7 @@ class VLLMActor:
                 if not VLLMActor._open:  # existing groups may not fit the next engine
                     _release_groups(ours=not self._in_world)
                 raise
+        self.world = rank_set.world()  # standalone, vLLM has created the default group
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
@@ -133,7 +136,7 @@ class VLLMActor:
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
-        groups = _groups_in_order(self.ranks) if self._in_world else contextlib.nullcontext()
+        groups = _groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
         weights = (
             contextlib.nullcontext()
             if options["load_format"] == "auto"
@@ -321,9 +324,9 @@ class VLLMActor:
         """Restore environment, random states and thread count on exit."""
         environment = dict(_ENVIRONMENT)
         if self._in_world:  # read by the external launcher; only torchrun sets them
-            environment |= dict(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+            environment |= dict(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
             environment |= dict(
-                LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else dist.get_rank())
+                LOCAL_RANK=str(torch.cuda.current_device() if device.is_gpu() else self.world.rank)
             )
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
@@ -343,7 +346,7 @@ def _starting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
+def _groups_in_order(ranks: tuple[int, ...], rank: int) -> Iterator[None]:
     """Context for starting an engine: map the positions 0, 1, ... of vLLM's groups to `ranks`."""
     from vllm.distributed import parallel_state
 
@@ -354,12 +357,12 @@ def _groups_in_order(ranks: tuple[int, ...]) -> Iterator[None]:
 
     parallel_state.init_model_parallel_group = initialize_in_order
     # vLLM needs the position here: it computes with it, and it is the key of the compile cache on disk.
-    os.environ["RANK"] = str(ranks.index(dist.get_rank()))
+    os.environ["RANK"] = str(ranks.index(rank))
     try:
         yield
     finally:
         parallel_state.init_model_parallel_group = initialize
-        os.environ["RANK"] = str(dist.get_rank())
+        os.environ["RANK"] = str(rank)
 
 
 def _release_groups(*, ours: bool) -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.groups import group_of
 from parallel.layout import Layout
+from parallel.rank_set import RankSet, group_of
 from parallel.reshard.execute import Parameters, Resharder, ReshardReport
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
@@ -56,21 +56,31 @@ class ColocatedChannel:
 
 
 class WeightSync:
-    """In-place weight sync into the engine, planned once. All methods are collective over the world.
+    """In-place weight sync into the engine, planned once. All methods are collective over `world`.
 
     In the modes `share` and `swap`, vLLM must be built with `shared_weights`: views of Megatron's memory.
     """
 
-    def __init__(self, source: WeightSource, rollout: Layout, config: ReshardConfig, *, dtype: torch.dtype):
+    def __init__(
+        self,
+        source: WeightSource,
+        rollout: Layout,
+        config: ReshardConfig,
+        world: RankSet,
+        *,
+        dtype: torch.dtype,
+    ):
         """
         Args:
-            rollout: the engine's replicas (dp) and their tensor-parallel ranks, over the whole world.
+            rollout: the engine's replicas (dp) and their tensor-parallel ranks, over all of `world`.
+            world: all ranks that hold weights of either side.
             dtype: of the engine's weights.
         """
-        self.config, self.dtype, self.rank, self.gather = config, dtype, dist.get_rank(), source.gather
+        self.config, self.dtype, self.world, self.gather = config, dtype, world, source.gather
+        self.rank = world.global_rank
         self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
-        self.peers = _mapped_everywhere(self.source) if dtype == source.dtype else None
-        single_host = device.host_of(dist.get_world_size() - 1) == 0
+        self.peers = _mapped_everywhere(self.source, world) if dtype == source.dtype else None
+        single_host = device.host_of(world.ranks[0]) == device.host_of(world.ranks[-1])
         common = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.back: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
@@ -83,14 +93,13 @@ class WeightSync:
                 **common,
             )
             return
-        memory: list[Addresses] = [{}] * dist.get_world_size()
-        dist.all_gather_object(memory, addresses_of(self.source))
+        memory: list[Addresses] = world.all_gather_object(addresses_of(self.source))
         if self.peers is not None and not single_host:
             self.peers = None  # in-place windows are ordered across all hosts: use messages
         sides = Sides(
             source=source.shards,
             destination=self.destination,
-            memory=dict(enumerate(memory)),
+            memory=dict(zip(world.ranks, memory)),
             element_bytes=dtype.itemsize,
         )
         plans = plan_in_place(
@@ -109,7 +118,11 @@ class WeightSync:
         held = {(0, name): tensor for name, tensor in engine.weight_target().items()}
         check_parameters(self.destination[self.rank], held, self.dtype)
         common = dict(
-            rank=self.rank, dtype=self.dtype, group=None, device=device.device(), verify=self.config.verify
+            rank=self.rank,
+            dtype=self.dtype,
+            group=self.world.device_group,
+            device=device.device(),
+            verify=self.config.verify,
         )
         if self.back is not None:  # shared by both directions, which alternate
             staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.back))
@@ -153,23 +166,22 @@ def rollout_shards(arch: Architecture, rollout: Layout) -> Shards:
     return {rank: by_tp_rank[rollout.coordinates(rank).tp] for rank in rollout.ranks}
 
 
-def _mapped_everywhere(source: Parameters) -> dict[int, Mapped] | None:
+def _mapped_everywhere(source: Parameters, world: RankSet) -> dict[int, Mapped] | None:
     """Return IPC tensors of this host's source ranks; None unless all hosts can map theirs.
 
-    All ranks must use the same plan. Collective over the world.
+    All ranks must use the same plan. Collective over `world`.
     """
-    peers, outcomes = map_tensors(source, _host_group()), [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, peers is not None)
-    return peers if all(outcomes) else None
+    peers = map_tensors(source, _host_group(world))
+    return peers if all(world.all_gather_object(peers is not None)) else None
 
 
-def _host_group() -> dist.ProcessGroup:
-    """Return the process group of this host's ranks. Collective over the world."""
+def _host_group(world: RankSet) -> dist.ProcessGroup:
+    """Return the process group of this host's ranks. Collective over `world`."""
     hosts: dict[int, list[int]] = {}
-    for rank in range(dist.get_world_size()):
+    for rank in world.ranks:
         hosts.setdefault(device.host_of(rank), []).append(rank)
     groups = {host: group_of(tuple(ranks)) for host, ranks in hosts.items()}
-    return groups[device.host_of(dist.get_rank())]
+    return groups[device.host_of(world.global_rank)]
 
 
 def check_parameters(described: list[ShardedParameter], held: Parameters, dtype: torch.dtype) -> None:

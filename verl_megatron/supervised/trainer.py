@@ -6,10 +6,9 @@ Methods are collective over the world.
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
-
 from parallel import device
-from parallel.runtime.refusal import agree, shown, speak_once
+from parallel.rank_set import RankSet, agree
+from parallel.runtime.refusal import shown, speak_once
 from parallel.weights.architecture import read_architecture
 from verl_megatron.base_trainer import BaseTrainer
 from verl_megatron.checks.folders import find_not_finite, roles_of
@@ -20,7 +19,7 @@ from verl_megatron.data.pairs import Pair
 from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.model_specs import ModelSpec, models_of
-from verl_megatron.observe.metrics import PhaseTimer, reduce_over_world
+from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import inspect_supervised
 from verl_megatron.progress import Progress
 from verl_megatron.roles.engine import compute_of
@@ -54,9 +53,9 @@ class SupervisedTrainer(BaseTrainer):
     def build(self) -> None:
         """Check the values of the weights, then build the models."""
         config = self.config
-        dtypes, place = (compute_of(config.engine).dtype,), dist.get_rank()
+        dtypes, world = (compute_of(config.engine).dtype,), self.world
         agree(
-            lambda: refuse(find_not_finite(roles_of(config), dtypes, place=place, of=dist.get_world_size()))
+            lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world
         )
         specs = models_of(config)
         self.roles = {spec.name: self._role(spec) for spec in specs}
@@ -67,13 +66,14 @@ class SupervisedTrainer(BaseTrainer):
         )
         self.clock = PhaseTimer(device.synchronize_stream, around=self.watchdog.operation)
         trainable = {specs[0].name: self.trained}
-        self.state = Progress(config, trainable=trainable, cursor=self.cursor, say=self.say)
+        self.state = Progress(config, self.world, trainable=trainable, cursor=self.cursor, say=self.say)
 
     def _role(self, spec: ModelSpec) -> Role:
         run = self.config.run
         return make_role(
             spec.model,
-            layout_of(spec.model),
+            layout_of(spec.model, self.world),
+            self.world,
             arch=read_architecture(spec.model.path),
             engine=self.config.engine,
             head=spec.head,
@@ -90,7 +90,7 @@ class SupervisedTrainer(BaseTrainer):
         tracker = self.make_tracker()
         while state.step < run.iterations:
             self.watchdog.iteration = state.step + 1
-            if self.preemption.requested():
+            if self.preemption.requested(self.world):
                 self.leave()
                 break
             metrics = self._step(
@@ -117,7 +117,7 @@ class SupervisedTrainer(BaseTrainer):
         task, clock = self.task, self.clock
         fields = tuple(FIELDS[name] for name in self.frozen)
         with clock.phase("log_probs" if self.frozen else "update"):
-            batch, table = spread(items, task.samples_per_item)
+            batch, table = spread(items, task.samples_per_item, self.world)
             dispatched = self.trained.dispatch(batch, table)
             if self.frozen:
                 self._infer(self.frozen, dispatched, batch, table)
@@ -132,16 +132,16 @@ class SupervisedTrainer(BaseTrainer):
             sums, _ = self.trained.update(
                 dispatched, table, partial(task.loss, step=step), task.normalizer, fields=fields, epochs=1
             )
-        return reduce_over_world(sums)
+        return sums.reduce(self.world)
 
     def _validate(self) -> dict[str, float]:
         """Return the metrics of the held-out data; empty without any."""
         if self.inputs.validation is None:
             return {}
         with self.clock.phase("validation"):
-            batch, table = spread(self.inputs.validation, self.task.samples_per_item)
+            batch, table = spread(self.inputs.validation, self.task.samples_per_item, self.world)
             self._infer(self.roles, self.trained.dispatch(batch, table), batch, table)
-            found = reduce_over_world(self.task.evaluate(self.config, batch))
+            found = self.task.evaluate(self.config, batch).reduce(self.world)
         self.state.validated = {"step": self.state.step} | found
         return found
 
@@ -157,13 +157,15 @@ class SupervisedTrainer(BaseTrainer):
             setattr(batch, FIELDS[name], result[output])
 
 
-def spread(items: Sequence[Demonstration | Pair], samples_per_item: int) -> tuple[RolloutBatch, SampleTable]:
+def spread(
+    items: Sequence[Demonstration | Pair], samples_per_item: int, world: RankSet
+) -> tuple[RolloutBatch, SampleTable]:
     """Distribute entries of a data set over the ranks; return this rank's samples and the table of all."""
     ids, prompts, responses = [], [], []
-    for number in range(dist.get_rank(), len(items), dist.get_world_size()):
+    for number in range(world.rank, len(items), world.size):
         for place, (prompt, response) in enumerate(items[number].samples()):
             ids.append(number * samples_per_item + place)
             prompts.append(prompt)
             responses.append(response)
     batch = RolloutBatch.from_rows(ids, prompts, responses)
-    return batch, SampleTable.gather(batch, num_mini_batches=1, unit=samples_per_item)
+    return batch, SampleTable.gather(batch, world, num_mini_batches=1, unit=samples_per_item)
