@@ -167,5 +167,5 @@ def spread(
             ids.append(number * samples_per_item + place)
             prompts.append(prompt)
             responses.append(response)
-    batch = RolloutBatch.from_rows(ids, prompts, responses)
+    batch = RolloutBatch.from_lists(ids, prompts, responses)
     return batch, SampleTable.gather(batch, world, num_mini_batches=1, unit=samples_per_item)
