@@ -446,13 +446,9 @@ class RewardModelConfig(Section):
 
 
 SupervisedConfig = SFTConfig | DPOConfig | RewardModelConfig
-
-
-def is_paired(data: Section) -> bool:
-    """Whether a run with this data section trains on pairs of responses."""
-    return isinstance(data, PairDataConfig)
-
-
-def items_per_step(data: SFTDataConfig | PairDataConfig) -> int:
-    """Return the demonstrations or pairs of an optimizer step."""
-    return data.pairs_per_step if isinstance(data, PairDataConfig) else data.samples_per_step
+SCHEMAS: dict[str, type[Section]] = {
+    "train": TrainerConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward_model": RewardModelConfig,
+}  # by command: python -m verl_megatron.COMMAND

@@ -10,9 +10,9 @@ from parallel.checkpoint.folders import CheckpointError
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.iteration import Collected
+from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.manifest import samples_problem, with_present_names
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.progress import Progress
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 from parallel.runtime.refusal import shown, speak_once
-from verl_megatron.base_trainer import BaseTrainer
 from verl_megatron.checks.settings import batch_arithmetic
 from verl_megatron.checks.versions import optional_packages
 from verl_megatron.config import TrainerConfig
@@ -12,6 +11,7 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import Collected, collect, learn
+from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.tracking import MetricsTracker, writing_to

@@ -30,10 +30,10 @@ from verl_megatron.config import (
     RunConfig,
     SupervisedConfig,
     TrainerConfig,
-    is_paired,
     present_name,
 )
 from verl_megatron.data.json_lines import file_problem
+from verl_megatron.data.pairs import is_paired
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
+from verl_megatron.config import DataConfig, PairDataConfig, Section, SFTDataConfig
 from verl_megatron.data.chat import Message, split_answer, text_of
 from verl_megatron.data.json_lines import shown
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset, RowReader
@@ -107,3 +107,13 @@ READERS: dict[type, type[RowReader]] = {
     SFTDataConfig: DemonstrationDataset,
     PairDataConfig: PairDataset,
 }  # by the class of a run's data section
+
+
+def is_paired(data: Section) -> bool:
+    """Whether a run with this data section trains on pairs of responses."""
+    return isinstance(data, PairDataConfig)
+
+
+def items_per_step(data: SFTDataConfig | PairDataConfig) -> int:
+    """Return the demonstrations or pairs of an optimizer step."""
+    return data.pairs_per_step if isinstance(data, PairDataConfig) else data.samples_per_step

@@ -16,7 +16,8 @@ from parallel.runtime.refusal import shown
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.settings import batch_arithmetic, refuse, structured
-from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig, is_paired, items_per_step
+from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
+from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner import Case, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised

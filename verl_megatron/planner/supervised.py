@@ -10,9 +10,8 @@ from verl_megatron.config import (
     RolloutConfig,
     SupervisedConfig,
     TrainerConfig,
-    is_paired,
-    items_per_step,
 )
+from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine, find_machine

@@ -10,18 +10,18 @@ from parallel import device
 from parallel.rank_set import RankSet, agree
 from parallel.runtime.refusal import shown, speak_once
 from parallel.weights.architecture import read_architecture
-from verl_megatron.base_trainer import BaseTrainer
 from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.settings import refuse
-from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig, items_per_step
+from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.pairs import Pair
+from verl_megatron.data.pairs import Pair, items_per_step
 from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.lifecycle.base_trainer import BaseTrainer
+from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.model_specs import ModelSpec, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import inspect_supervised
-from verl_megatron.progress import Progress
 from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import DispatchedBatch, Role, infer_together, layout_of, make_role
 from verl_megatron.supervised.dpo import DPO

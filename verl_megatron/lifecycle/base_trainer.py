@@ -13,6 +13,7 @@ from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from verl_megatron.checks.settings import refuse
 from verl_megatron.checks.versions import check_versions
+from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
@@ -20,7 +21,6 @@ from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import Machine, machine_here
 from verl_megatron.preflight import Inputs
-from verl_megatron.progress import Progress
 from verl_megatron.roles.role import Role
 
 SLOW_S = 1800.0  # watchdog timeout of building models and of disk I/O, seconds
