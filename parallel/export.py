@@ -14,9 +14,10 @@ from parallel.rank_set import RankSet
 from parallel.reshard.execute import Parameters, Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import INDEX, carry_files, deal_into_files, write_index, write_safetensors
+from parallel.weights.files import INDEX
 from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
+from parallel.weights.writing import carry_files, deal_into_files, write_index, write_safetensors
 
 WINDOW_BYTES = 2**28
 

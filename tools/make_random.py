@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
 from parallel.weights.architecture import Architecture, read_architecture
-from parallel.weights.files import write_index
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.writing import write_index
 from tools.make_toy import make_rows, seed_of, write_tokenizer
 
 FILE_BYTES = 4 * 2**30

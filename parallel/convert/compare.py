@@ -61,11 +61,8 @@ def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) 
         for job, line in run_jobs(compare, jobs, workers=budget.workers, total_bytes=total, title="verify")
         if line
     }
-    return [
-        lines[name]
-        for name in (*first.shapes, *(name for name in second.shapes if name not in first.shapes))
-        if name in lines
-    ]
+    names = first.shapes | second.shapes  # in the first one's order, then what only the second has
+    return [lines[name] for name in names if name in lines]
 
 
 def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
@@ -75,12 +72,13 @@ def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
     for (start, one), (_, other) in zip(*(slabs(side, job.name, job.budget) for side in sides), strict=True):
         one, other = (part.view(BITS[part.itemsize]) for part in (one, other))
         if first_row is None and not torch.equal(one, other):
-            first_row = start + next(row for row in range(len(one)) if not torch.equal(one[row], other[row]))
+            rows = (row for row in range(len(one)) if not torch.equal(one[row], other[row]))
+            first_row = start + next(rows)
         report(one.nbytes)
     if first_row is None:
         return job.name, ""
-    found = [f"sha256 {_digest(side, job)[:16]} in {side.path}" for side in sides]
-    return job.name, f"{job.name} differs, first in row {first_row}: {' and '.join(found)}"
+    digests = [f"sha256 {_digest(side, job)[:16]} in {side.path}" for side in sides]
+    return job.name, f"{job.name} differs, first in row {first_row}: {' and '.join(digests)}"
 
 
 def _digest(side: Source, job: CompareJob) -> str:

@@ -49,7 +49,8 @@ class HuggingFace:
 
     @property
     def source_files(self) -> list[Path]:
-        return [self.path / name for name in sorted({file for file, _ in self._starts.values()})]
+        names = {file for file, _ in self._starts.values()}
+        return [self.path / name for name in sorted(names)]
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
         """Read these rows into `out` [stop - start, columns], contiguous and of the tensor's own dtype."""

@@ -67,7 +67,7 @@ class GlobalTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowsInTensor:
     """Interval of rows of a Hugging Face tensor and its first row in a layer of a global tensor."""
 
     key: str
@@ -82,22 +82,22 @@ def global_tensors(arch: Architecture, head: Head) -> dict[str, GlobalTensor]:
     for parameter in megatron_parameters(arch, Layout(), 0, spec="te", head=head):
         match = LAYER.fullmatch(parameter.name)
         parts.setdefault(f"decoder.layers.{match[2]}" if match else parameter.name, []).append(parameter)
-    return {
-        key: GlobalTensor(
-            key, key.startswith("decoder.layers."), same[0].shape, tuple(p.blocks for p in same)
-        )
-        for key, same in parts.items()
-    }
+    tensors = {}
+    for key, layers in parts.items():
+        blocks = tuple(parameter.blocks for parameter in layers)
+        tensors[key] = GlobalTensor(key, key.startswith("decoder.layers."), layers[0].shape, blocks)
+    return tensors
 
 
-def places(tensors: Mapping[str, GlobalTensor]) -> dict[str, list[Place]]:
-    """Return the places of the rows of each Hugging Face tensor, from the first row on."""
-    found: dict[str, list[Place]] = {}
+def rows_by_name(tensors: Mapping[str, GlobalTensor]) -> dict[str, list[RowsInTensor]]:
+    """Return where the rows of each Hugging Face tensor are, from the first row on."""
+    by_name: dict[str, list[RowsInTensor]] = {}
     for tensor in tensors.values():
         for layer, blocks in enumerate(tensor.blocks):
             for block in blocks:
-                found.setdefault(block.tensor, []).append(Place(tensor.key, layer, block.rows, block.row))
-    return {name: sorted(parts, key=lambda place: place.rows) for name, parts in found.items()}
+                rows = RowsInTensor(tensor.key, layer, block.rows, block.row)
+                by_name.setdefault(block.tensor, []).append(rows)
+    return {name: sorted(parts, key=lambda part: part.rows) for name, parts in by_name.items()}
 
 
 def extra_states(arch: Architecture, spec: Spec) -> list[str]:

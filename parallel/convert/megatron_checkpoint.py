@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from parallel.checkpoint import metadata
 from parallel.checkpoint.sealed import read_json, shortened
 from parallel.convert import chunk
-from parallel.convert.keys import LAYER, VOCAB_KEYS, GlobalTensor, global_tensors, places
+from parallel.convert.keys import LAYER, VOCAB_KEYS, GlobalTensor, global_tensors, rows_by_name
 from parallel.convert.open_files import OpenFiles
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import Head, hf_shapes
@@ -98,9 +98,9 @@ class MegatronCheckpoint:
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}; copy it again from the checkpoint's source") from None
         if config.get("sharded_backend") != "torch_dist":
-            found = shortened(config.get("sharded_backend"), 40)
+            backend = shortened(config.get("sharded_backend"), 40)
             raise ValueError(
-                f"{self.path / CONFIG} names the format {found!r}; only torch_dist is read, save the "
+                f"{self.path / CONFIG} names the format {backend!r}; only torch_dist is read, save the "
                 "checkpoint with --ckpt-format torch_dist"
             )
         self.config_folder = self._config_folder(Path(path), template)
@@ -122,19 +122,14 @@ class MegatronCheckpoint:
                 f"{shown}; leave them out with --skip-extra, if that is meant"
             )
         self._check(table)
-        self._places = places(self.tensors)
-        self.dtypes = {name: dtypes[self._places[name][0].key] for name in self.shapes}
+        self._rows_of = rows_by_name(self.tensors)
+        self.dtypes = {name: dtypes[self._rows_of[name][0].key] for name in self.shapes}
         self._located: dict[tuple[str, int], chunk.ChunkData] = {}
 
     @property
     def source_files(self) -> list[Path]:
-        return [
-            self.path / metadata.FILE,
-            *(
-                self.path / name
-                for name in sorted({c.file for stored in self.chunks.values() for c in stored})
-            ),
-        ]
+        names = {part.file for stored in self.chunks.values() for part in stored}
+        return [self.path / name for name in (metadata.FILE, *sorted(names))]
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> None:
         """Read these rows of a Hugging Face tensor into `out`.
@@ -142,11 +137,11 @@ class MegatronCheckpoint:
         Args:
             out: [stop - start, columns], contiguous and of the tensor's own dtype.
         """
-        for place in self._places[name]:
-            top, bottom = max(start, place.rows[0]), min(stop, place.rows[1])
+        for part in self._rows_of[name]:
+            top, bottom = max(start, part.rows[0]), min(stop, part.rows[1])
             if top < bottom:
-                first = place.row + top - place.rows[0]
-                self._fill(place.key, place.layer, first, out[top - start : bottom - start])
+                first = part.row + top - part.rows[0]
+                self._fill(part.key, part.layer, first, out[top - start : bottom - start])
 
     def _fill(self, key: str, layer: int, first: int, out: Tensor) -> None:
         """Fill rows of one layer of a global tensor, from `first` on."""
@@ -276,16 +271,16 @@ class MegatronCheckpoint:
         for key, tensor in self.tensors.items():
             boxes = self.chunks.get(key, [])
             needed = tensor.layers * tensor.needed_rows * tensor.cols
-            held = sum(
+            stored_elements = sum(
                 (b.layers[1] - b.layers[0])
                 * max(0, min(b.rows[1], tensor.needed_rows) - b.rows[0])
                 * (b.cols[1] - b.cols[0])
                 for b in boxes
             )
-            if held != needed:
+            if stored_elements != needed:
                 raise ValueError(
-                    f"{key} in {self.path} has {held} of the model's {needed} elements; the checkpoint is "
-                    "incomplete or of another model"
+                    f"{key} in {self.path} has {stored_elements} of the model's {needed} elements; the checkpoint"
+                    " is incomplete or of another model"
                 )
         ends: dict[str, int] = defaultdict(int)
         for info in table.storage_data.values():

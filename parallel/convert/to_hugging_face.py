@@ -16,7 +16,8 @@ from parallel.convert.megatron_checkpoint import MegatronCheckpoint
 from parallel.convert.staging import conversion_of, staged
 from parallel.convert.workers import Budget, run_jobs
 from parallel.weights.architecture import HEADS, read_config
-from parallel.weights.files import SINGLE, carry_files, deal_into_files, write_index
+from parallel.weights.files import SINGLE
+from parallel.weights.writing import carry_files, deal_into_files, write_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def convert(
         if len(files) > 1:
             write_index(
                 scratch,
-                {name: file for file, held in zip(names, files) for name in held},
+                {name: file for file, tensors in zip(names, files) for name in tensors},
                 sum(sizes.values()),
             )
         carry_files(checkpoint.config_folder, scratch, config=_config(checkpoint, dtype))

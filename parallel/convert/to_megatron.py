@@ -26,8 +26,8 @@ from parallel.convert.megatron_checkpoint import CONFIG, HF_FOLDER, TRACKER
 from parallel.convert.staging import conversion_of, staged
 from parallel.convert.workers import Budget, run_jobs
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import carry_files
 from parallel.weights.rules import Head
+from parallel.weights.writing import carry_files
 
 RELEASE = "release"
 

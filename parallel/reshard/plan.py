@@ -14,15 +14,14 @@ holds it. Example: 1024 rows of a tensor from tp2 to tp4, all on one host:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import itemgetter
 
-from parallel.reshard.rectangles import Rect, area, holes, intersect, subtract
+from parallel.reshard.rectangles import Rect, area, intersect, subtract, uncovered
 from parallel.reshard.transfer import Padding, Position, Transfer, Window
 from parallel.reshard.windows import Windows
-from parallel.weights.shard import ShardedParameter
+from parallel.weights.shard import ShardedParameter, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +54,22 @@ class Plan:
 
     @property
     def messages(self) -> int:
-        return sum(giver != taker for window in self.windows for giver, taker in window)
+        return sum(src != dst for window in self.windows for src, dst in window)
 
     @property
     def received_bytes(self) -> dict[int, int]:
         """Bytes that each rank receives from other ranks."""
-        return self._sum((taker, size) for (giver, taker), size in self._flows() if giver != taker)
+        return self._sum((dst, size) for (src, dst), size in self._flows() if src != dst)
 
     @property
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each rank sends to other ranks."""
-        return self._sum((giver, size) for (giver, taker), size in self._flows() if giver != taker)
+        return self._sum((src, size) for (src, dst), size in self._flows() if src != dst)
 
     @property
     def local_bytes(self) -> dict[int, int]:
         """Bytes that each rank copies from its own parameters to its own parameters."""
-        return self._sum((giver, size) for (giver, taker), size in self._flows() if giver == taker)
+        return self._sum((src, size) for (src, dst), size in self._flows() if src == dst)
 
     @property
     def staged_bytes(self) -> dict[int, int]:
@@ -131,8 +130,8 @@ class Plan:
 
 def compile_plan(
     *,
-    source: Mapping[int, Sequence[ShardedParameter]],
-    destination: Mapping[int, Sequence[ShardedParameter]],
+    source: Shards,
+    destination: Shards,
     element_bytes: int,
     window_bytes: int,
     host_of: Callable[[int], int] | None = None,
@@ -157,17 +156,9 @@ def compile_plan(
     ranks = sorted(destination)
     # Iterate by parameter index over all ranks, so that each window holds work for all ranks.
     for parameters in zip_longest(*(destination[rank] for rank in ranks)):
-        # Replicas need the same slices, so each parameter is cut once. It is looked up by identity where
-        # ranks share the object, else by value.
-        same: dict[int, _Wanted] = {}
-        equal: dict[ShardedParameter, _Wanted] = {}
-        for rank, parameter in zip(ranks, parameters):
-            if parameter is None:
+        for rank, parameter, wanted in zip(ranks, parameters, sources.wanted(parameters)):
+            if parameter is None or wanted is None:
                 continue
-            wanted = same.get(id(parameter))
-            if wanted is None:
-                wanted = equal.get(parameter) or equal.setdefault(parameter, sources.wanted(parameter))
-                same[id(parameter)] = wanted
             padding += [
                 Padding(rank, parameter.chunk, parameter.name, rect[:2], rect[2:]) for rect in wanted.padding
             ]
@@ -187,12 +178,12 @@ def compile_plan(
         one_sided=False,
         padding=tuple(padding),
         lower_bound_bytes=max(sources.minimum.values(), default=0) * element_bytes,
-        gather_all_bytes=(sources.total - min((sources.held[rank] for rank in ranks), default=0))
+        gather_all_bytes=(sources.total - min((sources.elements[rank] for rank in ranks), default=0))
         * element_bytes,
     )
 
 
-def _repeated(destination: Mapping[int, Sequence[ShardedParameter]]) -> set[str]:
+def _repeated(destination: Shards) -> set[str]:
     """Return the tensors of which some rank needs several blocks.
 
     Only these can be needed twice on one rank, for example a tied output layer and its embedding.
@@ -208,7 +199,7 @@ def _repeated(destination: Mapping[int, Sequence[ShardedParameter]]) -> set[str]
 class _Replicas:
     """The ranks that hold the same rectangle of a tensor."""
 
-    place: dict[int, Position] = field(default_factory=dict)  # by rank
+    positions: dict[int, Position] = field(default_factory=dict)  # by rank
     on_host: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -223,15 +214,15 @@ class _Piece:
     destination: Position
     rows: tuple[int, int]
     cols: tuple[int, int]
-    # The place of `whole` in a replica -> the place of `rect` in it.
-    taken: dict[Position, Position] = field(default_factory=dict)
+    # The position of `whole` in a replica -> the position of `rect` in it.
+    sources: dict[Position, Position] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _WantedBlock:
     tensor: str
     rect: Rect
-    place: Position
+    position: Position
     holders: list[tuple[Rect, _Replicas]]  # the source rectangles that overlap it
     # The distances of the holders -> the pieces that the block is cut into.
     cuts: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)
@@ -248,16 +239,11 @@ class _Wanted:
 class _Sources:
     """The source rectangles of each tensor, and the choice of a source rank for each slice."""
 
-    def __init__(
-        self,
-        source: Mapping[int, Sequence[ShardedParameter]],
-        repeated: set[str],
-        host_of: Callable[[int], int],
-    ):
+    def __init__(self, source: Shards, repeated: set[str], host_of: Callable[[int], int]):
         self.host_of, self.repeated = host_of, repeated
         self.replicas: dict[str, dict[Rect, _Replicas]] = defaultdict(dict)
         self.sent: dict[int, int] = dict.fromkeys(source, 0)  # elements, to balance the load
-        self.held: dict[int, int] = defaultdict(int)  # elements that a rank holds as a source
+        self.elements: dict[int, int] = defaultdict(int)  # that a rank holds as a source
         self.minimum: dict[int, int] = defaultdict(int)  # elements that a rank needs and does not hold
         # By rank and repeated tensor: the rectangles received from other ranks.
         self.fetched: dict[tuple[int, str], list[Rect]] = defaultdict(list)
@@ -265,37 +251,41 @@ class _Sources:
             for parameter in source[rank]:
                 if parameter.owner:
                     self._add(rank, parameter)
-        # The sources cover each tensor, so their largest row and column ends are its size.
-        self.total = sum(
-            max(rect[1] for rect in rects) * max(rect[3] for rect in rects)
-            for rects in self.replicas.values()
-        )
+        self.total = 0  # elements of all tensors
+        for rects in self.replicas.values():
+            # The sources cover each tensor, so their largest row and column ends are its size.
+            _, ends, _, rights = zip(*rects)
+            self.total += max(ends) * max(rights)
 
     def _add(self, rank: int, parameter: ShardedParameter) -> None:
         for block in parameter.blocks:
             replicas = self.replicas[block.tensor].setdefault((*block.rows, *block.cols), _Replicas())
-            if rank not in replicas.place:
-                replicas.place[rank] = (parameter.chunk, parameter.name, block.row, block.col)
+            if rank not in replicas.positions:
+                replicas.positions[rank] = (parameter.chunk, parameter.name, block.row, block.col)
                 replicas.on_host.setdefault(self.host_of(rank), []).append(rank)
-                self.held[rank] += area((*block.rows, *block.cols))
+                self.elements[rank] += area((*block.rows, *block.cols))
 
-    def wanted(self, parameter: ShardedParameter) -> _Wanted:
+    def wanted(self, parameters: Sequence[ShardedParameter | None]) -> list[_Wanted | None]:
+        """Return the parameters cut along the source rectangles: equal ones, of replicas, only once."""
+        # Looked up by identity where ranks share the object, else by value.
+        by_id: dict[int, _Wanted | None] = {id(None): None}
+        by_value: dict[ShardedParameter, _Wanted] = {}
+        for parameter in parameters:
+            if id(parameter) in by_id:
+                continue
+            if parameter not in by_value:
+                by_value[parameter] = self._wanted(parameter)
+            by_id[id(parameter)] = by_value[parameter]
+        return [by_id[id(parameter)] for parameter in parameters]
+
+    def _wanted(self, parameter: ShardedParameter) -> _Wanted:
         blocks = []
         for block in parameter.blocks:
             rect = (*block.rows, *block.cols)
-            holders = sorted(
-                (
-                    (held, replicas)
-                    for held, replicas in self.replicas.get(block.tensor, {}).items()
-                    if intersect(rect, held)
-                ),
-                key=itemgetter(0),
-            )
-            blocks.append(
-                _WantedBlock(
-                    block.tensor, rect, (parameter.chunk, parameter.name, block.row, block.col), holders
-                )
-            )
+            replicas = self.replicas.get(block.tensor, {})
+            holders = [(whole, replicas[whole]) for whole in sorted(replicas) if intersect(rect, whole)]
+            position = (parameter.chunk, parameter.name, block.row, block.col)
+            blocks.append(_WantedBlock(block.tensor, rect, position, holders))
         return _Wanted(_padding_of(parameter), blocks)
 
     def serve(self, wanted: _Wanted, rank: int) -> Iterator[Transfer]:
@@ -305,7 +295,7 @@ class _Sources:
             # 0: the rank itself, 1: its host, 2: another host.
             distances = tuple(
                 [
-                    0 if rank in replicas.place else 1 if host in replicas.on_host else 2
+                    0 if rank in replicas.positions else 1 if host in replicas.on_host else 2
                     for _, replicas in block.holders
                 ]
             )
@@ -313,18 +303,21 @@ class _Sources:
             if pieces is None:
                 pieces = block.cuts[distances] = _cut(block, distances, rank)
             for piece in pieces:
-                giver = rank if piece.own else self._choose(piece, block.tensor, rank, host)
-                place = piece.replicas.place[giver]
-                taken = piece.taken.get(place) or piece.taken.setdefault(
-                    place, _at(place, piece.whole, piece.rect)
+                src_rank = rank if piece.own else self._choose(piece, block.tensor, rank, host)
+                whole = piece.replicas.positions[src_rank]
+                source = piece.sources.get(whole)
+                if source is None:
+                    source = piece.sources[whole] = _at(whole, piece.whole, piece.rect)
+                yield Transfer(
+                    block.tensor, piece.rows, piece.cols, src_rank, rank, source, piece.destination
                 )
-                yield Transfer(block.tensor, piece.rows, piece.cols, giver, rank, taken, piece.destination)
 
     def _choose(self, piece: _Piece, tensor: str, rank: int, host: int) -> int:
         """Return the source rank of `piece`: on the same host if possible, and with the least sent so far."""
-        giver = min(piece.replicas.on_host.get(host, piece.replicas.place), key=self.sent.__getitem__)
+        replicas = piece.replicas
+        src_rank = min(replicas.on_host.get(host, replicas.positions), key=self.sent.__getitem__)
         elements = fresh = area(piece.rect)
-        self.sent[giver] += elements
+        self.sent[src_rank] += elements
         if tensor in self.repeated:  # an element that is needed twice counts once in the lower bound
             parts = [piece.rect]
             for earlier in self.fetched[rank, tensor]:
@@ -332,7 +325,7 @@ class _Sources:
             self.fetched[rank, tensor].append(piece.rect)
             fresh = sum(map(area, parts))
         self.minimum[rank] += fresh
-        return giver
+        return src_rank
 
 
 def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Piece]:
@@ -352,7 +345,7 @@ def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Pi
                         whole,
                         replicas,
                         distance == 0,
-                        _at(block.place, block.rect, piece),
+                        _at(block.position, block.rect, piece),
                         piece[:2],
                         piece[2:],
                     )
@@ -361,7 +354,7 @@ def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Pi
     if missing:
         first, end, left, right = missing[0]
         raise ValueError(
-            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.place[1]} of"
+            f"{block.tensor} rows {first}-{end} columns {left}-{right} are needed for {block.position[1]} of"
             f" rank {rank} and no source rank holds them;"
             " both sides must describe the same model"
         )
@@ -373,7 +366,7 @@ def _padding_of(parameter: ShardedParameter) -> list[Rect]:
         (b.row, b.row + b.rows[1] - b.rows[0], b.col, b.col + b.cols[1] - b.cols[0]) for b in parameter.blocks
     )
     height, width = matrix_shape(parameter.shape)
-    padding = holes((0, height, 0, width), written)
+    padding = uncovered((0, height, 0, width), written)
     if padding is None:
         raise ValueError(
             f"the blocks of {parameter.name} with shape {parameter.shape} overlap or leave it:"
@@ -390,7 +383,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], width
 
 
-def _at(place: Position, whole: Rect, piece: Rect) -> Position:
-    """Return the place of `piece` in the parameter that holds `whole` at `place`."""
-    chunk, name, row, col = place
+def _at(position: Position, whole: Rect, piece: Rect) -> Position:
+    """Return the position of `piece` in the parameter that holds `whole` at `position`."""
+    chunk, name, row, col = position
     return chunk, name, row + piece[0] - whole[0], col + piece[2] - whole[2]

@@ -14,9 +14,9 @@ def intersect(a: Rect, b: Rect) -> Rect | None:
     return (first, end, left, right) if first < end and left < right else None
 
 
-def subtract(rect: Rect, hole: Rect) -> list[Rect]:
-    """Return the parts of `rect` outside `hole`: above, below, left and right of it."""
-    cut = intersect(rect, hole)
+def subtract(rect: Rect, other: Rect) -> list[Rect]:
+    """Return the parts of `rect` outside `other`: above, below, left and right of it."""
+    cut = intersect(rect, other)
     if cut is None:
         return [rect]
     if cut == rect:
@@ -32,9 +32,9 @@ def subtract(rect: Rect, hole: Rect) -> list[Rect]:
 
 
 @cache  # layers repeat the same few shapes
-def holes(whole: Rect, written: tuple[Rect, ...]) -> list[Rect] | None:
+def uncovered(whole: Rect, written: tuple[Rect, ...]) -> list[Rect] | None:
     """Return the parts of `whole` that `written` does not cover; None if those overlap or exceed `whole`."""
     rest = [whole]
     for rect in written:
-        rest = [part for hole in rest for part in subtract(hole, rect)]
+        rest = [part for piece in rest for part in subtract(piece, rect)]
     return rest if sum(map(area, rest)) + sum(map(area, written)) == area(whole) else None

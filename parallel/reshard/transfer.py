@@ -1,7 +1,7 @@
 """The parts of a reshard plan as plain data.
 
 A transfer copies one rectangle of a Hugging Face tensor from a source to a destination parameter. Both
-parameters are viewed as matrices [rows, columns]; a place is the rectangle's upper left corner (*) in one:
+parameters are viewed as matrices [rows, columns]; a position is the rectangle's upper left corner (*) in one:
 
     source parameter       Hugging Face tensor       destination parameter
     (source_rank)          (rows x cols)             (destination_rank)
@@ -41,14 +41,13 @@ class Transfer:
 
     def part(self, start: int, stop: int) -> "Transfer":
         """Return the transfer of rows `start` to `stop` alone, counted from this transfer's first row."""
-        first, (chunk, name, row, col), (to_chunk, to_name, to_row, to_col) = (
-            self.rows[0],
-            self.source,
-            self.destination,
-        )
-        rows = (first + start, first + stop)
-        taken, written = (chunk, name, row + start, col), (to_chunk, to_name, to_row + start, to_col)
-        return Transfer(self.tensor, rows, self.cols, self.source_rank, self.destination_rank, taken, written)
+        chunk, name, row, col = self.source
+        source = (chunk, name, row + start, col)
+        chunk, name, row, col = self.destination
+        destination = (chunk, name, row + start, col)
+        rows = (self.rows[0] + start, self.rows[0] + stop)
+        ranks = self.source_rank, self.destination_rank
+        return Transfer(self.tensor, rows, self.cols, *ranks, source, destination)
 
     def __str__(self) -> str:
         return (

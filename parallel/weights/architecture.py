@@ -4,14 +4,14 @@ The translation is an explicit two-way table. Each key of config.json is mapped,
 mathematics with its value (`config_keys.py`), or refused by name. No key is silently ignored.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from parallel.weights.config_keys import FIXED, HARMLESS, class_names, lengths, refusals
-from parallel.weights.json_files import is_count, read_object, shown, shown_key
+from parallel.weights.config_keys import HARMLESS, class_names, lengths, refusals, typed
+from parallel.weights.json_files import is_count, read_object, shown
+from parallel.weights.rope import DEFAULT_ROPE_THETA, RopeScaling, YarnRope, read_rope, write_rope
 
 HEADS = {"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "ForSequenceClassification"}
 
@@ -50,44 +50,6 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRope:
-    """Linear scaling: positions divided by `factor`."""
-
-    rope_type: ClassVar[str] = "linear"
-    factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Rope:
-    """Llama 3.1's scaling of the low frequencies."""
-
-    rope_type: ClassVar[str] = "llama3"
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnRope:
-    """YaRN (arXiv 2309.00071); a field that is None is computed from `factor` as in transformers."""
-
-    rope_type: ClassVar[str] = "yarn"
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-RopeScaling = LinearRope | Llama3Rope | YarnRope
-ROPE_TYPES = {rope.rope_type: rope for rope in (LinearRope, Llama3Rope, YarnRope)}
-DEFAULT_ROPE_THETA = 10_000.0
-
 # Hugging Face key: the field here, its type, and the value of an absent key (MISSING: the key is required).
 TABLE: dict[str, tuple[str, type, Any]] = {
     "hidden_size": ("hidden_size", int, MISSING),
@@ -101,22 +63,6 @@ TABLE: dict[str, tuple[str, type, Any]] = {
     "rms_norm_eps": ("norm_eps", float, MISSING),
     "max_position_embeddings": ("max_positions", int, MISSING),
     "initializer_range": ("initializer_range", float, 0.02),
-}
-# Far above the sizes of any model: without them a mistyped size fills the memory or costs an hour before an
-# error appears.
-LARGEST = {
-    "hidden_size": 2**18,
-    "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**10,
-    "num_key_value_heads": 2**10,
-    "head_dim": 2**10,
-    "intermediate_size": 2**20,
-    "vocab_size": 2**22,
-    "max_position_embeddings": 2**24,
-    "rms_norm_eps": 1.0,
-    "initializer_range": 1.0,
-    "rope_theta": 1e15,
-    "factor": 2.0**10,
 }
 
 
@@ -175,11 +121,11 @@ class Architecture:
         for key, (field, kind, absent) in TABLE.items():
             value = config.get(key, family.absent.get(key, absent))
             may_be_null = absent is None and not (key in config and key in family.never_null)
-            values[field] = _typed(key, value, kind, problems, may_be_null=may_be_null, whole=kind is int)
+            values[field] = typed(key, value, kind, problems, may_be_null=may_be_null)
         problems += refusals(config, set(TABLE)) + class_names(config, family.stem)
         if not problems:
             _derive_heads(values, family, problems)
-            values |= _read_rope(config, values["max_positions"], problems)
+            values |= read_rope(config, values["max_positions"], problems)
             problems += _sliding_window(config, family, values) + lengths(config, values["max_positions"])
         if problems:
             raise ValueError(
@@ -202,7 +148,7 @@ class Architecture:
         config |= {key: getattr(self, field) for key, (field, _, _) in TABLE.items()}
         config |= {
             "rope_theta": self.rope_theta,
-            "rope_scaling": _write_rope(self.rope_scaling),
+            "rope_scaling": write_rope(self.rope_scaling),
             "hidden_act": "silu",
             "attention_dropout": 0.0,
         }
@@ -244,35 +190,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _typed(
-    key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False, whole: bool = False
-) -> Any:
-    """Return `value` as `kind`, or None if it is derived later or invalid (appended to `problems`).
-
-    Sizes and rates must be positive and within `LARGEST`.
-
-    Args:
-        whole: `value` is a size and must be an int: 64.0 is refused.
-    """
-    most = LARGEST.get(key.rpartition(".")[2], math.inf)
-    if value is MISSING:
-        problems.append(f"{key} is missing; add it as the model's authors give it")
-    elif value is None and may_be_null:
-        return None
-    elif kind is bool and isinstance(value, bool):
-        return value
-    elif kind is not bool and type(value) in ((int,) if whole else (int, float)) and 0 < value < math.inf:
-        if value <= most:
-            return kind(value)
-        problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")
-    else:
-        wanted = (
-            "true or false" if kind is bool else "a positive whole number" if whole else "a positive number"
-        )
-        problems.append(f"{key}={shown(value)} must be {wanted}")
-    return None
-
-
 def _derive_heads(values: dict[str, Any], family: Family, problems: list[str]) -> None:
     heads, hidden = values["num_heads"], values["hidden_size"]
     values["num_kv_heads"] = values["num_kv_heads"] or heads
@@ -288,126 +205,6 @@ def _derive_heads(values: dict[str, Any], family: Family, problems: list[str]) -
     values["head_dim"] = values["head_dim"] or max(hidden // heads, 1)
     if values["head_dim"] % 2:
         problems.append(f"head_dim={values['head_dim']} must be even for rotary positions")
-
-
-def _read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]) -> dict[str, Any]:
-    """Read `rope_theta` and `rope_scaling` from transformers 5's `rope_parameters` or the older two keys."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, dict):
-            problems.append(f"{name}={shown(value)} must be an object or null")
-            return {}
-    where = "rope_scaling" if old else "rope_parameters"
-    given = dict(old or new or {})
-    if nulls := [
-        key
-        for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-        if key in given and given[key] is None
-    ]:
-        problems.append(f"{where}.{nulls[0]} is null, which transformers cannot read; remove it")
-        return {}
-    if old and new and old != new:
-        problems.append(
-            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of"
-            " them"
-        )
-    types = [given.pop(name) for name in ("rope_type", "type") if name in given]
-    if types[1:] and types[0] != types[1]:
-        problems.append(
-            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other;"
-            " keep one of them"
-        )
-    inner, outer = given.pop("rope_theta", None), config.get("rope_theta")
-    if inner is not None and outer is not None and inner != outer:
-        problems.append(
-            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one"
-            " of them"
-        )
-    theta_key = f"{where}.rope_theta" if inner is not None else "rope_theta"
-    theta = _typed(
-        theta_key, next((t for t in (inner, outer) if t is not None), DEFAULT_ROPE_THETA), float, problems
-    )
-    if theta is not None and theta <= 1:
-        problems.append(f"{theta_key}={shown(theta)} must be above 1: positions turn by its powers")
-    partial = given.pop("partial_rotary_factor", 1.0)
-    if partial != 1.0 or isinstance(partial, bool):
-        problems.append(
-            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0):"
-            f" {FIXED['partial_rotary_factor'][1]}"
-        )
-    rope_type = types[0] if types else "default"
-    if rope_type == "default":
-        problems += [
-            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it"
-            " if it has no effect"
-            for key, value in given.items()
-            if value is not None
-        ]
-        return {"rope_theta": theta, "rope_scaling": None}
-    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-        problems.append(
-            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default,"
-            f" {', '.join(ROPE_TYPES)}"
-        )
-        return {}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": _read_scaling(ROPE_TYPES[rope_type], given, where, max_positions, problems),
-    }
-
-
-def _read_scaling(
-    rope: type, given: dict[str, Any], where: str, max_positions: int, problems: list[str]
-) -> RopeScaling | None:
-    known = {field.name: field for field in fields(rope)}
-    problems += [
-        f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type {rope.rope_type!r}"
-        for key, value in given.items()
-        if key not in known and value is not None
-    ]
-    if "original_max_position_embeddings" in known:
-        given.setdefault("original_max_position_embeddings", max_positions)  # as in transformers
-    found = len(problems)
-    values = {}
-    for name, field in known.items():
-        kind = {"original_max_position_embeddings": int, "truncate": bool}.get(name, float)
-        value = given.get(name, field.default)
-        values[name] = _typed(
-            f"{where}.{name}", value, kind, problems, may_be_null=field.default is None, whole=kind is int
-        )
-    if len(problems) == found:
-        problems += _odd_scaling(values, where)
-    return rope(**values) if len(problems) == found else None
-
-
-def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return problems: numbers of valid types that are out of range or inconsistent with each other."""
-    problems = [
-        f"{where}.{name}={shown(value)} must lie between 0.001 and 1,000,000"
-        for name, value in values.items()
-        if isinstance(value, float) and not 1e-3 <= value <= 1e6
-    ]
-    if values["factor"] < 1:
-        problems.append(
-            f"{where}.factor={values['factor']} must be at least 1: scaling makes sequences longer"
-        )
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if low in values and values[low] >= values[high]:
-            problems.append(f"{where}.{low}={values[low]} must be below {where}.{high}={values[high]}")
-    original = values.get("original_max_position_embeddings", 1)
-    if (table := original * values["factor"]) > (most := LARGEST["max_position_embeddings"]):
-        problems.append(f"{where} reaches {table:g} positions, more than any model's (at most {most:g})")
-    return problems
-
-
-def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return `rope_scaling` with only the fields that differ from the defaults; older readers lack some."""
-    if scaling is None:
-        return None
-    defaults = {field.name: field.default for field in fields(scaling)}
-    return {"rope_type": scaling.rope_type} | {
-        name: value for name, value in asdict(scaling).items() if value != defaults[name]
-    }
 
 
 def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,13 @@
-"""The keys of config.json other than sizes, with the values for which results here equal transformers'.
+"""The keys of config.json, with the values for which results here equal transformers'.
 
 A key is in `HARMLESS` (any value), in `FIXED` (these values only) or read by `architecture.py`; any other key
 is refused unless it is null. A key belongs in `HARMLESS` only if no value of it changes logits and the
 rollout's sampling does not read it.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import MISSING
 from typing import Any
 
 from parallel.weights.json_files import is_count, shown, shown_key
@@ -89,6 +91,49 @@ assistant_confidence_threshold
     assistant_lookbehind target_lookbehind"""
 # The keys that an exported config.json copies from an older one.
 HARMLESS = {key for keys in (_LABELS, _TOOLS, _TOKENS, _RUNNING, _GENERATION) for key in keys.split()}
+
+
+# Far above the sizes of any model: without them a mistyped size fills the memory or costs an hour before an
+# error appears.
+LARGEST = {
+    "hidden_size": 2**18,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**10,
+    "num_key_value_heads": 2**10,
+    "head_dim": 2**10,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**22,
+    "max_position_embeddings": 2**24,
+    "rms_norm_eps": 1.0,
+    "initializer_range": 1.0,
+    "rope_theta": 1e15,
+    "factor": 2.0**10,
+}
+
+
+def typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null: bool = False) -> Any:
+    """Return `value` as `kind`, or None if it is derived later or invalid (appended to `problems`).
+
+    Sizes and rates must be positive and within `LARGEST`. A size (`kind` int) must be an int: 64.0 is
+    refused.
+    """
+    most = LARGEST.get(key.rpartition(".")[2], math.inf)
+    types, wanted = {
+        bool: ((bool,), "true or false"),
+        int: ((int,), "a positive whole number"),
+        float: ((int, float), "a positive number"),
+    }[kind]
+    if value is MISSING:
+        problems.append(f"{key} is missing; add it as the model's authors give it")
+    elif value is None and may_be_null:
+        return None
+    elif type(value) not in types or (kind is not bool and not 0 < value < math.inf):
+        problems.append(f"{key}={shown(value)} must be {wanted}")
+    elif kind is not bool and value > most:
+        problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")
+    else:
+        return kind(value)
+    return None
 
 
 def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:

@@ -1,17 +1,12 @@
-"""Hugging Face folders: read rectangles of tensors by byte range, and write files atomically."""
+"""Readers of Hugging Face folders: rectangles of tensors by byte range."""
 
-import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel.weights.architecture import read_config
@@ -25,17 +20,6 @@ HEAD = "lm_head.weight"  # not used by a tied model or a value model
 SUFFIX = ".safetensors"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 VALUE_HEAD = "score."  # if a folder lacks it, the model keeps its initial values
-# Files of a model other than its weights and config.json.
-COMPANIONS = (
-    *(
-        "generation_config.json",
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template*",
-    ),
-    *("vocab.*", "merges.txt", "spiece.model", "tekken.json"),
-)
 
 
 class CheckpointFolder:
@@ -57,10 +41,10 @@ class CheckpointFolder:
             if weight_map
             else {SINGLE: _open(self.path / SINGLE)}
         )
-        held = {name: set(file.keys()) for name, file in self._files.items()}
+        stored = {name: set(file.keys()) for name, file in self._files.items()}
         if weight_map:
-            _check_index(self.path / INDEX, weight_map, held)
-        self._file_of = weight_map or {tensor: SINGLE for tensor in held[SINGLE]}
+            _check_index(self.path / INDEX, weight_map, stored)
+        self._file_of = weight_map or {tensor: SINGLE for tensor in stored[SINGLE]}
 
     def __enter__(self) -> Self:
         return self
@@ -141,22 +125,22 @@ class CheckpointFolder:
             if name in self._file_of
         }
         wrong = [
-            _mismatch(name, found, wanted) for name, (found, wanted) in shapes.items() if found != wanted
+            _mismatch(name, stored, wanted) for name, (stored, wanted) in shapes.items() if stored != wanted
         ]
         extra = sorted(
             name
             for name in self._file_of
             if name not in expected and name != HEAD and not name.endswith(OLD_BUFFER)
         )
-        stored = {name: self.dtype(name) for name in expected if name in self._file_of}
-        quantised = [f"{name} is {dtype}" for name, dtype in stored.items() if dtype not in FLOATS]
-        found = {
+        dtypes = {name: self.dtype(name) for name in expected if name in self._file_of}
+        quantised = [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
+        by_kind = {
             "missing": missing,
             "shapes": wrong,
             "unknown": list(map(shown_key, extra)),
             "quantised (convert them to bfloat16)": quantised,
         }
-        if problems := [f"{kind}: {_listed(names)}" for kind, names in found.items() if names]:
+        if problems := [f"{kind}: {_listed(names)}" for kind, names in by_kind.items() if names]:
             raise ValueError(
                 f"the weights in {self.path} do not belong to its config.json:\n"
                 + "\n".join(f"  - {problem}" for problem in problems)
@@ -207,59 +191,6 @@ def load_parameters(
     return left
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one weight file atomically: it appears under its name only when complete."""
-    with _complete(Path(path)) as partial:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            partial,
-            metadata={"format": "pt"},
-        )
-
-
-def write_index(folder: Path, file_of: Mapping[str, str], total_size: int) -> None:
-    """Write the index of a folder with several weight files.
-
-    Args:
-        file_of: file name of each tensor.
-        total_size: bytes of all tensors together.
-    """
-    write_json(
-        Path(folder) / INDEX,
-        {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_of.items()))},
-    )
-
-
-def carry_files(
-    source_folder: str | Path, target_folder: str | Path, *, config: Mapping[str, Any] | None = None
-) -> None:
-    """Copy a model's files other than weights: config.json (or `config`), generation config, tokenizer."""
-    source, target = Path(source_folder), Path(target_folder)
-    target.mkdir(parents=True, exist_ok=True)
-    write_json(target / "config.json", read_config(source) if config is None else config)
-    for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
-        if path.resolve() != (target / path.name).resolve():
-            with _complete(target / path.name) as partial:
-                shutil.copyfile(path, partial)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as JSON atomically: the file appears under its name only when complete."""
-    with _complete(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _complete(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to `path` at the end or removed after an error."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder) -> None:
     matrix = tensor.view(tensor.shape[0], -1)
     covered = sum((b.rows[1] - b.rows[0]) * (b.cols[1] - b.cols[0]) for b in parameter.blocks)
@@ -279,10 +210,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
         others = sorted(
             file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
         )
-        found = (
+        hint = (
             f" (found {_listed(others)}: save the model with transformers as safetensors)" if others else ""
         )
-        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}")
+        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{path} is not an index of safetensors files; copy it again from its source")
@@ -310,26 +241,23 @@ def _is_plain(name: str) -> bool:
     return name.endswith(SUFFIX) and len(name) < 256 and name.isprintable() and not set(name) & {"/", "\\"}
 
 
-def _check_index(path: Path, weight_map: Mapping[str, str], held: Mapping[str, set[str]]) -> None:
+def _check_index(path: Path, weight_map: Mapping[str, str], stored: Mapping[str, set[str]]) -> None:
     """Check that each tensor of the index is in its file, and that the files hold no other tensors.
 
     Readers differ in how they treat other tensors.
     """
     if wrong := [
-        f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in held[name]
+        f"{shown_key(tensor)} in {name}" for tensor, name in weight_map.items() if tensor not in stored[name]
     ]:
         raise ValueError(
             f"{path} names tensors that their files do not hold: {_listed(wrong)}; copy the folder again from"
             " its source"
         )
-    found = [
-        (tensor, name)
-        for name, tensors in held.items()
-        for tensor in sorted(tensors)
-        if not tensor.endswith(OLD_BUFFER)
-    ]
     if stray := [
-        f"{shown_key(tensor)} in {name}" for tensor, name in found if weight_map.get(tensor) != name
+        f"{shown_key(tensor)} in {name}"
+        for name, tensors in stored.items()
+        for tensor in sorted(tensors)
+        if not tensor.endswith(OLD_BUFFER) and weight_map.get(tensor) != name
     ]:
         raise ValueError(
             f"{path} leaves out tensors that its files hold, or names another file for them:"
@@ -383,34 +311,14 @@ def _end(entry: Any) -> int:
     return offsets[1]
 
 
-def _mismatch(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _mismatch(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     reason = ""
-    if found[:1] != wanted[:1] and name.endswith(("embed_tokens.weight", "lm_head.weight")):
-        reason = f" (vocab_size={wanted[0]}, but {found[0] if found else 0} rows)"
-    elif found[:1] != wanted[:1] and name.startswith(VALUE_HEAD):
+    if stored[:1] != wanted[:1] and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        reason = f" (vocab_size={wanted[0]}, but {stored[0] if stored else 0} rows)"
+    elif stored[:1] != wanted[:1] and name.startswith(VALUE_HEAD):
         reason = " (a value head has one label)"
-    return f"{name} is {list(found)} and config.json describes {list(wanted)}{reason}"
+    return f"{name} is {list(stored)} and config.json describes {list(wanted)}{reason}"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def deal_into_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """Return the tensor names of each file: files are filled one after the other in the model's order.
-
-    A tensor larger than `file_bytes` gets a file of its own.
-
-    Args:
-        sizes: bytes of each tensor.
-        file_bytes: the largest size of a file.
-    """
-    files: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not files or size > room:
-            files.append([])
-            room = file_bytes
-        files[-1].append(name)
-        room -= size
-    return files

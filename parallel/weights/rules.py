@@ -142,7 +142,7 @@ def megatron_parameters(
     """
     check_divisible(arch, layout.tp)
     place, parameters = layout.coordinates(rank), []
-    vocab = padded_vocab(arch.vocab_size, layout.tp)
+    part = _Part(layout.tp, place.tp, padded_vocab(arch.vocab_size, layout.tp))
     for (stage, chunk), layers in layout.layers_of(arch.num_layers).items():
         if stage != place.pp:
             continue
@@ -159,7 +159,7 @@ def megatron_parameters(
         for rule, where, prefix in rules:
             name = where + (rule.te if spec == "te" and rule.te else rule.megatron)
             pieces = _megatron_pieces(rule, arch, layout.tp)
-            shape, blocks = _shard(rule, arch, pieces, prefix, tp=layout.tp, tp_rank=place.tp, vocab=vocab)
+            shape, blocks = _shard(rule, arch, pieces, prefix, part)
             parameters.append(
                 ShardedParameter(
                     name=name, shape=shape, blocks=blocks, owner=rule is not TIED_OUTPUT, chunk=chunk
@@ -188,11 +188,9 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
     ]
     rules += [(rule, "") for rule in (FINAL_NORM, *(() if arch.tied else OUTPUTS["lm"]))]
-    parameters = []
+    part, parameters = _Part(tp, tp_rank, vocab), []
     for rule, prefix in rules:
-        shape, blocks = _shard(
-            rule, arch, _vllm_pieces(rule, arch, tp), prefix, tp=tp, tp_rank=tp_rank, vocab=vocab
-        )
+        shape, blocks = _shard(rule, arch, _vllm_pieces(rule, arch, tp), prefix, part)
         parameters.append(ShardedParameter(name=prefix + rule.vllm, shape=shape, blocks=blocks))
     return parameters
 
@@ -240,13 +238,22 @@ def _shape(dims: str, arch: Architecture) -> tuple[int, ...]:
     return tuple(sizes[letter] for letter in dims)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of every split parameter that one rank holds."""
+
+    tp: int
+    tp_rank: int
+    vocab: int  # rows of the padded embedding
+
+
 def _shard(
-    rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, *, tp: int, tp_rank: int, vocab: int
-):
+    rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, part: _Part
+) -> tuple[tuple[int, ...], tuple[Block, ...]]:
     """Return shape and blocks of a rank's shard, from the pieces of all ranks' rows in rank order."""
-    pieces = list(pieces)
+    pieces, tp, tp_rank = list(pieces), part.tp, part.tp_rank
     first_dims = next(iter(rule.tensors.values()))
-    num_rows = vocab if first_dims[0] == "V" else sum(count for _, _, count in pieces)
+    num_rows = part.vocab if first_dims[0] == "V" else sum(count for _, _, count in pieces)
     num_cols = _shape(first_dims, arch)[1] if len(first_dims) == 2 else 1
     rows, cols = (0, num_rows), (0, num_cols)
     if rule.split is Split.COLS:

@@ -19,8 +19,8 @@ from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import write_json, write_safetensors
 from parallel.weights.rules import hf_shapes
+from parallel.weights.writing import write_json, write_safetensors
 
 ARCH = Architecture(
     model_type="llama",

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from parallel.weights.architecture import FIXED, HARMLESS, TABLE
+from parallel.weights.architecture import TABLE
+from parallel.weights.config_keys import FIXED, HARMLESS
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
 from parallel.reshard.checksum import checksum
-from parallel.reshard.kernels import CHECKSUM, COPY, Checksums, Copies, Tuning
+from parallel.reshard.kernels import Checksums, Copies
+from parallel.reshard.tiles import CHECKSUM, COPY, Tiling
 
 # Letters: R rows, C columns.
 
-SMALL = Tuning(rows=2, row_bytes=256, steps=2)  # many borders between tiles in little memory
+SMALL = Tiling(rows=2, row_bytes=256, steps=2)  # many borders between tiles in little memory
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 WARM_UPS, REPETITIONS = 2, 9
 
@@ -94,34 +95,34 @@ class Memory:
         return after
 
 
-def check_copies(device: torch.device, tuning: Tuning, *, seed: int) -> None:
+def check_copies(device: torch.device, tiling: Tiling, *, seed: int) -> None:
     """Random rectangles; no other byte changes. A replay copies what the sources hold by then."""
     memory = Memory(seed=seed, size=2**23, device=device)
     pairs = [memory.pair() for _ in range(200)]
     cast = torch.zeros(7, 9, dtype=torch.bfloat16, device=device), torch.randn(7, 9, device=device)
     copies = Copies(
-        [*pairs, cast], device=device, groups=[number % 3 for number in range(201)], tuning=tuning
+        [*pairs, cast], device=device, groups=[number % 3 for number in range(201)], tiling=tiling
     )
     for _ in range(2):
         memory.bytes[: len(memory.bytes) // 2].random_(0, 256)
         cast[1].normal_()
         expected = memory.after(pairs)
         copies.run()
-        assert torch.equal(memory.bytes, expected), f"copies with {tuning} differ from torch's"
+        assert torch.equal(memory.bytes, expected), f"copies with {tiling} differ from torch's"
         assert torch.equal(cast[0], cast[1].bfloat16())
 
 
-def check_checksums(device: torch.device, tuning: Tuning, *, seed: int) -> None:
+def check_checksums(device: torch.device, tiling: Tiling, *, seed: int) -> None:
     """Random slices, and a change of one bit in each."""
     memory = Memory(seed=seed, size=2**23, device=device)
     slices = [source for _, source in (memory.pair() for _ in range(200)) if source.numel()]
     slices += [
         torch.randn(300, 5000, device=device).to(dtype)[3:, 64:] for dtype in DTYPES.values()
     ]  # more than a tile in both directions
-    sums = Checksums(slices, device=device, tuning=tuning)
+    sums = Checksums(slices, device=device, tiling=tiling)
     for _ in range(2):
         assert torch.equal(sums.run(), torch.stack([checksum(slice_RC) for slice_RC in slices])), (
-            f"checksums with {tuning} differ from the formula's"
+            f"checksums with {tiling} differ from the formula's"
         )
         memory.bytes[: len(memory.bytes) // 2].bitwise_xor_(1)
 
@@ -152,10 +153,10 @@ def check_peer(device: torch.device, peer: torch.device) -> None:
 
 def check(device: torch.device) -> None:
     """All of the above on `device`, which names its index; raises AssertionError."""
-    for seed, tuning in enumerate((COPY, SMALL)):
-        check_copies(device, tuning, seed=seed)
-    for seed, tuning in enumerate((CHECKSUM, SMALL, replace(CHECKSUM, stages=2))):
-        check_checksums(device, tuning, seed=seed)
+    for seed, tiling in enumerate((COPY, SMALL)):
+        check_copies(device, tiling, seed=seed)
+    for seed, tiling in enumerate((CHECKSUM, SMALL, replace(CHECKSUM, stages=2))):
+        check_checksums(device, tiling, seed=seed)
     check_stream(device)
     if torch.cuda.device_count() > 1:
         check_peer(device, torch.device("cuda", 1 - device.index))
@@ -187,18 +188,18 @@ def report(what: str, how: str, num_bytes: int, run: Callable[[], object], note:
     print(f"{what:<28} {how:<44} {ms:9.3f} ms {num_bytes / ms / 1e6:9.1f} GB/s  {note}", flush=True)
 
 
-def named(tuning: Tuning, default: Tuning) -> str:
+def named(tiling: Tiling, default: Tiling) -> str:
     """What differs from the default."""
     return (
         " ".join(
-            f"{name}={value}" for name, value in asdict(tuning).items() if value != getattr(default, name)
+            f"{name}={value}" for name, value in asdict(tiling).items() if value != getattr(default, name)
         )
         or "default"
     )
 
 
 def time_copies(
-    what: str, pairs: list[tuple[Tensor, Tensor]], *, device: torch.device, variants: list[Tuning]
+    what: str, pairs: list[tuple[Tensor, Tensor]], *, device: torch.device, variants: list[Tiling]
 ) -> None:
     """Copies of bf16 bits, NaN included. GB/s count a copied byte once; memory moves it twice."""
     num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
@@ -213,15 +214,15 @@ def time_copies(
             else destinations[0].copy_(sources[0])
         ),
     )
-    for tuning in variants:
+    for tiling in variants:
         for destination in destinations:
             destination.zero_()
         start = time.perf_counter()
-        copies = Copies(pairs, device=device, tuning=tuning)
+        copies = Copies(pairs, device=device, tiling=tiling)
         torch.cuda.synchronize(device)
         report(
             what,
-            named(tuning, COPY),
+            named(tiling, COPY),
             num_bytes,
             copies.run,
             f"prepared in {1e3 * (time.perf_counter() - start):.0f} ms",
@@ -236,9 +237,9 @@ def time_checksums(what: str, slices: list[Tensor], *, device: torch.device) -> 
     num_bytes = sum(slice_RC.numel() * slice_RC.element_size() for slice_RC in slices)
     report(what, "torch", num_bytes, lambda: [checksum(slice_RC) for slice_RC in slices])
     expected = torch.stack([checksum(slice_RC) for slice_RC in slices])
-    for tuning in CHECKSUM_VARIANTS:
-        sums = Checksums(slices, device=device, tuning=tuning)
-        report(what, named(tuning, CHECKSUM), num_bytes, sums.run)
+    for tiling in CHECKSUM_VARIANTS:
+        sums = Checksums(slices, device=device, tiling=tiling)
+        report(what, named(tiling, CHECKSUM), num_bytes, sums.run)
         assert torch.equal(sums.run(), expected)
 
 

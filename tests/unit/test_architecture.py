@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from parallel.weights.architecture import Architecture, LinearRope, Llama3Rope, YarnRope, read_architecture
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rope import LinearRope, Llama3Rope, YarnRope
 
 LLAMA2 = json.loads("""
 {"_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",

@@ -19,7 +19,8 @@ from parallel.convert.journal import NAME, Journal
 from parallel.convert.megatron_checkpoint import MegatronCheckpoint
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
-from parallel.weights.files import CheckpointFolder, carry_files
+from parallel.weights.files import CheckpointFolder
+from parallel.weights.writing import carry_files
 from tests.tiny import FAMILIES, write_hf, write_tokenizer
 
 SMALL = Budget(slab_bytes=3000, workers=1)  # parts of most tensors

@@ -11,16 +11,11 @@ from safetensors.torch import load_file
 
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
-from parallel.weights.files import (
-    CheckpointFolder,
-    carry_files,
-    load_parameters,
-    write_index,
-    write_safetensors,
-)
+from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import Block
 from parallel.weights.values import check_tied, not_finite
+from parallel.weights.writing import carry_files, write_index, write_safetensors
 
 SIZES = dict(
     hidden_size=16,

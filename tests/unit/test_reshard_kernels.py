@@ -6,16 +6,8 @@ import torch
 
 from parallel.reshard import kernels
 from parallel.reshard.checksum import BITS, checksum
-from parallel.reshard.kernels import (
-    COPIED,
-    COPY,
-    SUMMED,
-    Checksums,
-    Copies,
-    Tuning,
-    checksum_tiles,
-    copy_tiles,
-)
+from parallel.reshard.kernels import Checksums, Copies
+from parallel.reshard.tiles import CHECKSUM, COPIED, COPY, SUMMED, Tiling, _spread, checksum_tiles, copy_tiles
 from tests.gpu.kernels_check import SMALL, Memory
 from tests.interpreter import run_interpreted
 
@@ -68,7 +60,7 @@ def expand_copy(launches, memory: Memory) -> np.ndarray:
     return written
 
 
-def expand_checksum(launches, count: int, memory: Memory, tuning: Tuning) -> torch.Tensor:
+def expand_checksum(launches, count: int, memory: Memory, tiling: Tiling) -> torch.Tensor:
     """Do what the tables say, with the formula for each tile."""
     sums_N, base = torch.zeros(count, dtype=torch.int64), memory.bytes.data_ptr()
     for tiles in launches:
@@ -76,7 +68,7 @@ def expand_checksum(launches, count: int, memory: Memory, tuning: Tuning) -> tor
         for address, stride, rows, cols, first_row, first_col, slot in tiles.table.tolist():
             assert (
                 address % tiles.unit == 0
-                and 0 < rows <= tiles.rows * tuning.steps
+                and 0 < rows <= tiles.rows * tiling.steps
                 and 0 < cols * lanes <= tiles.columns
             )
             bits_RC = memory.view(
@@ -88,14 +80,14 @@ def expand_checksum(launches, count: int, memory: Memory, tuning: Tuning) -> tor
     return sums_N
 
 
-@pytest.mark.parametrize("tuning", [COPY, SMALL], ids=["default", "small"])
+@pytest.mark.parametrize("tiling", [COPY, SMALL], ids=["default", "small"])
 @pytest.mark.parametrize("seed", range(4))
-def test_tiles_copy_each_byte_once_and_no_other(seed, tuning):
+def test_tiles_copy_each_byte_once_and_no_other(seed, tiling):
     memory = Memory(seed=seed, size=2**21, device=CPU)
     pairs = [memory.pair() for _ in range(60)]
     expected = memory.after(pairs)
     written = expand_copy(
-        copy_tiles(copied(pairs, labels=[number % 3 for number in range(60)]), tuning), memory
+        copy_tiles(copied(pairs, labels=[number % 3 for number in range(60)]), tiling), memory
     )
     assert torch.equal(memory.bytes, expected)
     assert written.max() == 1 and written.sum() == sum(
@@ -103,12 +95,12 @@ def test_tiles_copy_each_byte_once_and_no_other(seed, tuning):
     )
 
 
-@pytest.mark.parametrize("tuning", [kernels.CHECKSUM, SMALL], ids=["default", "small"])
-def test_tiles_sum_to_the_checksum(tuning):
+@pytest.mark.parametrize("tiling", [CHECKSUM, SMALL], ids=["default", "small"])
+def test_tiles_sum_to_the_checksum(tiling):
     memory = Memory(seed=5, size=2**21, device=CPU)
     slices = [source for _, source in (memory.pair() for _ in range(60)) if source.numel()]
     assert torch.equal(
-        expand_checksum(checksum_tiles(summed(slices), tuning), len(slices), memory, tuning),
+        expand_checksum(checksum_tiles(summed(slices), tiling), len(slices), memory, tiling),
         torch.stack([checksum(s) for s in slices]),
     )
 
@@ -137,7 +129,7 @@ def test_a_vector_as_a_column_is_one_row_and_narrow_columns_get_tall_tiles():
 
 def test_labels_proceed_together():
     label_T = np.array([0] * 50 + [1] * 20 + [7] * 30)
-    order_T = kernels._spread(label_T)
+    order_T = _spread(label_T)
     assert sorted(order_T) == list(range(100))
     for label in (0, 1, 7):
         of_label = label_T[order_T] == label

@@ -63,7 +63,7 @@ class SampleTable:
             index_UK = index_B[samples.start : samples.stop].view(-1, self.unit)
             ids = torch.arange(samples.start, samples.stop)
             for place, members in enumerate(balance(self._tokens_of_units(ids), dp)):
-                index_UK[torch.tensor(members, dtype=torch.int64)] = place
+                index_UK[members] = place
         return index_B
 
     def micro_batches(
@@ -75,15 +75,16 @@ class SampleTable:
         """
         result = []
         for samples in self.mini_batches:
-            mine = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
+            local = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
             groups = micro_batches(
-                self._tokens_of_units(sample_id[mine]),
+                self._tokens_of_units(sample_id[local]),
                 tokens_per_micro_batch=tokens_per_micro_batch,
                 multiple_of=multiple_of,
             )
-            mine_UK = mine.view(-1, self.unit)
-            members = [mine_UK[torch.tensor(group, dtype=torch.int64)].flatten() for group in groups]
-            result.append([group.tolist() for group in members] or [[] for _ in range(multiple_of)])
+            local_UK = local.view(-1, self.unit)
+            result.append(
+                [local_UK[group].flatten().tolist() for group in groups] or [[] for _ in range(multiple_of)]
+            )
         return result
 
     def _tokens_of_units(self, sample_id: Tensor) -> list[int]:
