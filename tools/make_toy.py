@@ -17,8 +17,8 @@ verified reward (`match`). No set of six words in val.jsonl occurs in train.json
     OUT/val.jsonl    {"prompt", "answer"}
     OUT/pairs.jsonl, OUT/val_pairs.jsonl
                      {"prompt", "chosen", "rejected"}, preferences for `verl_megatron.dpo` and
-                     `verl_megatron.reward_model`: the correct answer over one with two words swapped, which are
-                     the last two in half of them
+                     `verl_megatron.reward_model`: the correct answer over one with two words swapped
+                     (in half of them the last two)
 """
 
 import argparse
@@ -84,7 +84,7 @@ def pair_of(items: list[str], rng: random.Random) -> dict[str, str]:
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Return the lines of each file; the word sets of val.jsonl and val_pairs.jsonl occur in no other file."""
+    """Return the lines of each file; val.jsonl and val_pairs.jsonl have word sets of their own."""
     rng = random.Random(seed)
     held_out: dict[frozenset[str], list[str]] = {}
     while len(held_out) < ROWS["val"]:

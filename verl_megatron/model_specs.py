@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from parallel.layout import Layout, parse_devices
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import (
     DPOConfig,
     ModelConfig,
+    RewardConfig,
     RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
@@ -24,15 +26,31 @@ class ModelSpec:
     head: Head
     trainable: bool = False
 
+    @classmethod
+    def actor(cls, model: ModelConfig) -> "ModelSpec":
+        """Return the trained language model."""
+        return cls(name="actor", section="actor", model=model, head="lm", trainable=True)
+
+
+def layout_of(model: ModelConfig | RewardConfig, world_size: int) -> Layout:
+    """Return the layout of a model section on `world_size` ranks, with its ranks in the default order.
+
+    Raises:
+        ValueError: the layout or the devices are not understood, or do not go with the ranks.
+    """
+    stage_layers = tuple(model.stage_layers) if isinstance(model, ModelConfig) else ()
+    return Layout.parse(model.layout, parse_devices(model.devices, world_size), stage_layers)
+
 
 def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]:
-    """Return the models of a run with these settings: the actor first, or the one that a supervised run trains."""
+    """Return the models of a run: the actor first, or the one that a supervised run trains."""
     if isinstance(config, RewardModelConfig):
-        return (
-            ModelSpec(name="reward", section="reward", model=config.reward, head="sequence", trainable=True),
+        spec = ModelSpec(
+            name="reward", section="reward", model=config.reward, head="sequence", trainable=True
         )
-    actor = ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)
-    reference = ModelSpec(name="reference", section="actor", model=config.actor, head="lm")
+        return (spec,)
+    actor = ModelSpec.actor(config.actor)
+    reference = replace(actor, name="reference", trainable=False)
     if isinstance(config, SFTConfig):
         return (actor,)
     if isinstance(config, DPOConfig):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from parallel.runtime.refusal import shown, speak_once
-from verl_megatron.checks.settings import batch_arithmetic
+from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.versions import optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch

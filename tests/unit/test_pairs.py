@@ -30,7 +30,7 @@ def test_strings(tmp_path):
 
 
 def test_messages_in_all_forms_are_the_same_pair(tmp_path):
-    """As strings after a chat, as assistant turns, as whole conversations, and with the question as a string."""
+    """Strings after a chat, assistant turns, whole conversations, and the question as a string."""
     pairs = read(
         tmp_path,
         {"prompt": ASKED, "chosen": "ho", "rejected": "no"},

@@ -33,7 +33,7 @@ def ipo_loss(gap_P: Tensor, config: DPOLossConfig) -> Tensor:
     return (gap_P - 1 / (2 * config.beta)).square()
 
 
-# Gap h of each pair, in nats → its loss. h = log pi(w)/pi_ref(w) - log pi(l)/pi_ref(l), sums over the tokens.
+# Gap h of each pair, in nats → its loss. h = log pi(w)/pi_ref(w) - log pi(l)/pi_ref(l), summed over tokens.
 DPO_LOSSES: dict[str, Callable[[Tensor, DPOLossConfig], Tensor]] = {
     "sigmoid": sigmoid_loss,
     "ipo": ipo_loss,
@@ -41,7 +41,7 @@ DPO_LOSSES: dict[str, Callable[[Tensor, DPOLossConfig], Tensor]] = {
 
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """Negative log-likelihood of the preferences under Bradley and Terry (1952), [P]: -log sigmoid(r_w - r_l).
+    """Negative log-likelihood of the preferences (Bradley and Terry 1952), [P]: -log sigmoid(r_w - r_l).
 
     The loss of reward models (Ouyang et al. 2022, equation 1, with two responses to a prompt).
     """

@@ -68,15 +68,15 @@ class PairDataset(RowReader):
             prompt, given = split_answer(self._value(row, "prompt_key"))
             if given:
                 raise ValueError(
-                    f"{shown(self._config.prompt_key)} ends in an assistant turn, and {shown(key)} is another "
-                    "response; remove one of them"
+                    f"{shown(self._config.prompt_key)} ends in an assistant turn, and {shown(key)} is "
+                    "another response; remove one of them"
                 )
             return prompt, response
         messages, answers = ([], response) if _is_turn(response) else split_answer(response)
         if not isinstance(answers, list) or len(answers) != 1:
             raise ValueError(
-                f"{shown(key)} (data.{setting}) must be a string, or messages that end in one assistant turn, "
-                f"got {shown(response)}"
+                f"{shown(key)} (data.{setting}) must be a string, or messages that end in one assistant "
+                f"turn, got {shown(response)}"
             )
         if not messages:
             return self._value(row, "prompt_key"), answers[0]

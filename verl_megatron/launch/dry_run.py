@@ -9,16 +9,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import compile_plan
 from parallel.runtime.refusal import shown
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks.settings import batch_arithmetic, refuse, structured
+from verl_megatron.checks.batches import batch_arithmetic
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
 from verl_megatron.data.pairs import is_paired, items_per_step
-from verl_megatron.model_specs import models_of
+from verl_megatron.model_specs import layout_of, models_of
 from verl_megatron.planner import Case, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
@@ -70,8 +72,7 @@ def supervised_plan(settings: Settings, schema: type[SupervisedConfig], *, gpu: 
         inputs = Inputs()
         refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
-    model = models_of(config)[0].model
-    layout = Layout.parse(model.layout, parse_devices(model.devices, world_size), tuple(model.stage_layers))
+    layout = layout_of(models_of(config)[0].model, world_size)
     count, items = items_per_step(config.data), "pairs" if is_paired(config.data) else "samples"
     share = f"{trained} {layout}: {count} {items} a step, about {count / layout.dp:.1f} a data-parallel rank"
     reference = ["reference: the initial weights of the actor, frozen"] * (len(models_of(config)) > 1)

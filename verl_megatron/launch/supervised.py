@@ -18,7 +18,7 @@ def run_supervised(schema: type[SupervisedConfig]) -> None:
 
 def main(overrides: "DictConfig", *, schema: type[SupervisedConfig]) -> None:
     """Train, and print the last loss."""
-    from verl_megatron.checks.settings import structured
+    from verl_megatron.checks.overrides import structured
     from verl_megatron.supervised.trainer import SupervisedTrainer
 
     trainer = SupervisedTrainer(structured(overrides, schema))

@@ -37,10 +37,10 @@ RECORDED = "recorded"  # attachment of a checkpoint: the metrics of the next ite
 
 
 class Progress:
-    """Completed iterations (or optimizer steps) and their checkpoints. All methods are collective over `world`.
+    """Completed iterations or optimizer steps, and checkpoints. All methods are collective over `world`.
 
-    A checkpoint is of the end of an iteration. The metrics of the next iteration are attached to it, so that a
-    run which resumes there can compare (`run.resume=verify`).
+    A checkpoint is of the end of an iteration. The metrics of the next iteration are attached to it, for a run
+    that resumes there to compare with (`run.resume=verify`).
 
     Args:
         config: settings of the run, with a section `run`.
@@ -239,7 +239,7 @@ class Progress:
         mine = self._manifest()
         if (kind := saved.get("kind", mine["kind"])) != mine["kind"]:
             raise CheckpointError(
-                f"{path} is of another kind of run (its settings are a {shown(kind)}, here a {mine['kind']}); "
+                f"{path} is of another kind of run: its settings are a {shown(kind)}, here a {mine['kind']}; "
                 "choose another run.output_dir, or set run.resume=never"
             )
         resume.refuse_other_models(path, saved, mine["models"])

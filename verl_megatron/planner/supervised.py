@@ -107,7 +107,8 @@ def check_supervised_fits(
     problem = _problem(memory, least.gpu_bytes * (1 + TOLERANCE))
     return (
         [
-            f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; {_remedy(config)}"
+            f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; "
+            + _remedy(config)
         ]
         if problem
         else []
@@ -121,4 +122,7 @@ def _problem(memory: MemoryPlan, room: float) -> Problem | None:
 
 def _remedy(config: SupervisedConfig) -> str:
     section = models_of(config)[0].section
-    return f"give {section}.layout more tp or pp, lower engine.tokens_per_micro_batch or set engine.recompute=full"
+    return (
+        f"give {section}.layout more tp or pp, lower engine.tokens_per_micro_batch or set "
+        "engine.recompute=full"
+    )

@@ -136,8 +136,7 @@ class Engine:
     def _initialize_score(self, seed: int) -> None:
         """Draw the weights of a new score head, the same under every layout.
 
-        Their standard deviation 1 / sqrt(H + 1) makes scores of unit variance from a final norm of unit weights
-        (Stiennon et al. 2020, appendix C; H: hidden size).
+        Their standard deviation is 1 / sqrt(H + 1) for hidden size H (Stiennon et al. 2020, appendix C).
         """
         generator = torch.Generator().manual_seed(seed)
         width = self.arch.hidden_size

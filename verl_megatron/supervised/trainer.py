@@ -11,7 +11,7 @@ from parallel.rank_set import RankSet, agree
 from parallel.runtime.refusal import shown, speak_once
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import find_not_finite, roles_of
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.pairs import Pair, items_per_step
@@ -19,11 +19,11 @@ from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.lifecycle.progress import Progress
-from verl_megatron.model_specs import ModelSpec, models_of
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import DispatchedBatch, Role, infer_together, layout_of, make_role
+from verl_megatron.roles.role import DispatchedBatch, Role, infer_together, make_role
 from verl_megatron.supervised.dpo import DPO
 from verl_megatron.supervised.reward_model import REWARD_MODEL
 from verl_megatron.supervised.sft import SFT
@@ -72,7 +72,7 @@ class SupervisedTrainer(BaseTrainer):
         run = self.config.run
         return make_role(
             spec.model,
-            layout_of(spec.model, self.world),
+            layout_of(spec.model, self.world.size),
             self.world,
             arch=read_architecture(spec.model.path),
             engine=self.config.engine,
