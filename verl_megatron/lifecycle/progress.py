@@ -39,8 +39,8 @@ RECORDED = "recorded"  # attachment of a checkpoint: the metrics of the next ite
 class Progress:
     """Completed iterations or optimizer steps, and checkpoints. All methods are collective over `world`.
 
-    A checkpoint is of the end of an iteration. The metrics of the next iteration are attached to it, for a run
-    that resumes there to compare with (`run.resume=verify`).
+    A checkpoint is of the end of an iteration. The metrics of the next one are attached to it; a run that
+    resumes there can compare with them (`run.resume=verify`).
 
     Args:
         config: settings of the run, with a section `run`.
