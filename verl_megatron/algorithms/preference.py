@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn import functional as differentiable
 
+from parallel.differentiable import sum_over
 from verl_megatron.config import DPOLossConfig
 from verl_megatron.observe.metrics import Sums
 
@@ -68,7 +68,7 @@ class PairTokens:
         terms_NK = torch.stack(list(terms), 1).double()
         totals_BK = terms_NK.new_zeros(self.num_samples, len(terms)).index_add(0, self.sample_N, terms_NK)
         if self.cp_group is not None:
-            totals_BK = differentiable.all_reduce(totals_BK, group=self.cp_group)
+            totals_BK = sum_over(totals_BK, self.cp_group)
         return [total_B.view(-1, 2) for total_B in totals_BK.unbind(1)]
 
     def spread(self, loss_P: Tensor, tokens_P: Tensor) -> Tensor:
