@@ -12,6 +12,7 @@ from verl_megatron.config import (
     RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 
@@ -32,7 +33,7 @@ class ModelSpec:
         return cls(name="actor", section="actor", model=model, head="lm", trainable=True)
 
 
-def layout_of(model: ModelConfig | RewardConfig, world_size: int) -> Layout:
+def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int) -> Layout:
     """Return the layout of a model section on `world_size` ranks, with its ranks in the default order.
 
     Raises:
@@ -56,14 +57,18 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
     if isinstance(config, DPOConfig):
         return (actor, reference)
     specs = [actor]
-    if get_algorithm(config.algorithm.name).needs_critic:
+    if "critic" in get_algorithm(config.algorithm).needs:
         critic = replace(config.critic, path=config.critic.path or config.actor.path)
         specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
     if config.algorithm.kl_coef > 0:
         specs.append(reference)
+    if config.teacher.path:
+        specs.append(ModelSpec(name="teacher", section="teacher", model=_frozen(config.teacher), head="lm"))
     if config.reward.path:
-        reward = ModelConfig(
-            path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices
-        )
+        reward = _frozen(config.reward)
         specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
     return tuple(specs)
+
+
+def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:
+    return ModelConfig(path=section.path, layout=section.layout, devices=section.devices)

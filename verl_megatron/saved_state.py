@@ -59,7 +59,7 @@ class SavedState(Progress):
         """Attach the current iteration's samples to the checkpoint that it starts from, if there is one."""
         if self._newest is None or collected is self._resumed:
             return
-        own = {
+        rank_state = {
             "made_with": self._made_with(),
             "batch": collected.batch.tensors(),
             "sums": collected.sums.state_dict(),
@@ -71,7 +71,7 @@ class SavedState(Progress):
 
         def add(ranks: RankSet) -> None:
             try:
-                checkpoints.add(path, SAMPLES, own, ranks)
+                checkpoints.attach(path, SAMPLES, rank_state, ranks)
             except CheckpointError as error:
                 self.say(f"warning: {error}; a run that ends now collects them anew")
 
@@ -98,7 +98,7 @@ class SavedState(Progress):
         return ", with the samples collected for the next" if self._resumed else ""
 
     def _resume_samples(self, path: Path) -> None:
-        found = resume.added(path, SAMPLES, self.world, say=self.say, check=samples_problem)
+        found = resume.read_attachment(path, SAMPLES, self.world, say=self.say, check=samples_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from parallel.runtime.refusal import shown, speak_once
+from parallel.runtime.refusal import short_repr, speak_once
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.versions import optional_packages
 from verl_megatron.config import TrainerConfig
@@ -46,12 +46,12 @@ class RLTrainer(BaseTrainer):
         speak_once()
         if use_vllm is not True:
             raise ValueError(
-                f"use_vllm={shown(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True"
+                f"use_vllm={short_repr(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True"
             )
         config = TrainerConfig() if config is None else config
         if not isinstance(config, TrainerConfig):
             raise ValueError(
-                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, "
+                f"config={short_repr(config)} is a {type(config).__name__}; give a TrainerConfig, "
                 "such as that of get_trainer_config()"
             )
         config.actor.path = actor_model or config.actor.path

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.differentiable import sum_over
+from verl_megatron.algorithms.tokens import sample_totals
 from verl_megatron.config import DPOLossConfig
 from verl_megatron.observe.metrics import Sums
 
@@ -66,9 +66,9 @@ class PairTokens:
         packing and context parallelism for any practical purpose.
         """
         terms_NK = torch.stack(list(terms), 1).double()
-        totals_BK = terms_NK.new_zeros(self.num_samples, len(terms)).index_add(0, self.sample_N, terms_NK)
-        if self.cp_group is not None:
-            totals_BK = sum_over(totals_BK, self.cp_group)
+        totals_BK = sample_totals(
+            terms_NK, self.sample_N, num_samples=self.num_samples, cp_group=self.cp_group
+        )
         return [total_B.view(-1, 2) for total_B in totals_BK.unbind(1)]
 
     def spread(self, loss_P: Tensor, tokens_P: Tensor) -> Tensor:

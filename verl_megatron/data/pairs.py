@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, Section, SFTDataConfig
 from verl_megatron.data.chat import Message, split_answer, text_of
-from verl_megatron.data.json_lines import shown
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset, RowReader
 
 
@@ -44,13 +44,13 @@ class PairDataset(RowReader):
         config = self._config
         if prompt != other:
             raise ValueError(
-                f"{shown(config.chosen_key)} and {shown(config.rejected_key)} answer different prompts: "
-                f"{shown(prompt)} and {shown(other)}; give both responses to one prompt"
+                f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} answer different prompts: "
+                f"{short_repr(prompt)} and {short_repr(other)}; give both responses to one prompt"
             )
         texts = [self._tokenizer.demonstration_text(prompt, response) for response in (chosen, rejected)]
         if texts[0] == texts[1]:
             raise ValueError(
-                f"{shown(config.chosen_key)} and {shown(config.rejected_key)} are the same response, "
+                f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} are the same response, "
                 "which teaches nothing; leave the row out"
             )
         if (fewest := max(self._fewest_tokens(*text) for text in texts)) > self._limit:
@@ -68,15 +68,15 @@ class PairDataset(RowReader):
             prompt, given = split_answer(self._value(row, "prompt_key"))
             if given:
                 raise ValueError(
-                    f"{shown(self._config.prompt_key)} ends in an assistant turn, and {shown(key)} is "
+                    f"{short_repr(self._config.prompt_key)} ends in an assistant turn, and {short_repr(key)} is "
                     "another response; remove one of them"
                 )
             return prompt, response
         messages, answers = ([], response) if _is_turn(response) else split_answer(response)
         if not isinstance(answers, list) or len(answers) != 1:
             raise ValueError(
-                f"{shown(key)} (data.{setting}) must be a string, or messages that end in one assistant "
-                f"turn, got {shown(response)}"
+                f"{short_repr(key)} (data.{setting}) must be a string, or messages that end in one assistant "
+                f"turn, got {short_repr(response)}"
             )
         if not messages:
             return self._value(row, "prompt_key"), answers[0]
@@ -90,8 +90,8 @@ class PairDataset(RowReader):
         is_last = isinstance(prompt, str) and prompt == text_of(messages[-1].get("content"), "the last turn")
         if not (prompt in (None, "") or prompt == messages or is_last):
             raise ValueError(
-                f"{shown(key)} repeats the conversation, and its turns before the response are not "
-                f"{shown(name)} (data.prompt_key); remove one of them"
+                f"{short_repr(key)} repeats the conversation, and its turns before the response are not "
+                f"{short_repr(name)} (data.prompt_key); remove one of them"
             )
 
 

@@ -18,7 +18,7 @@ from parallel.checkpoint.background import Background
 from parallel.checkpoint.folders import CheckpointError
 from parallel.checkpoint.training_state import Snapshot
 from parallel.rank_set import RankSet
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.versions import installed
 from verl_megatron.data.prompts import PromptCursor
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem
@@ -106,7 +106,7 @@ class Progress:
         self._background.wait()  # its host copies are reused
         step, run = self.step, self.config.run
         manifest = self._manifest() | {"cursor": cursor or self.cursor.state_dict(), "roles": {}}
-        snapshots, own = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
+        snapshots, rank_state = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
         if run.async_save:
             snapshots = list(snapshots)  # copy all now; otherwise one at a time, as they are written
 
@@ -115,7 +115,9 @@ class Progress:
                 for name, snapshot in snapshots:
                     snapshot.write(scratch / name, ranks)
 
-            checkpoints.save(self.folder, ranks, step=step, manifest=manifest, own=own, write=write_roles)
+            checkpoints.save(
+                self.folder, ranks, step=step, manifest=manifest, rank_state=rank_state, write=write_roles
+            )
             checkpoints.remove_old(
                 self.folder, ranks, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
             )
@@ -187,12 +189,12 @@ class Progress:
     def _record(self, path: Path, learnt: dict[str, float]) -> None:
         if self.world.is_first:
             try:
-                checkpoints.tell(path, RECORDED, learnt)
+                checkpoints.write_record(path, RECORDED, learnt)
             except OSError as error:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
-        recorded = resume.told(path, RECORDED, self.world, say=self.say, check=recorded_problem)
+        recorded = resume.read_record(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
                 f"run.resume=verify: there is no sound record of iteration {self.step}, "
@@ -239,7 +241,7 @@ class Progress:
         mine = self._manifest()
         if (kind := saved.get("kind", mine["kind"])) != mine["kind"]:
             raise CheckpointError(
-                f"{path} is of another kind of run: its settings are a {shown(kind)}, here a {mine['kind']}; "
+                f"{path} is of another kind of run: its settings are a {short_repr(kind)}, here a {mine['kind']}; "
                 "choose another run.output_dir, or set run.resume=never"
             )
         resume.refuse_other_models(path, saved, mine["models"])
@@ -258,7 +260,7 @@ class Progress:
                 f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
                 self.world,
             ):
-                random_state.set_rng_state(resume.own_state(path, self.world).get("rng"))
+                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng"))
         else:
             random_state.seed_anew(
                 next(iter(self.trainable.values())).engine.groups, seed=self.config.run.seed, step=self.step

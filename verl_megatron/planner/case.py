@@ -8,6 +8,7 @@ from math import ceil, prod
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
+from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.rollout.engine import num_replicas
@@ -19,16 +20,18 @@ ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}
 class PlannedRole:
     """A Megatron-Core model of the run."""
 
-    name: str  # actor, critic, reference, reward
+    name: str  # actor, critic, reference, teacher, reward
     arch: Architecture
     layout: Layout
     head: Head
-    learns: bool
+    trainable: bool
     layers: tuple[int, ...]  # layers of a rank, by pipeline stage
     elements: tuple[int, ...]  # parameters of a rank, by pipeline stage; exact, including padding
 
     @classmethod
-    def of(cls, *, name: str, arch: Architecture, layout: Layout, head: Head, learns: bool) -> "PlannedRole":
+    def of(
+        cls, *, name: str, arch: Architecture, layout: Layout, head: Head, trainable: bool
+    ) -> "PlannedRole":
         """Build a role; ValueError if the architecture cannot be split over the layout."""
         sizes, split = part_elements(arch, layout.tp, head), layout.layers_of(arch.num_layers)
         layers = [0] * layout.pp
@@ -45,7 +48,7 @@ class PlannedRole:
             arch=arch,
             layout=layout,
             head=head,
-            learns=learns,
+            trainable=trainable,
             layers=tuple(layers),
             elements=tuple(elements),
         )
@@ -117,7 +120,7 @@ class Case:
         specs = [spec for spec in models_of(config) if spec.name != "reference"]
         roles = {spec.name: _planned(spec, read(spec.model.path), world_size) for spec in specs}
         if config.algorithm.kl_coef > 0:
-            roles["reference"] = replace(roles["actor"], name="reference", learns=False)
+            roles["reference"] = replace(roles["actor"], name="reference", trainable=False)
         num_replicas(world_size=world_size, tp=config.rollout.tp)  # refuses what does not divide
         try:
             served_elements(roles["actor"].arch, config.rollout.tp)
@@ -154,6 +157,18 @@ class Case:
     def samples(self) -> int:
         """Samples of an iteration."""
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
+
+    @property
+    def generated_samples(self) -> int:
+        """Samples that vLLM generates in an iteration, greedy ones included."""
+        greedy = "greedy" in get_algorithm(self.config.algorithm).needs
+        return self.samples + greedy * self.config.data.prompts_per_iteration
+
+    @property
+    def old_logprob_share(self) -> float:
+        """Share of the samples whose old log-probs need a pass of their own."""
+        reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
+        return 1 - reuses / self.config.algorithm.num_mini_batches
 
     @property
     def prompt_tokens(self) -> int:
@@ -197,6 +212,8 @@ class Case:
 def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:
     try:
         layout = layout_of(spec.model, world_size)
-        return PlannedRole.of(name=spec.name, arch=arch, layout=layout, head=spec.head, learns=spec.trainable)
+        return PlannedRole.of(
+            name=spec.name, arch=arch, layout=layout, head=spec.head, trainable=spec.trainable
+        )
     except ValueError as error:
         raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None

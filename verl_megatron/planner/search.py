@@ -19,14 +19,14 @@ from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
-from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memory, problems_of
+from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
 from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
 LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
 MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # simplest first
-REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
+FROZEN_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 # Memory given to vLLM beyond its samples: partially filled blocks, and what its own profiling run reserves.
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
@@ -110,24 +110,24 @@ def search(
         for tp in _tensor_sizes(ranks_per_host)
         if world_size % tp == 0 and _splits(served_elements, arch, tp)
     ]
-    reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
-    for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
+    frozen, impossible = _frozen_layouts(base, machine, ranks_per_host, read), None
+    for layout in (layout | frozen for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
-        for saver in _savers(base):
+        for option in _memory_options(base):
             try:
-                training = make.training(layout | saver)
+                training = make.training(layout | option)
             except ValueError as error:
                 impossible, training = error, None
             if training is None:
                 break
             if training.problems:
                 result.refused.append(training)
-                if training.problems[0].cause == AT_REST:
+                if training.problems[0].cause == IDLE:
                     break  # fewer activations would not help
                 continue
             work = plan_work(training.case, machine)
             for tp in sizes:
-                found = make.with_rollout(layout | saver, tp, work)
+                found = make.with_rollout(layout | option, tp, work)
                 if found.problems:
                     result.refused.append(found)
                 elif tp not in best or _seconds(found) < _seconds(best[tp]):
@@ -184,7 +184,7 @@ class _Maker:
         if any(
             role.layout.dp > case.samples // case.config.algorithm.num_mini_batches
             for role in case.roles
-            if role.learns
+            if role.trainable
         ):
             return None
         memory = plan_memory(case, self.machine)
@@ -287,7 +287,7 @@ def _layouts(
     Tensor parallelism stays within a host and comes with sequence parallelism.
     """
     models = {"actor": base.actor.path}
-    if get_algorithm(base.algorithm.name).needs_critic:
+    if "critic" in get_algorithm(base.algorithm).needs:
         models["critic"] = base.critic.path or base.actor.path
     layers = {name: read(path).num_layers for name, path in models.items()}
     is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_SAMPLE
@@ -319,7 +319,7 @@ def uneven_stages(layers: int, pp: int) -> list[int]:
     return [ceil(ends / 2)] + [middle] * (pp - 2) + [ends // 2]
 
 
-def _savers(base: TrainerConfig) -> Iterator[Settings]:
+def _memory_options(base: TrainerConfig) -> Iterator[Settings]:
     """Yield ways to reduce activation memory.
 
     These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
@@ -343,23 +343,33 @@ def _tensor_sizes(ranks_per_host: int) -> list[int]:
     return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
 
 
-def _reward_layout(
+def _frozen_layouts(
     base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]
 ) -> Settings:
-    """A layout under which the reward model takes little of a GPU.
+    """Layouts under which reward model and teacher take little of a GPU, unless the user chose them."""
+    layouts = {}
+    for section, head in (("reward", "sequence"), ("teacher", "lm")):
+        model = getattr(base, section)
+        if model.path and model.layout == RewardConfig().layout:
+            arch, sizes = read(model.path), _tensor_sizes(ranks_per_host)
+            tp = _smallest_tp(
+                arch,
+                head,
+                [size for size in sizes if _splits(part_elements, arch, size, head)],
+                base,
+                machine,
+            )
+            layouts[f"{section}.layout"] = f"tp{tp}" + "sp" * (tp > 1)
+    return layouts
 
-    Empty without a reward model, or if the user chose a layout for it.
-    """
-    if not base.reward.path or base.reward.layout != RewardConfig().layout:
-        return {}
-    arch, sizes = read(base.reward.path), _tensor_sizes(ranks_per_host)
-    element_bytes = ELEMENT_BYTES[base.engine.dtype]
-    for tp in (size for size in sizes if _splits(part_elements, arch, size, "sequence")):
-        parts = part_elements(arch, tp, "sequence")
-        layout = {"reward.layout": f"tp{tp}" + "sp" * (tp > 1)}
-        if (
-            element_bytes * (parts.embedding + arch.num_layers * parts.layer + parts.output)
-            <= REWARD_SHARE * machine.gpu_bytes
-        ):
-            break
-    return layout
+
+def _smallest_tp(
+    arch: Architecture, head: Head, sizes: list[int], base: TrainerConfig, machine: Machine
+) -> int:
+    """Choose the least of `sizes` under which a model takes at most FROZEN_SHARE of a GPU, or the largest."""
+    for tp in sizes:
+        parts = part_elements(arch, tp, head)
+        elements = parts.embedding + arch.num_layers * parts.layer + parts.output
+        if ELEMENT_BYTES[base.engine.dtype] * elements <= FROZEN_SHARE * machine.gpu_bytes:
+            return tp
+    return sizes[-1]

@@ -1,5 +1,7 @@
 """Supervised fine-tuning: cross-entropy over the response tokens, averaged over the tokens of a step."""
 
+from functools import partial
+
 from torch import Tensor
 
 from verl_megatron.algorithms.losses import cross_entropy
@@ -24,4 +26,10 @@ def evaluate(config: SFTConfig, batch: RolloutBatch) -> Sums:
     return sums
 
 
-SFT = Task(name="sft", output="logprobs", loss=loss, normalizer=token_mean, evaluate=evaluate)
+SFT = Task(
+    name="sft",
+    output="logprobs",
+    loss=loss,
+    normalizer=partial(token_mean, max_tokens=0),
+    evaluate=evaluate,
+)

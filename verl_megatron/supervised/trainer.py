@@ -8,7 +8,7 @@ from functools import partial
 
 from parallel import device
 from parallel.rank_set import RankSet, agree
-from parallel.runtime.refusal import shown, speak_once
+from parallel.runtime.refusal import short_repr, speak_once
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
@@ -23,7 +23,7 @@ from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import DispatchedBatch, Role, infer_together, make_role
+from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together, make_role
 from verl_megatron.supervised.dpo import DPO
 from verl_megatron.supervised.reward_model import REWARD_MODEL
 from verl_megatron.supervised.sft import SFT
@@ -44,7 +44,7 @@ class SupervisedTrainer(BaseTrainer):
         speak_once()
         if type(config) not in TASKS:
             names = ", ".join(kind.__name__ for kind in TASKS)
-            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give one of {names}")
+            raise ValueError(f"config={short_repr(config)} is a {type(config).__name__}; give one of {names}")
         super().__init__(config, inspect_supervised, vllm=False)
         self.task = TASKS[type(config)]
         for note in self.inputs.notes:
@@ -129,9 +129,8 @@ class SupervisedTrainer(BaseTrainer):
                 num_samples=len(dispatched.batch),
                 cp_group=groups.cp if groups.layout.cp > 1 else None,
             )
-            sums, _ = self.trained.update(
-                dispatched, table, partial(task.loss, step=step), task.normalizer, fields=fields, epochs=1
-            )
+            update = Update(loss=partial(task.loss, step=step), normalizer=task.normalizer, fields=fields)
+            sums, _ = self.trained.update(dispatched, table, update)
         return sums.reduce(self.world)
 
     def _validate(self) -> dict[str, float]:
