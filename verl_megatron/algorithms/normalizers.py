@@ -34,6 +34,11 @@ def token_mean(response_B: Tensor, samples: range, max_tokens: int) -> LossScale
     return LossScale(divisor=max(int(response_B[samples.start : samples.stop].sum()), 1))
 
 
+def pair_mean(response_B: Tensor, samples: range) -> LossScale:
+    """Weight every pair of samples of the mini-batch equally; a pair's loss is the sum over its tokens."""
+    return LossScale(divisor=max(len(samples) // 2, 1))
+
+
 def sequence_mean(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
     """Average the samples' token means: every sample weighs the same (GRPO, Shao et al. 2024, equation 3)."""
     return LossScale(divisor=max(len(samples), 1), weight_B=1.0 / response_B.clamp(min=1))
