@@ -12,8 +12,9 @@ import torch
 
 from tests.one_rank import ONE_RANK
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.lifecycle.progress import differences
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.saved_state import SavedState, _merged, differences
+from verl_megatron.saved_state import SavedState, _merged
 
 
 def test_the_same_bits_or_near_enough():
@@ -63,21 +64,19 @@ def state(tmp_path) -> SavedState:
     state = object.__new__(SavedState)
     state.world = SimpleNamespace(rank=1, size=2, is_first=False)
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
-    source = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None))
-    state.run = SimpleNamespace(
-        source=source, clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch)
-    )
+    state.cursor = SimpleNamespace(load_state_dict=lambda _: None)
+    state.run = SimpleNamespace(clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
-    state._made_with = dict
+    state._made_with = lambda: {"data": {"validation_samples": 8}}
     return state
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, [1, 3]), (2, [0, 1, 2, 3])])
 def test_samples_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expected):
-    """What two ranks had written is this rank's own, and stays whole."""
+    """What two ranks had written is this rank's own, and stays whole. A renamed setting is no change."""
     batch = RolloutBatch.from_lists([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
     part = {
-        "made_with": {},
+        "made_with": {"data": {"validation_rows": 8}},
         "cursor": {},
         "seconds": {},
         "reshard_bytes": 0,
