@@ -214,8 +214,6 @@ class Learner:
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
-        critic = self.roles["critic"]
-        critic.send_fields(dispatched, batch, VALUE_FIELDS)
-        normalizer = partial(token_mean, max_tokens=0)
-        update = Update(loss=loss, normalizer=normalizer, fields=VALUE_FIELDS, epochs=self.config.epochs)
-        return critic.update(dispatched, table, update)[0]
+        self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
+        update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
+        return self.critic.update(dispatched, table, update)[0]

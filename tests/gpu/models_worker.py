@@ -14,8 +14,10 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
+from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.roles.engine import Engine
 
@@ -141,7 +143,8 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     algorithm, losses = AlgorithmConfig(clip_ratio_high=10.0, clip_ratio_low=0.99), []
 
     def loss(outputs, micro):
-        return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), algorithm, 0.0)
+        tokens = PolicyTokens.of(micro)
+        return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, algorithm, 0.0)
 
     mine, micro = share_of(batch, layout, 64)
     for _ in range(5):
@@ -158,7 +161,7 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
 
 def check_training(folder: Path) -> None:
     """Against the same arithmetic with data parallelism alone, and that against float32."""
-    exact = train(folder, "tp1", EngineConfig(spec="local", dtype="float32"))
+    exact = train(folder, "tp1", EngineConfig(transformer_impl="local", dtype="float32"))
     limits = {
         ("local", "float32"): (2e-3, 2e-3),
         ("te", "bfloat16"): (8e-2, 3e-2),

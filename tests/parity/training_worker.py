@@ -17,6 +17,7 @@ from parallel.offload import Residence, gradients, optimizer_tensors
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
+from tests.parity.pairs import check_pairs
 from tests.parity.world import (
     check,
     make_batch,
@@ -27,8 +28,10 @@ from tests.parity.world import (
     shared_folder,
     write_once,
 )
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss, value_loss
+from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
@@ -111,7 +114,8 @@ def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> Rollou
 
 
 def policy(outputs, micro):
-    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), ALGORITHM, KL_COEF)
+    tokens = PolicyTokens.of(micro)
+    return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, ALGORITHM, KL_COEF)
 
 
 def value(outputs, micro):
@@ -466,6 +470,12 @@ def check_turns() -> None:
 
 if __name__ == "__main__":
     run_checks(
-        {"layouts": check_layouts, "plain": check_plain, "offload": check_offload, "turns": check_turns},
+        {
+            "layouts": check_layouts,
+            "plain": check_plain,
+            "offload": check_offload,
+            "turns": check_turns,
+            "pairs": check_pairs,
+        },
         sys.argv[1:],
     )

@@ -36,9 +36,9 @@ from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import say
-from verl_megatron.algorithms import get_objective
 from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
@@ -141,15 +141,8 @@ def product_rate() -> float:
 
 def policy(outputs, micro):
     """Return PPO's clipped loss with its usual settings."""
-    config = TrainerConfig().algorithm
-    return policy_loss(
-        outputs["logprobs"],
-        outputs["entropy"],
-        PolicyTokens.of(micro, num_samples=0),  # 0: counted where sums over samples are needed
-        get_objective(config),
-        config,
-        kl_coef=0.0,
-    )
+    tokens, config = PolicyTokens.of(micro), TrainerConfig().algorithm
+    return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, config, 0.0)
 
 
 class Bench:
