@@ -3,7 +3,7 @@
 Methods are collective over the world.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from parallel import device
@@ -145,7 +145,7 @@ class SupervisedTrainer(BaseTrainer):
         return found
 
     def _infer(
-        self, roles: dict[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable
+        self, roles: Mapping[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable
     ) -> None:
         """Set what each of the models says of the samples, in one pass; all have the same layout."""
         output = self.task.output
