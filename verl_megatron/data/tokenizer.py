@@ -10,6 +10,7 @@ from verl_megatron.data.chat import Message, Messages, checked, continuation, re
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # transformers may silently ignore a broken one of these.
+READ_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # that transformers may open; a pipe would block it
 SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -216,6 +217,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)});"
             " copy the model's tokenizer files into it"
         )
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READ_SUFFIXES and path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file; copy the tokenizer's files again from their source")
     for name in SMALL_FILES:
         if (folder / name).exists():
             read_object(folder / name)
