@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallel import device
+from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.placement import place
 from parallel.rank_set import RankSet, agree
@@ -30,12 +31,12 @@ from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.roles.engine import compute_of
+from verl_megatron.roles.engine import EngineOptions, compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampler import Draw, Sampler
 from verl_megatron.rollout.sampling import Sampling
-from verl_megatron.rollout.vllm import VLLMActor
+from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
 
 
@@ -190,28 +191,26 @@ class _Parts:
             if spec.trainable
             else 0
         )
-        common = dict(
-            engine=config.engine,
+        options = EngineOptions(
+            config=config.engine,
             seed=config.run.seed,
             temperature=config.rollout.temperature,
-            train_steps=steps,
             progress=self.watchdog.beat,
         )
-        layout = (
-            self.train if layout == self.usual else layout
-        )  # models with the actor's layout share its process groups
+        if layout == self.usual:
+            layout = self.train  # models with the actor's layout share its process groups
         with self.clock.phase(spec.name):
-            made = make_role(
+            role = make_role(
                 spec.model,
-                layout,
-                self.world,
+                ProcessGroups(layout, self.world),
                 arch=read_architecture(spec.model.path),
                 head=spec.head,
-                **common,
+                options=options,
+                train_steps=steps,
             )
-            made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
-            made.engine.wait_offload()
-        return made
+            role.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
+            role.engine.wait_offload()
+        return role
 
     def weight_sync(self, actor: Role) -> WeightSync:
         with self.clock.phase("reshard"):
@@ -242,13 +241,10 @@ def make_vllm(
     vllm = VLLMActor(
         config.actor.path,
         config.rollout.tp,
-        config=config.rollout,
+        config=replace(config.rollout, dtype=str(_rollout_dtype(config)).removeprefix("torch.")),
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
-        dtype=str(_rollout_dtype(config)).removeprefix("torch."),
         seed=config.run.seed,
-        load_weights=False,
-        ranks=rollout.ranks,
-        shared_weights=shared_weights,
+        colocation=Colocation(ranks=rollout.ranks, shared_weights=shared_weights or {}),
     )
     vllm.sleep()
     return vllm

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from parallel import device
+from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet, agree, world
 from parallel.runtime.refusal import shown, speak_once
 from parallel.runtime.run_lock import RunLock
@@ -26,7 +27,7 @@ from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
-from verl_megatron.roles.engine import compute_of
+from verl_megatron.roles.engine import EngineOptions, compute_of
 from verl_megatron.roles.role import Role, layout_of, make_role
 
 
@@ -68,27 +69,17 @@ class SFTTrainer:
 
     def _train(self, watchdog: Watchdog) -> dict[str, float]:
         config, run = self.config, self.config.run
-        folders, place = (
-            {"actor": (config.actor.path, "lm")},
-            dict(place=self.world.rank, of=self.world.size),
-        )
-        agree(
-            lambda: refuse(find_not_finite(folders, (compute_of(config.engine).dtype,), **place)), self.world
-        )
-        demonstrations, held_out, arch = (
-            self.inputs.train,
-            self.inputs.validation,
-            read_architecture(config.actor.path),
-        )
-        learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
+        folders, dtypes = {"actor": (config.actor.path, "lm")}, (compute_of(config.engine).dtype,)
+        rank, size = self.world.rank, self.world.size
+        agree(lambda: refuse(find_not_finite(folders, dtypes, place=rank, of=size)), self.world)
+        demonstrations, held_out = self.inputs.train, self.inputs.validation
         actor = make_role(
             config.actor,
-            layout_of(config.actor, self.world),
-            self.world,
-            arch=arch,
-            engine=config.engine,
+            ProcessGroups(layout_of(config.actor, self.world), self.world),
+            arch=read_architecture(config.actor.path),
             head="lm",
-            **learning,
+            options=EngineOptions(config=config.engine, seed=run.seed, progress=watchdog.beat),
+            train_steps=run.iterations,
         )
         gc.freeze()  # exclude what was built; the command line starts with collection disabled
         gc.enable()

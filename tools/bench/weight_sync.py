@@ -54,7 +54,7 @@ from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
@@ -160,9 +160,8 @@ class HandOver:
                 arch=case.arch,
                 folder=None,
                 groups=ProcessGroups(case.train, world()),
-                config=case.config.engine,
                 head="lm",
-                seed=SEED,
+                options=EngineOptions(config=case.config.engine, seed=SEED),
             )
         with clock.part("weights read" if case.folder else "random weights"), self._weights() as weights:
             for parameter in engine.parameters:

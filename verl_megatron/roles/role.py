@@ -12,13 +12,14 @@ from parallel.layout import Layout, parse_devices
 from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import Normalizer
-from verl_megatron.config import EngineConfig, ModelConfig
+from verl_megatron.config import ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.models.build import Head
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.roles.engine import Engine, Loss, infer_models
+from verl_megatron.roles.engine import Engine, EngineOptions, Loss
+from verl_megatron.roles.inference import infer_models
 
 TOKENS = ("generated_ids", "attention_mask", "response_mask")  # fields that every pass needs
 
@@ -132,7 +133,10 @@ def infer_together(
     returned = roles[0].collector.to_owner(
         [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.sample_id, table.owner_B, batch
     )
-    return [{name: returned[f"{name}_{place}"] for name in names} for place in range(len(roles))]
+    by_role: list[dict[str, Tensor]] = [{} for _ in roles]
+    for place, name in keys:
+        by_role[place][name] = returned[f"{name}_{place}"]
+    return by_role
 
 
 def layout_of(model: ModelConfig, world: RankSet) -> Layout:
@@ -142,33 +146,15 @@ def layout_of(model: ModelConfig, world: RankSet) -> Layout:
 
 def make_role(
     model: ModelConfig,
-    layout: Layout,
-    world: RankSet,
+    groups: ProcessGroups,
     *,
     arch: Architecture,
-    engine: EngineConfig,
     head: Head,
-    seed: int,
-    temperature: float,
+    options: EngineOptions,
     train_steps: int = 0,
-    progress: Callable[[], None] = lambda: None,
 ) -> Role:
-    """Build a role on its layout; it is trainable if `train_steps` is above 0.
-
-    Args:
-        progress: called before each micro-batch.
-    """
-    groups = ProcessGroups(layout, world)
-    made = Engine(
-        arch=arch,
-        folder=model.path,
-        groups=groups,
-        config=engine,
-        head=head,
-        seed=seed,
-        temperature=temperature,
-        progress=progress,
-    )
+    """Build a role on the ranks of its layout; it is trainable if `train_steps` is above 0."""
+    engine = Engine(arch=arch, folder=model.path, groups=groups, head=head, options=options)
     if train_steps:
-        made.prepare_training(lr=model.lr, total_steps=train_steps)
-    return Role(made, DataCollector(layout, world, device=device.device()))
+        engine.prepare_training(lr=model.lr, total_steps=train_steps)
+    return Role(engine, DataCollector(groups.layout, groups.world, device=device.device()))
