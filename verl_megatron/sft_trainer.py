@@ -15,12 +15,13 @@ from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.checks.folders import find_not_finite
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.model_specs import layout_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
@@ -28,7 +29,7 @@ from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.roles.engine import EngineOptions, compute_of
-from verl_megatron.roles.role import Role, layout_of, make_role
+from verl_megatron.roles.role import Role, make_role
 
 
 class SFTTrainer:
@@ -75,7 +76,7 @@ class SFTTrainer:
         demonstrations, held_out = self.inputs.train, self.inputs.validation
         actor = make_role(
             config.actor,
-            ProcessGroups(layout_of(config.actor, self.world), self.world),
+            ProcessGroups(layout_of(config.actor, self.world.size), self.world),
             arch=read_architecture(config.actor.path),
             head="lm",
             options=EngineOptions(config=config.engine, seed=run.seed, progress=watchdog.beat),

@@ -11,7 +11,8 @@ from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import shown, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
-from verl_megatron.checks.settings import batch_arithmetic, refuse
+from verl_megatron.checks.batches import batch_arithmetic
+from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions, optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch

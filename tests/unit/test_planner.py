@@ -8,7 +8,7 @@ import pytest
 
 from parallel.weights.shapes import shape
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from verl_megatron.checks.settings import structured
+from verl_megatron.checks.overrides import structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
     MACHINES,

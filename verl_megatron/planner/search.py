@@ -14,7 +14,7 @@ from math import ceil, floor, inf
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.checks.settings import shares_dtype
+from verl_megatron.checks.rollout import shares_dtype
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
 from verl_megatron.planner.decoding import samples_at_once
@@ -324,9 +324,9 @@ def _savers(base: TrainerConfig) -> Iterator[Settings]:
 
     These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
     """
-    tokens, sample = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
+    tokens, length = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
     for parts in (1, 2, 4):
-        if parts == 1 or tokens // parts >= sample:
+        if parts == 1 or tokens // parts >= length:
             yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": tokens // parts}
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 

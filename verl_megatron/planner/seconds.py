@@ -1,4 +1,4 @@
-"""Predicted seconds of each phase of an iteration (verl_megatron/iteration.py), and model FLOPs utilization."""
+"""Predicted seconds of each phase of an iteration, and model FLOPs utilization."""
 
 from dataclasses import dataclass
 

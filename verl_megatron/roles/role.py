@@ -8,7 +8,6 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.layout import Layout, parse_devices
 from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import Normalizer
@@ -137,11 +136,6 @@ def infer_together(
     for place, name in keys:
         by_role[place][name] = returned[f"{name}_{place}"]
     return by_role
-
-
-def layout_of(model: ModelConfig, world: RankSet) -> Layout:
-    """Return the layout from the settings, with ranks in the default order."""
-    return Layout.parse(model.layout, parse_devices(model.devices, world.size), tuple(model.stage_layers))
 
 
 def make_role(

@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device, rank_set
+from parallel.weights.architecture import read_architecture
+from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
-from verl_megatron.rollout.engine import TAGS, Tag
+from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.state import preserved_environment, preserved_random_state
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
-    check_split,
     groups_in_order,
     release_groups,
     resolve_dtype,
@@ -85,7 +86,9 @@ class VLLMActor:
         if self._in_world:  # vLLM builds its groups over torch's default group
             self.world = rank_set.world()
         rank, world = (self.world.rank, self.world.size) if self._in_world else (0, 1)
-        check_split(self.model_name, self.tp, world)
+        self.num_replicas = num_replicas(world_size=world, tp=self.tp)
+        if problems := vllm_tp_problems(read_architecture(self.model_name), self.tp):
+            raise ValueError(f"rollout.tp={self.tp}: {problems[0]}")
         self.ranks = check_ranks(
             range(world) if colocation.ranks is None else colocation.ranks, self.tp, world
         )
@@ -94,7 +97,6 @@ class VLLMActor:
                 f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, "
                 "and engines of a process share their groups; close it first"
             )
-        self.num_replicas = world // self.tp
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
         self._asleep: set[Tag] = set()
         self._running: dict[int, Request] = {}

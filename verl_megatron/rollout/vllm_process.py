@@ -1,4 +1,4 @@
-"""The process around a vLLM engine: environment, imports, process groups, and the checks of its layout."""
+"""The process around a vLLM engine: environment, imports, and process groups."""
 
 import contextlib
 import os
@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from parallel import device
-from parallel.weights.architecture import read_config
-from parallel.weights.json_files import is_count
 from verl_megatron.rollout import vllm_cpu
 from verl_megatron.rollout.state import paused_collector
 
@@ -71,18 +69,6 @@ def check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
                 f"write {sorted(replica)}"
             )
     return tuple(ranks)
-
-
-def check_split(model_name: str, tp: int, world: int) -> None:
-    """Check that `tp` divides the world size and the model's heads; ValueError if not."""
-    if tp < 1 or world % tp:
-        raise ValueError(
-            f"rollout.tp={tp} must divide the world of {world} ranks; "
-            "choose a divisor or start vLLM in a torchrun world of tp ranks"
-        )
-    heads = read_config(model_name).get("num_attention_heads", tp)
-    if is_count(heads) and heads % tp:
-        raise ValueError(f"rollout.tp={tp} must divide the model's {heads} attention heads; choose a divisor")
 
 
 def resolve_dtype(setting: str) -> str:
