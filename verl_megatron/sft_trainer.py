@@ -8,7 +8,7 @@ from torch import Tensor
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet, agree, world
-from parallel.runtime.refusal import shown, speak_once
+from parallel.runtime.refusal import short_repr, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
@@ -42,7 +42,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig):
         speak_once()
         if not isinstance(config, SFTConfig):
-            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give an SFTConfig")
+            raise ValueError(f"config={short_repr(config)} is a {type(config).__name__}; give an SFTConfig")
         check_versions(vllm=False)
         device.initialize()
         self.config, self.world = config, world()

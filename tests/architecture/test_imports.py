@@ -25,6 +25,7 @@ OWNERS = {
         "parallel/megatron.py",
         "parallel/device.py",
         "parallel/groups.py",
+        "parallel/checkpoint/optimizer_shards.py",
         "parallel/checkpoint/training_state.py",
         "verl_megatron/models/",
         "verl_megatron/roles/",

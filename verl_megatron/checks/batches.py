@@ -1,7 +1,7 @@
 """Division of an iteration's samples into mini-batches and data-parallel ranks."""
 
 from parallel.layout import Layout
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import layout_of, models_of
 
@@ -20,7 +20,7 @@ def check_batch(config: TrainerConfig, layouts: dict[str, Layout | None]) -> lis
         return []  # reported by their intervals
     if samples > MOST_SAMPLES:
         return [
-            f"{shown(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
+            f"{short_repr(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
             "lower one of them and raise run.iterations"
         ]
     if samples % parts:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from parallel.layout import Layout
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import tp_problems
 from verl_megatron.checks.problems import problem_of
@@ -29,14 +29,14 @@ def check_model(
         found.layout = layout_of(model, world_size)
     except ValueError as error:
         found.problems.append(
-            f"{name}.layout={shown(model.layout)}, {name}.devices={shown(model.devices)}, "
+            f"{name}.layout={short_repr(model.layout)}, {name}.devices={short_repr(model.devices)}, "
             f"{world_size} ranks started: {error}"
         )
     if model.path:
         try:
             found.arch = read_architecture(model.path)
         except ValueError as error:
-            found.problems.append(f"{name}.path={shown(model.path)}: {error}")
+            found.problems.append(f"{name}.path={short_repr(model.path)}: {error}")
     if found.layout is not None and found.arch is not None:
         found.problems += [
             f"{name}.layout={model.layout!r}: {problem}"

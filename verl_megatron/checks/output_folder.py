@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from verl_megatron.config import RunConfig
 
 _FOLDERS = ("checkpoint", "validation", "stacks", "tensorboard", "profile")
@@ -22,8 +22,8 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
     folder, problems = Path(run.output_dir), []
     if reason := _why_no_folder(run.output_dir):
         return [
-            f"run.output_dir={shown(run.output_dir)} {reason}; name a folder that can be written (it is made "
-            "if need be)"
+            f"run.output_dir={short_repr(run.output_dir)} {reason}; name a folder that can be written (it is "
+            "made if need be)"
         ]
     if not folder.is_dir():
         return []

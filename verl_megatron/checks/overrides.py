@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel.runtime.refusal import nearest, shown
+from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import present_name
 
@@ -25,12 +25,12 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     for section, values in given.items():
         if section not in merged:
             problems.append(
-                f"{shown(section)[1:-1]} is no section{nearest(section, merged)}; "
+                f"{short_repr(section)[1:-1]} is no section{nearest(section, merged)}; "
                 f"the sections are {', '.join(merged)}"
             )
         elif not isinstance(values, dict):
             problems.append(
-                f"{section}={shown(values)} is no section with settings; give its settings one by one, "
+                f"{section}={short_repr(values)} is no section with settings; give its settings one by one, "
                 f"such as {section}.{next(iter(merged[section]))}"
             )
         else:
@@ -64,7 +64,7 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
         return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
     if name not in known:
         return (
-            f"{section_name}.{shown(name)[1:-1]} is no setting{nearest(name, known)}; "
+            f"{section_name}.{short_repr(name)[1:-1]} is no setting{nearest(name, known)}; "
             f"{section_name} has {', '.join(known)}"
         )
     try:
@@ -72,7 +72,7 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return (
-            f"{section_name}.{name}={shown(value)} has a wrong type ({reason}); "
+            f"{section_name}.{name}={short_repr(value)} has a wrong type ({reason}); "
             f"give a value like {_example(section, name)}"
         )
     return ""

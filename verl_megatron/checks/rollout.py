@@ -1,7 +1,7 @@
 """Checks of vLLM's section against the model, the sampling of the run, and the host's memory."""
 
 from parallel import device
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.checks.problems import problem_of
@@ -62,7 +62,7 @@ def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]
     vocab_size = arch.vocab_size if arch else MOST_STOP_IDS
     if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < vocab_size]:
         problems.append(
-            f"rollout.stop_token_ids has {shown(wrong)}, outside the model's vocabulary of {vocab_size} "
+            f"rollout.stop_token_ids has {short_repr(wrong)}, outside the model's vocabulary of {vocab_size} "
             "tokens; take them out"
         )
     for name, entries in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids)):
@@ -85,8 +85,8 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
     tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
     if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
         problems.append(
-            f"rollout.max_num_seqs={shown(rollout.max_num_seqs)} samples of {tokens} tokens do not fit this "
-            f"host's memory of {memory >> 20} MiB; lower it"
+            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit "
+            f"this host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
 

@@ -6,7 +6,7 @@ A problem names the setting, its value and a remedy.
 from dataclasses import replace
 from typing import Any
 
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.batches import check_batch
@@ -103,7 +103,7 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
     for name in ("train", "validation"):
         path = getattr(data, name)
         if path not in ("", MISSING) and (problem := file_problem(path)):
-            problems.append(f"data.{name}={shown(path)} {problem}")
+            problems.append(f"data.{name}={short_repr(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(
             f"run.validate_interval={run.validate_interval} has nothing to validate on; "
@@ -132,7 +132,8 @@ def _check_engine(engine: EngineConfig) -> list[str]:
         )
     if len(engine.adam_betas) != 2:
         problems.append(
-            f"engine.adam_betas={shown(list(engine.adam_betas))} must be two numbers, such as [0.9, 0.95]"
+            f"engine.adam_betas={short_repr(list(engine.adam_betas))} must be two numbers, such as [0.9, "
+            "0.95]"
         )
     return problems
 

@@ -12,7 +12,7 @@ from typing import Any
 from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import compile_plan
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic
@@ -110,7 +110,7 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
                 continue
             if name not in SHAPES:
                 raise ValueError(
-                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; "
+                    f"{role}.path={short_repr(name)} is neither a folder nor a built-in shape; "
                     f"give a folder with a config.json or one of {', '.join(SHAPES)}"
                 )
             folder = Path(scratch) / name

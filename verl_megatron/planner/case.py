@@ -23,12 +23,14 @@ class PlannedRole:
     arch: Architecture
     layout: Layout
     head: Head
-    learns: bool
+    trainable: bool
     layers: tuple[int, ...]  # layers of a rank, by pipeline stage
     elements: tuple[int, ...]  # parameters of a rank, by pipeline stage; exact, including padding
 
     @classmethod
-    def of(cls, *, name: str, arch: Architecture, layout: Layout, head: Head, learns: bool) -> "PlannedRole":
+    def of(
+        cls, *, name: str, arch: Architecture, layout: Layout, head: Head, trainable: bool
+    ) -> "PlannedRole":
         """Build a role; ValueError if the architecture cannot be split over the layout."""
         sizes, split = part_elements(arch, layout.tp, head), layout.layers_of(arch.num_layers)
         layers = [0] * layout.pp
@@ -45,7 +47,7 @@ class PlannedRole:
             arch=arch,
             layout=layout,
             head=head,
-            learns=learns,
+            trainable=trainable,
             layers=tuple(layers),
             elements=tuple(elements),
         )
@@ -117,7 +119,7 @@ class Case:
         specs = [spec for spec in models_of(config) if spec.name != "reference"]
         roles = {spec.name: _planned(spec, read(spec.model.path), world_size) for spec in specs}
         if config.algorithm.kl_coef > 0:
-            roles["reference"] = replace(roles["actor"], name="reference", learns=False)
+            roles["reference"] = replace(roles["actor"], name="reference", trainable=False)
         num_replicas(world_size=world_size, tp=config.rollout.tp)  # refuses what does not divide
         try:
             served_elements(roles["actor"].arch, config.rollout.tp)
@@ -197,6 +199,8 @@ class Case:
 def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:
     try:
         layout = layout_of(spec.model, world_size)
-        return PlannedRole.of(name=spec.name, arch=arch, layout=layout, head=spec.head, learns=spec.trainable)
+        return PlannedRole.of(
+            name=spec.name, arch=arch, layout=layout, head=spec.head, trainable=spec.trainable
+        )
     except ValueError as error:
         raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None

@@ -18,12 +18,12 @@ from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes,
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
 UPDATES = ("critic_update", "actor_update")
-AT_REST, KV_CACHE = "the models at rest", "KV cache"
+IDLE, KV_CACHE = "the idle models", "KV cache"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StaticBytes:
     """Bytes that a model keeps on a rank for the whole run."""
 
     weights: float
@@ -54,7 +54,7 @@ class RankKind:
         return max(self.phases, key=self.total)
 
     @property
-    def resting_bytes(self) -> float:
+    def idle_bytes(self) -> float:
         """Bytes in use while nothing is computed and vLLM sleeps."""
         return sum(size for part, size in self.phases["weights_awake"].items() if part not in SERVING)
 
@@ -80,9 +80,9 @@ class MemoryPlan:
         return tuple(self.kinds[0].phases)
 
     @property
-    def resting_bytes(self) -> float:
+    def idle_bytes(self) -> float:
         """Bytes in use on the fullest rank while nothing is computed and vLLM sleeps."""
-        return max(kind.resting_bytes for kind in self.kinds)
+        return max(kind.idle_bytes for kind in self.kinds)
 
     def phase_bytes(self, phase: str) -> float:
         """Bytes in use at the end of a phase on the fullest rank, including PyTorch's cached blocks.
@@ -97,13 +97,15 @@ class MemoryPlan:
         return min(kind.kv_cache_bytes for kind in self.kinds)
 
 
-def held(case: Case, role: PlannedRole, stage: int) -> Held:
+def static_bytes(case: Case, role: PlannedRole, stage: int) -> StaticBytes:
     """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
     count, mixed = role.elements[stage], case.element_bytes == 2
-    if not role.learns:
-        return Held(count * case.element_bytes)
+    if not role.trainable:
+        return StaticBytes(count * case.element_bytes)
     replicas = role.layout.dp * role.layout.cp if case.config.engine.distributed_optimizer else 1
-    return Held(count * case.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas)
+    return StaticBytes(
+        count * case.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +114,17 @@ class RoleOnRank:
 
     role: PlannedRole
     stage: int  # pipeline stage
-    held: Held
+    static: StaticBytes
 
 
 def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None = None) -> float:
     """Sum the bytes of `part` over the models called `names`; None: over all."""
-    return sum(getattr(model.held, part) for model in models if names is None or model.role.name in names)
+    return sum(getattr(model.static, part) for model in models if names is None or model.role.name in names)
 
 
 def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
     """Predict the memory of every phase on every kind of rank."""
-    kinds = tuple(_rank_kind(case, machine, ranks, standing) for ranks, standing in _standings(case))
+    kinds = tuple(_rank_kind(case, machine, ranks, parts) for ranks, parts in _rank_groups(case))
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
     for rank, size in host_of.items():
@@ -130,16 +132,16 @@ def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
     return MemoryPlan(kinds, max(hosts.values()))
 
 
-def _standings(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
+def _rank_groups(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
     """Group world ranks that have the same stages of the same models; yield the ranks with these stages."""
     stages = [_stage_of_rank(role.layout) for role in case.roles]
     found: dict[tuple, list[int]] = {}
     for rank in range(case.world_size):
         found.setdefault(tuple(stage.get(rank) for stage in stages), []).append(rank)
-    for standing, ranks in found.items():
+    for parts, ranks in found.items():
         yield (
             tuple(ranks),
-            tuple((role, stage) for role, stage in zip(case.roles, standing) if stage is not None),
+            tuple((role, stage) for role, stage in zip(case.roles, parts) if stage is not None),
         )
 
 
@@ -150,10 +152,10 @@ def _stage_of_rank(layout: Layout) -> dict[int, int]:
 
 
 def _rank_kind(
-    case: Case, machine: Machine, ranks: tuple[int, ...], standing: tuple[tuple[PlannedRole, int], ...]
+    case: Case, machine: Machine, ranks: tuple[int, ...], parts: tuple[tuple[PlannedRole, int], ...]
 ) -> RankKind:
-    models = [RoleOnRank(role, stage, held(case, role, stage)) for role, stage in standing]
-    own = own_rollout_bytes(case, next((stage for role, stage in standing if role is case.actor), None))
+    models = [RoleOnRank(role, stage, static_bytes(case, role, stage)) for role, stage in parts]
+    own = own_rollout_bytes(case, next((stage for role, stage in parts if role is case.actor), None))
     request = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes
     settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(case)}
     settled |= {part: _sum_of(part, models) for part in ("weights", "gradients", "optimizer")}
@@ -197,7 +199,7 @@ def _built_before_vllm(case: Case, models: list[RoleOnRank], freed: Collection[s
     """Bytes by part when vLLM starts: on an empty GPU with `keep`, else next to the actor without moments."""
     if case.config.reshard.mode == "keep":
         return {}
-    actor = next((model.held for model in models if model.role is case.actor), Held(0))
+    actor = next((model.static for model in models if model.role is case.actor), StaticBytes(0))
     built = {"weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters}
     return {part: 0.0 if part in freed else size for part, size in built.items()}
 
@@ -205,8 +207,8 @@ def _built_before_vllm(case: Case, models: list[RoleOnRank], freed: Collection[s
 def _while_building(models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
     """Bytes by part when the last model has been built; models are built one after the other."""
     built = {
-        "gradients": [model.held.gradients for model in models],
-        "optimizer": [model.held.masters for model in models],
+        "gradients": [model.static.gradients for model in models],
+        "optimizer": [model.static.masters for model in models],
     }
     return {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
 
@@ -277,7 +279,7 @@ def _saved_from_host(case: Case, models: list[RoleOnRank]) -> float:
     return sum(
         12 * model.role.elements[model.stage] / (model.role.layout.dp * model.role.layout.cp)
         for model in models
-        if model.role.learns
+        if model.role.trainable
     )
 
 
@@ -285,7 +287,7 @@ def _saved_from_host(case: Case, models: list[RoleOnRank]) -> float:
 class Problem:
     """A memory need that does not fit."""
 
-    cause: str  # a phase, AT_REST, "KV cache" or "host memory"
+    cause: str  # a phase, IDLE, "KV cache" or "host memory"
     needed_bytes: float
     room_bytes: float
 
@@ -309,7 +311,7 @@ def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: flo
             by that share.
     """
     room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
-    needs = {AT_REST: memory.resting_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
+    needs = {IDLE: memory.idle_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
     found = [
         Problem(cause, needed, min(room, machine.gpu_bytes))
         for cause, needed in needs.items()
