@@ -109,10 +109,10 @@ class SavedState:
         self._newest = self.folder / f"step_{step}"
         self._background.submit(write)
 
-    def _snapshots(self, told: dict) -> Iterator[tuple[str, Snapshot]]:
+    def _snapshots(self, metadata: dict) -> Iterator[tuple[str, Snapshot]]:
         for name, role in self.run.learner.trainable.items():
             self.run.residency.enter_training(role.engine)
-            snapshot, told[name] = role.engine.snapshot()
+            snapshot, metadata[name] = role.engine.snapshot()
             yield name, snapshot
 
     def _manifest(self) -> dict:
@@ -160,7 +160,7 @@ class SavedState:
             try:
                 checkpoints.attach(path, SAMPLES, rank_state, ranks)
             except CheckpointError as error:
-                self.say(f"warning: {error}; a run that ends now collects them anew")
+                self.say(f"warning: {error}; a run that ends now collects them again")
 
         self._background.submit(add)
 
@@ -194,28 +194,28 @@ class SavedState:
             for name, role in self.run.learner.trainable.items()
             for kind, value in self._norms(role).items()
         }
-        learnt = {
+        results = {
             name: value
             for name, value in metrics.items()
             if name.startswith(LEARNT) and not name.endswith("_ms")
         } | norms
         if resumed is not None and self.config.run.resume == "verify":
-            self._verify(path, learnt)
+            self._verify(path, results)
         else:
-            self._background.submit(lambda _: self._record(path, learnt))
+            self._background.submit(lambda _: self._record(path, results))
 
     def _norms(self, role: Role) -> dict[str, float]:
         self.run.residency.enter_training(role.engine)
         return role.engine.norms()
 
-    def _record(self, path: Path, learnt: dict[str, float]) -> None:
+    def _record(self, path: Path, results: dict[str, float]) -> None:
         if self.world.is_first:
             try:
-                checkpoints.write_record(path, RECORDED, learnt)
+                checkpoints.write_record(path, RECORDED, results)
             except OSError as error:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
-    def _verify(self, path: Path, learnt: dict[str, float]) -> None:
+    def _verify(self, path: Path, results: dict[str, float]) -> None:
         recorded = resume.read_record(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
@@ -224,7 +224,7 @@ class SavedState:
             )
         # On GPUs the summation order of some kernels is not deterministic.
         apart = differences(
-            recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2
+            recorded, results, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2
         )
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
@@ -285,7 +285,7 @@ class SavedState:
             )
             how = (
                 f"of layouts {saved['layouts']} under {mine['layouts']}; "
-                "random states begin anew from run.seed and the step"
+                "random states start from run.seed and the step"
             )
         self._resume_samples(path)
         samples = ", with the samples collected for the next" if self._resumed else ""
@@ -302,7 +302,7 @@ class SavedState:
         if any(_made_with(part) != self._made_with() for part in parts):
             return self.say(
                 f"the samples in {path} were collected with other settings of data, rollout or reward, "
-                "and are collected anew"
+                "and are collected again"
             )
         self.run.source.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]

@@ -135,10 +135,10 @@ class SFTTrainer:
 
 def spread(demonstrations: list[Demonstration], world: RankSet) -> tuple[RolloutBatch, SampleTable]:
     """Distribute demonstrations over the ranks; return this rank's samples and the table of all."""
-    mine = range(world.rank, len(demonstrations), world.size)
+    own = range(world.rank, len(demonstrations), world.size)
     batch = RolloutBatch.from_lists(
-        list(mine),
-        [demonstrations[i].prompt_token_ids for i in mine],
-        [demonstrations[i].response_token_ids for i in mine],
+        list(own),
+        [demonstrations[i].prompt_token_ids for i in own],
+        [demonstrations[i].response_token_ids for i in own],
     )
     return batch, SampleTable.gather(batch, world, num_mini_batches=1)

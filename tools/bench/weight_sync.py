@@ -75,7 +75,7 @@ class Case:
     arch: Architecture
     train: Layout
     rollout: Layout
-    learns: bool  # trainable: with gradient buffers and an optimizer
+    trainable: bool  # with gradient buffers and an optimizer
     config: TrainerConfig
     folder: str | None  # of the weights; None: random weights
 
@@ -96,7 +96,7 @@ class Case:
             "mode": self.reshard.mode,
         }
         found |= {
-            "optimizer": self.learns,
+            "optimizer": self.trainable,
             "offload": self.reshard.offload,
             "verify": self.reshard.verify,
             "window_mib": self.reshard.window_mib,
@@ -135,7 +135,7 @@ class HandOver:
             self.vllm = self._serve(self.sync.shared_weights)
         with clock.part("every slice resolved"):
             self.sync.attach(self.vllm)
-        if case.learns:
+        if case.trainable:
             with clock.part("one optimizer step"):
                 self._step()
         rng = random.Random(SEED)
@@ -168,7 +168,7 @@ class HandOver:
                 tensor = engine.tensors[parameter.chunk, parameter.name]
                 tensor.copy_(weights(parameter, tensor.dtype))
             device.release_cached_memory()
-        if case.learns:
+        if case.trainable:
             with clock.part("optimizer"):
                 engine.prepare_training(lr=0.0, total_steps=1)
         return engine
@@ -310,7 +310,7 @@ class HandOver:
             "weights that training keeps": bytes_of(self.engine.tensors),
             "weights that vLLM has of its own": bytes_of(own),
         }
-        if self.case.learns:
+        if self.case.trainable:
             sizes |= {
                 "gradient buffers": _bytes(gradients(self.engine.chunks)),
                 "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer)),
@@ -503,7 +503,7 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
         arch=arch,
         train=train,
         rollout=rollout,
-        learns=options.optimizer,
+        trainable=options.optimizer,
         config=config,
         folder=folder,
     ), hf

@@ -44,13 +44,13 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is not valid JSON.
         """
-        found = {self.eos_token_id}
+        ids = {self.eos_token_id}
         for name in ("generation_config.json", "config.json"):  # vLLM reads the first one that exists
             path = Path(self.hf.name_or_path, name)
             if self.hf.name_or_path and path.is_file():
-                found |= _eos_of(path)
+                ids |= _eos_of(path)
                 break
-        return frozenset(found)
+        return frozenset(ids)
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -94,7 +94,7 @@ class Tokenizer:
         if not ((answer.get("content") or "").strip() or answer.get("tool_calls")):
             raise ValueError("the assistant turn is empty; give it content, or leave the row out")
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("beside a response, the prompt must be messages that end in a turn of the user")
+            raise ValueError("with a response, the prompt must be messages that end in a user turn")
         return continuation(self.hf, messages, answer)
 
     def _checked(self, messages: Messages) -> Messages:
