@@ -1,15 +1,17 @@
 """Checks of a run before anything is built: settings, memory, tokenizer, data and weight-file headers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from parallel import device
+from parallel.rank_set import RankSet, agree
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import inspect_folders, roles_of
-from verl_megatron.checks.settings import check_config, check_sft_config
+from verl_megatron.checks.settings import check_config, check_sft_config, refuse
 from verl_megatron.config import SFTConfig, TrainerConfig
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from verl_megatron.planner import Machine, check_fits, check_supervised_fits
+from verl_megatron.planner import Machine, check_fits, check_supervised_fits, machine_here
 
 SAMPLE_ROWS = 1000  # read from each data file in a dry run
 
@@ -22,6 +24,25 @@ class Inputs:
     train: PromptDataset | DemonstrationDataset | None = None
     validation: PromptDataset | DemonstrationDataset | None = None
     notes: list[str] = field(default_factory=list)  # to print; not problems
+
+
+def inspect_together(
+    inspect: Callable[..., list[str]], config: TrainerConfig | SFTConfig, world: RankSet
+) -> Inputs:
+    """Inspect a run on all ranks of `world` and return what was read there.
+
+    Args:
+        inspect: `inspect_run` or `inspect_supervised`.
+
+    Raises:
+        ValueError: on every rank, with all problems of the first rank that has any.
+    """
+    inputs, machine = Inputs(), machine_here()
+    agree(
+        lambda: refuse(inspect(config, world_size=world.size, machine=machine, inputs=inputs)),
+        world,
+    )
+    return inputs
 
 
 def inspect_run(

@@ -26,8 +26,7 @@ from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker
-from verl_megatron.planner import machine_here
-from verl_megatron.preflight import Inputs, inspect_supervised
+from verl_megatron.preflight import inspect_supervised, inspect_together
 from verl_megatron.roles.engine import EngineOptions, compute_of
 from verl_megatron.roles.role import Role, make_role
 
@@ -47,15 +46,7 @@ class SFTTrainer:
         device.initialize()
         self.config, self.world = config, world()
         self.is_first = self.world.is_first
-        self.inputs = Inputs()
-        agree(
-            lambda: refuse(
-                inspect_supervised(
-                    config, world_size=self.world.size, machine=machine_here(), inputs=self.inputs
-                )
-            ),
-            self.world,
-        )
+        self.inputs = inspect_together(inspect_supervised, config, self.world)
         for note in self.inputs.notes if self.is_first else []:
             print(note, flush=True)
 

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 from parallel import device
-from parallel.rank_set import agree, world
+from parallel.rank_set import world
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import short_repr, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from verl_megatron.checks.batches import batch_arithmetic
-from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions, optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -25,8 +24,8 @@ from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, samples_together
-from verl_megatron.preflight import Inputs, inspect_run
+from verl_megatron.planner import Case, kv_bytes_per_token, samples_together
+from verl_megatron.preflight import inspect_run, inspect_together
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
@@ -73,13 +72,7 @@ class RLTrainer:
         device.initialize()
         self.config, self.world = config, world()
         self.is_first = self.world.is_first
-        self.inputs = Inputs()
-        agree(
-            lambda: refuse(
-                inspect_run(config, world_size=self.world.size, machine=machine_here(), inputs=self.inputs)
-            ),
-            self.world,
-        )
+        self.inputs = inspect_together(inspect_run, config, self.world)
         self.output_dir = Path(config.run.output_dir)
         self.say(optional_packages())
         for note in self.inputs.notes:

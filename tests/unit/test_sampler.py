@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.reshard.execute import ReshardReport
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import RecordedSleeper, ScriptedEngine
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
@@ -152,7 +152,7 @@ def test_what_was_generated_before_an_abort_is_there():
 # ---- residency -------------------------------------------------------------------------------------------
 
 
-class Recorded:
+class Recorded(RecordedSleeper):
     """A model, a weight sync and an engine whose calls are written down in one list."""
 
     def __init__(self, calls, name):
@@ -175,15 +175,6 @@ class Recorded:
     def restore(self):
         self.calls.append("restore")
         return False
-
-    def sleep(self):
-        self.calls.append("sleep")
-
-    def wake(self, tag):
-        self.calls.append(f"wake {tag}")
-
-    def has_room(self, tag):
-        return True
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
