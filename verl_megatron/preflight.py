@@ -7,7 +7,8 @@ from parallel import device
 from parallel.rank_set import RankSet, agree
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import inspect_folders, roles_of
-from verl_megatron.checks.settings import check_config, check_sft_config, refuse
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_config, check_sft_config
 from verl_megatron.config import SFTConfig, TrainerConfig
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer

@@ -126,22 +126,15 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         residency=residency,
         clock=clock,
     )
-    data = config.data
     return Run(
         config=config,
         world=world,
         tokenizer=inputs.tokenizer,
         source=TrainingPrompts(
             inputs.train,
-            PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=data.shuffle),
+            PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=config.data.shuffle),
         ),
-        draw=Draw(
-            num_prompts=data.prompts_per_iteration,
-            samples_per_prompt=data.samples_per_prompt,
-            sampling=Sampling.from_config(config.rollout),
-            max_rounds=config.algorithm.max_sampling_rounds,
-            with_greedy="greedy" in get_algorithm(config.algorithm).needs,
-        ),
+        draw=_draw_of(config),
         keep_group=has_variance if config.algorithm.dynamic_sampling else None,
         validation=inputs.validation,
         engine=models.engine,
@@ -158,6 +151,17 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         clock=clock,
         built=models.clock.seconds,
         plan=models.sync.plan,
+    )
+
+
+def _draw_of(config: TrainerConfig) -> Draw:
+    """Return the sampling plan of an iteration."""
+    return Draw(
+        num_prompts=config.data.prompts_per_iteration,
+        samples_per_prompt=config.data.samples_per_prompt,
+        sampling=Sampling.from_config(config.rollout),
+        max_rounds=config.algorithm.max_sampling_rounds,
+        with_greedy="greedy" in get_algorithm(config.algorithm).needs,
     )
 
 

@@ -229,8 +229,8 @@ class SavedState:
         if apart:
             shown = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
             raise CheckpointError(
-                f"run.resume=verify: iteration {self.step}, repeated from {path} on the samples of that time, "
-                f"differs in {len(apart)} of {len(recorded)} numbers: {shown};"
+                f"run.resume=verify: iteration {self.step}, repeated from {path} on the samples of that "
+                f"time, differs in {len(apart)} of {len(recorded)} numbers: {shown};"
                 " compare versions and settings with the manifest there, or set run.resume=newest"
             )
         self.say(

@@ -112,7 +112,7 @@ class SFTTrainer:
             loss=lambda outputs, micro: cross_entropy(outputs["logprobs"]),
             normalizer=partial(token_mean, max_tokens=0),
         )
-        sums, _ = actor.update(dispatched, table, update)
+        sums, _ = actor.update(dispatched, update)
         return sums.reduce(self.world)
 
     def _loss(self, actor: Role, demonstrations: list[Demonstration]) -> float:

@@ -273,9 +273,7 @@ def test_engine_and_models_take_turns(sleeps):
 
 def test_a_quota_drops_surplus_prompts():
     sampler = sampler_of(ScriptedEngine(lengths), FirstToken())
-    draw = Draw(num_prompts=6, samples_per_prompt=2, sampling=Sampling(max_tokens=5))
-    batch = sampler.collect(
-        Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 2, quota=3
-    )
+    draw = Draw(num_prompts=6, samples_per_prompt=2, sampling=Sampling(max_tokens=5), quota=3)
+    batch = sampler.collect(Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 2)
     assert batch.group_id.tolist() == [0, 0, 1, 1, 2, 2]
     assert sampler.score(batch, Sums()).int().tolist() == [2, 2, 3, 3, 4, 4]
