@@ -2,7 +2,7 @@
 
 python tools/make_docs.py [--check]
 
-Everything comes from the dataclasses of verl_megatron/config.py. With --check nothing is written; exit status
+Everything comes from the dataclasses of verl_megatron/config/. With --check nothing is written; exit status
 1: the page is out of date.
 """
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-<!-- Written by tools/make_docs.py from verl_megatron/config.py: change that file and run it again. -->
+<!-- Written by tools/make_docs.py from verl_megatron/config/: change its files and run it again. -->
 
 A setting has two levels, `section.setting`. A recipe is a YAML file of the settings that differ from the
 defaults. The command line overrides the recipe:

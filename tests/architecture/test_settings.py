@@ -9,7 +9,7 @@ from tests.worlds import ROOT
 from verl_megatron.config import SFTConfig, TrainerConfig
 
 # Checks, plans and this list of settings do not count as readers.
-NOT_READERS = {"config.py", "presets.py", "checks", "planner"}
+NOT_READERS = {"config", "presets.py", "checks", "planner"}
 
 
 def attributes_read() -> set[tuple[str, str]]:
