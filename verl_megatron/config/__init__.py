@@ -11,8 +11,9 @@ from verl_megatron.config.algorithm import (
     NORMALIZER_NAMES,
     OBJECTIVE_NAMES,
     AlgorithmConfig,
+    DPOLossConfig,
 )
-from verl_megatron.config.data import DataConfig, RewardConfig, SFTDataConfig
+from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
 from verl_megatron.config.models import EngineConfig, ModelConfig, TeacherConfig
 from verl_megatron.config.rollout import ReshardConfig, RolloutConfig
 from verl_megatron.config.run import RunConfig
@@ -33,17 +34,23 @@ __all__ = [
     "NORMALIZER_NAMES",
     "OBJECTIVE_NAMES",
     "RENAMED",
+    "SCHEMAS",
     "AlgorithmConfig",
+    "DPOConfig",
+    "DPOLossConfig",
     "DataConfig",
     "EngineConfig",
     "ModelConfig",
+    "PairDataConfig",
     "ReshardConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",
     "Section",
+    "SupervisedConfig",
     "TeacherConfig",
     "TrainerConfig",
     "UnknownSettingError",
@@ -75,3 +82,36 @@ class SFTConfig(Section):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     actor: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(kw_only=True)
+class DPOConfig(Section):
+    """All sections of a run of direct preference optimization; `run.iterations` counts optimizer steps."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    actor: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(Section):
+    """All sections of reward-model training; `run.iterations` counts optimizer steps.
+
+    `reward` is the model to train. From the folder of a language model it starts with a new score head.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    reward: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+SupervisedConfig = SFTConfig | DPOConfig | RewardModelConfig
+SCHEMAS: dict[str, type[Section]] = {
+    "train": TrainerConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward_model": RewardModelConfig,
+}  # by command: python -m verl_megatron.COMMAND

@@ -86,3 +86,20 @@ class AlgorithmConfig(Section):
         1.0, "coefficient of the log-prob gap to the teacher in the advantages", within=SHARE
     )
     critic_warmup: int = setting(0, "number of first iterations that train only the critic", within=COUNT)
+
+
+@dataclass(kw_only=True)
+class DPOLossConfig(Section):
+    """Loss of direct preference optimization; algorithms.md has the formulas."""
+
+    loss: str = setting(
+        "sigmoid",
+        "sigmoid: DPO, conservative with label_smoothing; ipo: squared distance",
+        choices=("sigmoid", "ipo"),
+    )
+    beta: float = setting(
+        0.1, "strength of the pull to the reference, the actor's initial weights", within="(0, 1000]"
+    )
+    label_smoothing: float = setting(
+        0.0, "probability that a label is wrong (conservative DPO); sigmoid only", within="[0, 0.5)"
+    )

@@ -28,7 +28,7 @@ from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec
 from verl_megatron.models.heads import trunk
 from verl_megatron.models.log_probs import Softmax
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.roles.heads import HEADS, Outputs
+from verl_megatron.roles.heads import HEADS, HeadOutputs, Outputs
 from verl_megatron.roles.inference import infer_models
 from verl_megatron.roles.learning_rate import make_scheduler
 from verl_megatron.roles.optimizer import gathers_late, make_optimizer, wrap_data_parallel
@@ -119,7 +119,19 @@ class Engine:
         )
         if folder is not None:
             with CheckpointFolder(folder) as files:
-                load_parameters(files, self.parameters, self.tensors)
+                new = load_parameters(files, self.parameters, self.tensors)
+            if new and head == "sequence":
+                self._initialize_score(options.seed)
+
+    def _initialize_score(self, seed: int) -> None:
+        """Draw the weights of a new score head, the same under every layout.
+
+        Their standard deviation is 1 / sqrt(H + 1) for hidden size H (Stiennon et al. 2020, appendix C).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        width = self.arch.hidden_size
+        values = torch.randn(1, width, generator=generator) / (width + 1) ** 0.5
+        self.tensors[len(self.chunks) - 1, "output_layer.weight"].copy_(values)
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -180,20 +192,16 @@ class Engine:
             return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
         for metrics in run_schedule(
-            [self], pack_all(self, batch, micro_batches, fields=fields), on_last_stage, forward_only=False
+            [self],
+            pack_all(self, batch, micro_batches, fields=fields, last_token=head.last_token),
+            on_last_stage,
+            forward_only=False,
         ):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
-        grad_norm = float(grad_norm or 0.0)  # the same on all members
-        if not math.isfinite(grad_norm):
-            raise ValueError(
-                f"{head.metrics}/grad_norm is {grad_norm}: this step would leave weights that are no "
-                "numbers, so the run ends, and checkpoints stay as they are;"
-                f" lower {head.section}.lr or engine.clip_grad, or look at the rewards and ratios before it"
-            )
-        sums.max(f"{head.metrics}/grad_norm", grad_norm)
+        sums.max(f"{head.metrics}/grad_norm", _finite(float(grad_norm or 0.0), head))
         self.scattered = gathers_late(self.config, self.layout)
         return sums
 
@@ -364,6 +372,17 @@ class Engine:
         target = output.squeeze(0).index_select(0, micro.index)
         softmax = Softmax(vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
         return HEADS[self.head].compute(target, model, micro.labels, softmax)
+
+
+def _finite(grad_norm: float, head: HeadOutputs) -> float:
+    """Return the gradient norm, which is the same on all members; ValueError if it is not finite."""
+    if not math.isfinite(grad_norm):
+        raise ValueError(
+            f"{head.metrics}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
+            "so the run ends, and checkpoints stay as they are;"
+            f" lower {head.section}.lr or engine.clip_grad, or look at the rewards and ratios before it"
+        )
+    return grad_norm
 
 
 def _tensors_of(chunks: list) -> dict[tuple[int, str], Tensor]:

@@ -4,7 +4,7 @@ Letters: N target tokens, H hidden size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class HeadOutputs:
     compute: Callable[[Tensor, torch.nn.Module, Tensor, Softmax], Outputs]
     metrics: str  # prefix of the training metrics
     section: str  # settings of the model that is trained with this head
+    last_token: bool = (
+        False  # trained on one target token per sample, its last, instead of the response tokens
+    )
 
 
 def _log_probs(hidden_NH: Tensor, chunk: torch.nn.Module, labels_N: Tensor, softmax: Softmax) -> Outputs:
@@ -38,5 +41,6 @@ def _values(values_N1: Tensor, chunk: torch.nn.Module, labels_N: Tensor, softmax
 
 _LANGUAGE = HeadOutputs(names=("logprobs", "entropy"), compute=_log_probs, metrics="policy", section="actor")
 _VALUE = HeadOutputs(names=("values",), compute=_values, metrics="critic", section="critic")
+_SCORE = replace(_VALUE, metrics="reward_model", section="reward", last_token=True)
 
-HEADS: dict[Head, HeadOutputs] = {"lm": _LANGUAGE, "token": _VALUE, "sequence": _VALUE}
+HEADS: dict[Head, HeadOutputs] = {"lm": _LANGUAGE, "token": _VALUE, "sequence": _SCORE}
