@@ -112,11 +112,13 @@ class Learner:
                 self.residency.enter_training(self.actor.engine)
                 update_sums, first_BT = self._update_actor(for_actor, batch, reuses=reuses)
                 sums.merge(update_sums)
-        if reuses:
+        if reuses and first_BT is not None:
             is_first_B = batch.sample_id < table.mini_batches[0].stop
             if checks and is_first_B.any():
-                sums.max("policy/reuse_error", (batch.logprobs - first_BT)[is_first_B].abs().max())
-            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.logprobs)
+                sums.max(
+                    "policy/reuse_error", (batch.required("logprobs") - first_BT)[is_first_B].abs().max()
+                )
+            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.required("logprobs"))
         sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
         metrics = sums.reduce(self.world)
         add_sample_size(metrics)
@@ -185,7 +187,7 @@ class Learner:
             """Set the first mini-batch's old log-probs for the steps of later epochs."""
             for micro, outputs in own if config.epochs > 1 else ():
                 place = micro.sample.cpu(), micro.offset.cpu()
-                dispatched.batch.logprobs[place] = outputs["logprobs"].cpu()
+                dispatched.batch.required("logprobs")[place] = outputs["logprobs"].cpu()
 
         def too_far(metrics: Sums) -> bool:
             return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl

@@ -74,7 +74,7 @@ class Run:
             penalty_B = reward.overlong_penalty * overlong_penalty(
                 batch.response_mask.sum(1), max_tokens=max_tokens, overlong_tokens=reward.overlong_tokens
             )
-            batch.rewards = batch.rewards + penalty_B
+            batch.rewards = batch.required("rewards") + penalty_B
             sums.add("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
         if self.draw.with_greedy:
             size, num_groups = self.draw.group_size, table.num_groups

@@ -62,7 +62,7 @@ class RLTrainer(BaseTrainer):
         for note in self.inputs.notes:
             self.say(note)
         self.say(batch_arithmetic(config, self.world.size))
-        self.run: Run | None = None
+        self.run: Run  # once `train` has built it
 
     def build(self) -> None:
         """Build all components of the run."""
@@ -150,9 +150,9 @@ class RLTrainer(BaseTrainer):
         Responses are written as JSON lines. The time counts towards the next iteration, as for checkpoints.
         """
         validated = {}
-        if self.run.validation is not None:
+        if (validation := self.run.validation) is not None:
             config, run, sums = self.config, self.run, Sums()
-            prompts = list(run.validation)[: config.data.validation_samples or None]
+            prompts = list(validation)[: config.data.validation_samples or None]
             sampling = dataclasses.replace(run.draw.sampling, temperature=config.data.validation_temperature)
             with run.clock.phase("validation"):
                 version = run.channel.adopt()

@@ -14,8 +14,10 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
+from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.roles.engine import Engine, EngineOptions
 
@@ -144,7 +146,8 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     algorithm, losses = AlgorithmConfig(clip_ratio_high=10.0, clip_ratio_low=0.99), []
 
     def loss(outputs, micro):
-        return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), algorithm, 0.0)
+        tokens = PolicyTokens.of(micro)
+        return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, algorithm, 0.0)
 
     mine, micro = share_of(batch, layout, 64)
     for _ in range(5):

@@ -28,8 +28,10 @@ from tests.parity.world import (
     shared_folder,
     write_once,
 )
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss, value_loss
+from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
@@ -112,7 +114,8 @@ def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> Rollou
 
 
 def policy(outputs, micro):
-    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), ALGORITHM, KL_COEF)
+    tokens = PolicyTokens.of(micro)
+    return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, ALGORITHM, KL_COEF)
 
 
 def value(outputs, micro):

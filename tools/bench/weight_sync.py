@@ -279,6 +279,7 @@ class HandOver:
             found = self.engine.infer(
                 batch, micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=self.case.train.pp)
             )
+        assert batch.rollout_logprobs is not None
         apart = (
             (found["logprobs"] - batch.rollout_logprobs)[batch.response_mask].abs().mean()
             if found

@@ -30,7 +30,7 @@ class PolicyTokens:
 
     @classmethod
     def of(
-        cls, micro: MicroBatch, *, num_samples: int, cp_group: dist.ProcessGroup | None = None
+        cls, micro: MicroBatch, *, num_samples: int = 0, cp_group: dist.ProcessGroup | None = None
     ) -> "PolicyTokens":
         """Return the target tokens of a micro-batch."""
         fields = micro.fields

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,19 +95,21 @@ class Engine:
         Args:
             folder: Hugging Face folder with the weights; None keeps the initial weights and reads no files.
         """
-        self.arch, self.groups, self.head = arch, groups, head
+        self.arch, self.groups = arch, groups
+        self.head: Head = head
         self.config, self.temperature, self.progress = options.config, options.temperature, options.progress
         self.layout, self.compute = groups.layout, compute_of(options.config)
-        self.optimizer, self.scattered = None, False
+        self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
+        self.scattered = False
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
-        self.chunks = []
+        self.chunks: list[Any] = []
         if not groups.is_member:
             return
         megatron.seed(groups, options.seed)
         self.chunks = build_chunks(arch, groups, self.compute, head=head)
-        self.model_config = self.chunks[0].config
+        self.model_config: Any = self.chunks[0].config
         self.parameters = megatron_parameters(
             arch, self.layout, groups.rank, spec=self.compute.spec, head=head
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -147,9 +148,10 @@ def infer_together(
         [role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token
     )
     keys = [(place, name) for place in range(len(roles)) for name in names]
-    sent = (
-        {f"{name}_{place}": results[place][name] for place, name in keys} if results[0] is not None else None
-    )
+    sent: dict[str, Tensor] | None = None
+    if results[0] is not None:
+        answers = [cast(dict[str, Tensor], result) for result in results]
+        sent = {f"{name}_{place}": answers[place][name] for place, name in keys}
     owner_B = dispatched.table.owner_B
     returned = roles[0].collector.to_owner(
         [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.sample_id, owner_B, batch

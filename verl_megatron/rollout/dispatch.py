@@ -35,7 +35,8 @@ class WorkQueue:
         self.total = total
         self.num_replicas = num_replicas
         self._key = f"samples/{next(_queue_number)}"
-        self._store = world.store("verl_megatron") if num_replicas > 1 else dist.HashStore()
+        assert world is not None or num_replicas == 1, "several replicas meet in the world's store"
+        self._store = dist.HashStore() if world is None or num_replicas == 1 else world.store("verl_megatron")
 
     def take(self, count: int) -> range:
         """Draw the next `count` indices, fewer at the end; the last draw of each replica is empty."""
@@ -174,6 +175,7 @@ class _Turns:
 
     def _ask(self, generation: Generation) -> Sequence[int] | None:
         """Call `continue_turn` on the owner rank and broadcast the result: calls may not be deterministic."""
+        assert self._continue_turn is not None
         answer = [self._continue_turn(generation) if self._engine.is_owner else None]
         if self._engine.tp_group is not None:
             dist.broadcast_object_list(answer, group=self._engine.tp_group, group_src=0)

@@ -142,11 +142,12 @@ class Sampler:
         self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
     ) -> list[Generation]:
         """Generate this rank's samples, ordered by number; submit each for reward as it finishes."""
-        first = requests[0].sample_id
+        first, pool = requests[0].sample_id, self.pool
 
         def score(sample: Generation) -> None:
             prompt = prompts[(sample.sample_id - first) // draw.group_size]
-            self.pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
+            assert pool is not None
+            pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
 
         on_finish = score if self.pool is not None and self.engine.is_owner else None
         samples = generate(
@@ -210,7 +211,7 @@ class Sampler:
         self._wait_for_rewards()
         mine = [
             (group, self._results[sample].score)
-            for sample, group in zip(batch.sample_id.tolist(), batch.group_id.tolist())
+            for sample, group in zip(batch.sample_id.tolist(), batch.required("group_id").tolist())
         ]
         gathered = self.engine.world.all_gather_object(mine)
         scores: dict[int, list[float]] = {}
@@ -221,9 +222,11 @@ class Sampler:
     def _renumbered(self, batch: RolloutBatch, chosen: list[int], group_size: int) -> RolloutBatch:
         """Return the samples of groups `chosen`, numbered densely in that order, with their rewards."""
         number = {group: new for new, group in enumerate(chosen)}
-        places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
+        places = [b for b, group in enumerate(batch.required("group_id").tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))
-        group_id = torch.tensor([number[group] for group in part.group_id.tolist()], dtype=torch.int64)
+        group_id = torch.tensor(
+            [number[group] for group in part.required("group_id").tolist()], dtype=torch.int64
+        )
         sample_id = group_id * group_size + part.sample_id % group_size
         self._results = {
             new: self._results[old] for old, new in zip(part.sample_id.tolist(), sample_id.tolist())

@@ -24,15 +24,15 @@ class Sampling:
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> "Sampling":
-        limits = dict(min_tokens=config.min_tokens, max_tokens=config.max_tokens)
-        ends = dict(stop=tuple(config.stop), stop_token_ids=tuple(config.stop_token_ids))
         return cls(
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             ignore_eos=config.ignore_eos,
-            **limits,
-            **ends,
+            min_tokens=config.min_tokens,
+            max_tokens=config.max_tokens,
+            stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
         )
 
     @property

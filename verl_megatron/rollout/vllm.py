@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,8 @@ class VLLMActor:
         self._asleep: set[Tag] = set()
         self._running: dict[int, Request] = {}
         self._tokenizer = None
-        options = dict(
+        self._llm: Any = None  # while it starts, and once it is closed
+        options: dict[str, Any] = dict(
             max_model_len=max_model_len,
             dtype=resolve_dtype(self.config.dtype),
             load_format="auto" if colocation.shared_weights is None else "dummy",
@@ -117,7 +119,7 @@ class VLLMActor:
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
-    def _start(self, options: dict[str, object], shared_weights: Mapping[str, Tensor]):
+    def _start(self, options: dict[str, Any], shared_weights: Mapping[str, Tensor]):
         with starting():
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group

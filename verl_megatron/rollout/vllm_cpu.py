@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ def _plain_all_reduce():
 
 
 def _free_memory_policy():
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    operators: Any = torch.ops._C
+    operators.init_cpu_memory_env = lambda nodes: None
 
 
 # Failure without the patch, and the patch.

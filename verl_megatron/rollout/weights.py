@@ -1,7 +1,7 @@
 """Weight sync from the trained model's shards to the rollout engine's, and back for aliased memory."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class WeightSync:
         self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
         self.peers = _mapped_everywhere(self.source, world) if dtype == source.dtype else None
         single_host = device.host_of(world.ranks[0]) == device.host_of(world.ranks[-1])
-        common = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
+        common: dict[str, Any] = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.back: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
@@ -117,7 +117,7 @@ class WeightSync:
         """
         parameters = {(0, name): tensor for name, tensor in engine.weight_target().items()}
         check_parameters(self.destination[self.rank], parameters, self.dtype)
-        common = dict(
+        common: dict[str, Any] = dict(
             rank=self.rank,
             dtype=self.dtype,
             group=self.world.device_group,
@@ -186,7 +186,9 @@ def _host_group(world: RankSet) -> dist.ProcessGroup:
     return groups[device.host_of(world.global_rank)]
 
 
-def check_parameters(described: list[ShardedParameter], parameters: Parameters, dtype: torch.dtype) -> None:
+def check_parameters(
+    described: Sequence[ShardedParameter], parameters: Parameters, dtype: torch.dtype
+) -> None:
     """Check vLLM's parameters against the weight map.
 
     They differ if they are quantised, repacked or of another architecture.
