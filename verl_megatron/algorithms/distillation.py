@@ -1,4 +1,7 @@
-"""On-policy distillation (Agarwal et al. 2024; Gu et al. 2024): reverse KL to a teacher on the actor's own samples."""
+"""On-policy distillation (Agarwal et al. 2024; Gu et al. 2024).
+
+Reverse KL to a teacher on the actor's own samples.
+"""
 
 from dataclasses import replace
 

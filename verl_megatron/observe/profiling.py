@@ -163,7 +163,7 @@ def meanwhile(gaps: list[Span], operators: list[Span]) -> Counter[str]:
 
     Gaps are in order. Of several operators, the one that began last counts.
     """
-    found: Any = Counter()
+    time_by_operation: Any = Counter()
     coming, under_way = sorted(operators, key=lambda operator: -operator.start), []
     for gap in gaps:
         middle = (gap.start + gap.end) / 2
@@ -171,5 +171,5 @@ def meanwhile(gaps: list[Span], operators: list[Span]) -> Counter[str]:
             under_way.append(coming.pop())
         while under_way and under_way[-1].end <= middle:
             under_way.pop()
-        found[under_way[-1].name if under_way else BETWEEN] += gap.end - gap.start
-    return found
+        time_by_operation[under_way[-1].name if under_way else BETWEEN] += gap.end - gap.start
+    return time_by_operation

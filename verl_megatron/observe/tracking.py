@@ -130,7 +130,7 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
 
 
 class Console:
-    """One line per row, with the remaining time.
+    """A line per row, with the remaining time.
 
     On a terminal a progress bar below shows that time; elsewhere it ends the line.
     """

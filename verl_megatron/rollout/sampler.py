@@ -38,6 +38,8 @@ class Draw:
     num_prompts: int
     samples_per_prompt: int
     sampling: Sampling
+    # Prompts to keep with `keep_group`, if the first round draws more; the surplus is dropped. None: all.
+    quota: int | None = None
     max_rounds: int = 10  # maximum number of rounds with `keep_group`
     with_greedy: bool = False  # generate one more sample of each prompt, the last, greedily
 
@@ -86,7 +88,6 @@ class Sampler:
         version: int,
         continue_turn: ContinueTurn | None = None,
         keep_group: KeepGroup | None = None,
-        quota: int | None = None,
     ) -> RolloutBatch:
         """Collect samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
 
@@ -97,15 +98,13 @@ class Sampler:
             keep_group: selects the prompts whose samples to keep; the others are replaced by further
                 prompts, in at most `draw.max_rounds` rounds. If prompts are then still missing, the last
                 of the others stay.
-            quota: number of prompts to keep with `keep_group`, where the first round draws more of them than
-                are needed; None: `draw.num_prompts`. Surplus prompts are dropped.
 
         Returns:
             The samples owned by this rank (the first of its replica; other ranks own none), ordered by
             number. Call `score` for their rewards.
         """
         self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
-        wanted, num_drawn, parts, kept = quota or draw.num_prompts, 0, [], []
+        wanted, num_drawn, parts, kept = draw.quota or draw.num_prompts, 0, [], []
         for _ in range(draw.max_rounds):
             prompts = source.draw(wanted - len(kept) if parts else draw.num_prompts)
             requests = self._requests(prompts, draw, iteration=iteration, first_group=num_drawn)

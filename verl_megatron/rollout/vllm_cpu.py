@@ -11,19 +11,7 @@ from typing import Any
 
 import torch
 
-HEAD_SIZES = (
-    32,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    512,
-)  # head sizes that vLLM's CPU attention supports
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
 
 
 def _keep_weights():
@@ -51,7 +39,7 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
         _keep_weights,
     ),
     "plain_all_reduce": (
-        "the shared-memory all-reduce names its files alike in all jobs of a machine (a killed job blocks "
+        "the shared-memory all-reduce uses the same file names in all jobs of a machine (a killed job blocks "
         "every later one) and spins, "
         "which is erratic where ranks outnumber cores; gloo takes its place",
         _plain_all_reduce,

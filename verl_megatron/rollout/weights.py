@@ -115,8 +115,8 @@ class WeightSync:
         Raises:
             ValueError: vLLM's parameters are not those of the weight map.
         """
-        held = {(0, name): tensor for name, tensor in engine.weight_target().items()}
-        check_parameters(self.destination[self.rank], held, self.dtype)
+        parameters = {(0, name): tensor for name, tensor in engine.weight_target().items()}
+        check_parameters(self.destination[self.rank], parameters, self.dtype)
         common: dict[str, Any] = dict(
             rank=self.rank,
             dtype=self.dtype,
@@ -130,9 +130,11 @@ class WeightSync:
                 staged // self.dtype.itemsize, dtype=self.dtype, device=device.device()
             )
         self.engine = engine
-        self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
+        self.forward = Resharder(
+            self.plan, source=self.source, destination=parameters, peers=self.peers, **common
+        )
         self.backward = (
-            Resharder(self.back, source=held, destination=self.source, **common)
+            Resharder(self.back, source=parameters, destination=self.source, **common)
             if self.back is not None
             else None
         )
@@ -184,7 +186,9 @@ def _host_group(world: RankSet) -> dist.ProcessGroup:
     return groups[device.host_of(world.global_rank)]
 
 
-def check_parameters(described: Sequence[ShardedParameter], held: Parameters, dtype: torch.dtype) -> None:
+def check_parameters(
+    described: Sequence[ShardedParameter], parameters: Parameters, dtype: torch.dtype
+) -> None:
     """Check vLLM's parameters against the weight map.
 
     They differ if they are quantised, repacked or of another architecture.
@@ -195,15 +199,19 @@ def check_parameters(described: Sequence[ShardedParameter], held: Parameters, dt
     expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
     known = {
         key
-        for key, tensor in held.items()
+        for key, tensor in parameters.items()
         if expected.get(key) == tuple(tensor.shape) and tensor.dtype == dtype
     }
-    if len(known) == len(held) == len(expected):
+    if len(known) == len(parameters) == len(expected):
         return
-    covered = sum(held[key].nbytes for key in known) / max(1, sum(tensor.nbytes for tensor in held.values()))
-    (chunk, name) = min({*held, *expected} - known)
+    covered = sum(parameters[key].nbytes for key in known) / max(
+        1, sum(tensor.nbytes for tensor in parameters.values())
+    )
+    (chunk, name) = min({*parameters, *expected} - known)
     found = (
-        f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
+        f"{tuple(parameters[chunk, name].shape)} {parameters[chunk, name].dtype}"
+        if (chunk, name) in parameters
+        else "nothing"
     )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
