@@ -3,7 +3,7 @@
 Methods are collective over the world.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from parallel import device
