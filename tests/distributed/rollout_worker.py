@@ -404,7 +404,7 @@ def world():
     before = process_state()
     actor = actor_of("a", 2, load_weights=False)
     assert process_state() == before
-    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 2 ranks"):
+    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 4 ranks"):
         VLLMActor(folder / "a", 3)
     source = actor_of("a", 2)
     write_all(actor, source)
