@@ -19,7 +19,7 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.algorithms.objectives import clip
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 
 SIZES = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64
@@ -111,9 +111,8 @@ def check_family(folder: Path, family: str) -> None:
                 arch=arch,
                 folder=str(folder),
                 groups=groups,
-                config=EngineConfig(transformer_impl=spec, dtype=dtype),
                 head="lm",
-                seed=1,
+                options=EngineOptions(config=EngineConfig(transformer_impl=spec, dtype=dtype), seed=1),
             )
             mine, micro = share_of(batch, layout, 64)
             total, count = world().all_sum(error_of(engine.infer(mine, micro), mine, truth)).tolist()
@@ -135,7 +134,11 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     """Losses of five steps towards fixed samples."""
     arch, layout = read_architecture(folder), Layout.parse(text, tuple(range(dist.get_world_size())))
     engine = Engine(
-        arch=arch, folder=str(folder), groups=ProcessGroups(layout, world()), config=config, head="lm", seed=1
+        arch=arch,
+        folder=str(folder),
+        groups=ProcessGroups(layout, world()),
+        head="lm",
+        options=EngineOptions(config=config, seed=1),
     )
     engine.prepare_training(lr=1e-3, total_steps=5)
     batch = make_batch(arch.vocab_size)

@@ -32,7 +32,7 @@ class SampleTable:
         """Gather the table. Collective over `world`.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
-        gaps. Mini-batches differ by one unit at most: `unit` consecutive samples that stay in one micro-batch.
+        gaps. Mini-batches differ by one unit at most: `unit` consecutive samples, which share a micro-batch.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
         table = torch.zeros(5, num_samples, dtype=torch.int64)
