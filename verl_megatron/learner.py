@@ -225,6 +225,7 @@ class Learner:
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
-        self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
+        critic = self.roles["critic"]
+        critic.send_fields(dispatched, batch, VALUE_FIELDS)
         update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
         return self.critic.update(dispatched, update)[0]
