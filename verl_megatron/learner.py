@@ -5,6 +5,7 @@ layout only dispatch their samples.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,6 +31,16 @@ from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_togeth
 POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 VALUE_FIELDS = ("values", "returns")
 LOGPROBS_OF = {"actor": "logprobs", "reference": "ref_logprobs"}  # fields of the batch
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """Samples and scores of an iteration, before training."""
+
+    batch: RolloutBatch  # the samples owned by this rank
+    table: SampleTable
+    sums: Sums
+    reshard_bytes: int
 
 
 class Learner:
@@ -214,6 +225,7 @@ class Learner:
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
-        self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
+        critic = self.roles["critic"]
+        critic.send_fields(dispatched, batch, VALUE_FIELDS)
         update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
         return self.critic.update(dispatched, update)[0]

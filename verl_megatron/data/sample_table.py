@@ -45,7 +45,8 @@ class SampleTable:
         assert (table[4] == 1).all(), "every sample has one owner"
         num_units = num_samples // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
-        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)], unit)
+        lengths, response, owner, group, _ = table
+        return cls(lengths, response, owner, group, [range(*ends) for ends in pairwise(bounds)], unit)
 
     @property
     def num_groups(self) -> int:

@@ -259,7 +259,7 @@ class Progress:
                 f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
                 self.world,
             ):
-                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng"))
+                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng") or {})
         else:
             random_state.seed_anew(
                 next(iter(self.trainable.values())).engine.groups, seed=self.config.run.seed, step=self.step
