@@ -132,10 +132,10 @@ def _inspect(given) -> int:
 
 
 def _verify(given) -> int:
-    sides = [
+    source, target = (
         CheckpointArguments(path, given.template, given.skip_extra) for path in (given.source, given.target)
-    ]
-    lines = differences(*sides, _budget(given))
+    )
+    lines = differences(source, target, _budget(given))
     print("\n".join(lines[:SHOWN]) if lines else "every tensor has the same bits")
     if len(lines) > SHOWN:
         print(f"and {len(lines) - SHOWN} more")

@@ -275,6 +275,7 @@ class Resharder:
         dist.all_reduce(self._flag, group=self.group)
 
     def _resolve_direct(self) -> Copies:
+        peers = self.peers or {}
         pairs, givers = [], []
         for number, transfer in enumerate(self.plan.direct):
             if transfer.destination_rank == self.rank:
@@ -284,7 +285,7 @@ class Resharder:
                         self.writes[number],
                         self.reads[number]
                         if own
-                        else _view(self.peers[transfer.source_rank], transfer.source, transfer.shape),
+                        else _view(peers[transfer.source_rank], transfer.source, transfer.shape),
                     )
                 )
                 givers.append(transfer.source_rank)
@@ -304,7 +305,7 @@ class Resharder:
             if memory is None
             else memory[:elements]
         )
-        theirs = map_tensors({(0, "staging"): mine}, self.group) if self.plan.one_sided else {}
+        theirs = (map_tensors({(0, "staging"): mine}, self.group) or {}) if self.plan.one_sided else {}
         buffers = {self.rank: mine} | {
             rank: mapped[0, "staging"] for rank, mapped in theirs.items() if mapped
         }

@@ -56,7 +56,7 @@ class Proof:
         self.syncs = 0
         # By phase and side; their kernels read the parameters' values at the time of the launch.
         self._sides: dict[tuple[int, str], _Side] = {}
-        self._difference: Tensor | None = None
+        self._difference = torch.zeros(0, dtype=torch.int64, device=device)
 
     def prepare(self) -> None:
         """Build all tables of tiles now rather than at the first syncs that need them."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,8 +94,8 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
     run, rank = partial(swap_model_weights, *models, refit_method="nccl"), dist.get_rank()
     run()  # plans
     into = {rank: case.trained(rank, case.rollout) for rank in case.rollout.ranks}
-    plan = compile_plan(**case.sides() | {"destination": into})
-    what = dict(
+    plan = compile_plan(**{**case.sides(), "destination": into})
+    what: dict[str, Any] = dict(
         plan=plan,
         received_bytes=plan.received_bytes[rank],
         second_copy_bytes=bytes_of(target),
@@ -122,9 +123,11 @@ class Ours:
         self.plan = compile_plan(**self.sides, peer_memory=self.peers is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
-        kept = dict(target=self.destination, spoiled=self.destination, described=self.described)
+        kept: dict[str, Any] = dict(
+            target=self.destination, spoiled=self.destination, described=self.described
+        )
         # columns of a destination with its own memory
-        self.kept = kept | dict(second_copy_bytes=bytes_of(self.destination))
+        self.kept: dict[str, Any] = kept | dict(second_copy_bytes=bytes_of(self.destination))
 
     def contenders(self, mode: str) -> list[Contender]:
         """Return the contenders of a mode (keep, share or swap); swap's two form a pair, in this order.
@@ -167,7 +170,7 @@ class Ours:
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
         taken |= own
         out = self._resharder(plans.to_rollout, self.source, taken, self.peers)
-        second = dict(second_copy_bytes=bytes_of(own))
+        second: dict[str, Any] = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
                 f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second
@@ -191,7 +194,7 @@ class Ours:
         self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
     ) -> Resharder:
         """Return a resharder after a first run, in which all slices were verified."""
-        common = dict(
+        common: dict[str, Any] = dict(
             rank=self.rank,
             dtype=self.case.dtype,
             group=world().device_group,

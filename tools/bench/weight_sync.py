@@ -54,7 +54,7 @@ from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
@@ -75,7 +75,7 @@ class Case:
     arch: Architecture
     train: Layout
     rollout: Layout
-    learns: bool  # trainable: with gradient buffers and an optimizer
+    trainable: bool  # with gradient buffers and an optimizer
     config: TrainerConfig
     folder: str | None  # of the weights; None: random weights
 
@@ -96,7 +96,7 @@ class Case:
             "mode": self.reshard.mode,
         }
         found |= {
-            "optimizer": self.learns,
+            "optimizer": self.trainable,
             "offload": self.reshard.offload,
             "verify": self.reshard.verify,
             "window_mib": self.reshard.window_mib,
@@ -135,7 +135,7 @@ class HandOver:
             self.vllm = self._serve(self.sync.shared_weights)
         with clock.part("every slice resolved"):
             self.sync.attach(self.vllm)
-        if case.learns:
+        if case.trainable:
             with clock.part("one optimizer step"):
                 self._step()
         rng = random.Random(SEED)
@@ -160,16 +160,15 @@ class HandOver:
                 arch=case.arch,
                 folder=None,
                 groups=ProcessGroups(case.train, world()),
-                config=case.config.engine,
                 head="lm",
-                seed=SEED,
+                options=EngineOptions(config=case.config.engine, seed=SEED),
             )
         with clock.part("weights read" if case.folder else "random weights"), self._weights() as weights:
             for parameter in engine.parameters:
                 tensor = engine.tensors[parameter.chunk, parameter.name]
                 tensor.copy_(weights(parameter, tensor.dtype))
             device.release_cached_memory()
-        if case.learns:
+        if case.trainable:
             with clock.part("optimizer"):
                 engine.prepare_training(lr=0.0, total_steps=1)
         return engine
@@ -280,6 +279,7 @@ class HandOver:
             found = self.engine.infer(
                 batch, micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=self.case.train.pp)
             )
+        assert batch.rollout_logprobs is not None
         apart = (
             (found["logprobs"] - batch.rollout_logprobs)[batch.response_mask].abs().mean()
             if found
@@ -311,7 +311,7 @@ class HandOver:
             "weights that training keeps": bytes_of(self.engine.tensors),
             "weights that vLLM has of its own": bytes_of(own),
         }
-        if self.case.learns:
+        if self.case.trainable:
             sizes |= {
                 "gradient buffers": _bytes(gradients(self.engine.chunks)),
                 "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer)),
@@ -504,7 +504,7 @@ def _case(options: argparse.Namespace) -> tuple[Case, dict]:
         arch=arch,
         train=train,
         rollout=rollout,
-        learns=options.optimizer,
+        trainable=options.optimizer,
         config=config,
         folder=folder,
     ), hf

@@ -1,7 +1,7 @@
 """Weight sync from the trained model's shards to the rollout engine's, and back for aliased memory."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class WeightSync:
         self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
         self.peers = _mapped_everywhere(self.source, world) if dtype == source.dtype else None
         single_host = device.host_of(world.ranks[0]) == device.host_of(world.ranks[-1])
-        common = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
+        common: dict[str, Any] = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.back: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
@@ -115,9 +115,9 @@ class WeightSync:
         Raises:
             ValueError: vLLM's parameters are not those of the weight map.
         """
-        held = {(0, name): tensor for name, tensor in engine.weight_target().items()}
-        check_parameters(self.destination[self.rank], held, self.dtype)
-        common = dict(
+        parameters = {(0, name): tensor for name, tensor in engine.weight_target().items()}
+        check_parameters(self.destination[self.rank], parameters, self.dtype)
+        common: dict[str, Any] = dict(
             rank=self.rank,
             dtype=self.dtype,
             group=self.world.device_group,
@@ -130,9 +130,11 @@ class WeightSync:
                 staged // self.dtype.itemsize, dtype=self.dtype, device=device.device()
             )
         self.engine = engine
-        self.forward = Resharder(self.plan, source=self.source, destination=held, peers=self.peers, **common)
+        self.forward = Resharder(
+            self.plan, source=self.source, destination=parameters, peers=self.peers, **common
+        )
         self.backward = (
-            Resharder(self.back, source=held, destination=self.source, **common)
+            Resharder(self.back, source=parameters, destination=self.source, **common)
             if self.back is not None
             else None
         )
@@ -184,7 +186,9 @@ def _host_group(world: RankSet) -> dist.ProcessGroup:
     return groups[device.host_of(world.global_rank)]
 
 
-def check_parameters(described: list[ShardedParameter], held: Parameters, dtype: torch.dtype) -> None:
+def check_parameters(
+    described: Sequence[ShardedParameter], parameters: Parameters, dtype: torch.dtype
+) -> None:
     """Check vLLM's parameters against the weight map.
 
     They differ if they are quantised, repacked or of another architecture.
@@ -195,15 +199,19 @@ def check_parameters(described: list[ShardedParameter], held: Parameters, dtype:
     expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
     known = {
         key
-        for key, tensor in held.items()
+        for key, tensor in parameters.items()
         if expected.get(key) == tuple(tensor.shape) and tensor.dtype == dtype
     }
-    if len(known) == len(held) == len(expected):
+    if len(known) == len(parameters) == len(expected):
         return
-    covered = sum(held[key].nbytes for key in known) / max(1, sum(tensor.nbytes for tensor in held.values()))
-    (chunk, name) = min({*held, *expected} - known)
+    covered = sum(parameters[key].nbytes for key in known) / max(
+        1, sum(tensor.nbytes for tensor in parameters.values())
+    )
+    (chunk, name) = min({*parameters, *expected} - known)
     found = (
-        f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
+        f"{tuple(parameters[chunk, name].shape)} {parameters[chunk, name].dtype}"
+        if (chunk, name) in parameters
+        else "nothing"
     )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
