@@ -116,7 +116,7 @@ class Case:
 # ---- model and engine --------------------------------------------------------------------------------------
 
 
-class HandOver:
+class SyncedModels:
     """A trained model, its vLLM engine and the weight sync between them.
 
     Built and used by all ranks of the world together.
@@ -343,8 +343,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 class Checks:
     """Checks after every repetition, on every rank."""
 
-    def __init__(self, hand_over: HandOver):
-        self.hand_over, self.before_N = hand_over, hand_over.parameters.run()
+    def __init__(self, models: SyncedModels):
+        self.models, self.before_N = models, models.parameters.run()
         self.tokens: list[list[list[int]]] = []  # of each repetition
         self.apart = 0.0  # largest difference between log-probs of training and rollout
         self.ways_back = self.changed = 0
@@ -354,7 +354,7 @@ class Checks:
         self.tokens.append(tokens)
         self.apart = max(self.apart, apart)
         self.ways_back += 1
-        self.changed += int((self.hand_over.parameters.run() != self.before_N).sum())
+        self.changed += int((self.models.parameters.run() != self.before_N).sum())
 
     def rows(self) -> list[Row]:
         """Return the result's rows. Collective over the world."""
@@ -363,9 +363,7 @@ class Checks:
         alike = {one for of_rank in digests for one in of_rank}
         changed, unserved = world().all_max(torch.tensor([self.changed, int(not self.served)])).tolist()
         flat = [token for row in self.tokens[0] for token in row]
-        limit = (
-            LOG_PROBS_APART[self.hand_over.engine.compute.dtype] * self.hand_over.case.arch.num_layers**0.5
-        )
+        limit = LOG_PROBS_APART[self.models.engine.compute.dtype] * self.models.case.arch.num_layers**0.5
         found = {
             "vLLM's weights are, element by element, those that training should have": not unserved,
             f"Megatron's weights have the same bits after each of {self.ways_back} ways back": not changed,
@@ -387,22 +385,22 @@ def digest(tokens: list[list[int]]) -> str:
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
 
 
-def measure(hand_over: HandOver, repetitions: int) -> list[Row]:
+def measure(models: SyncedModels, repetitions: int) -> list[Row]:
     """Run one uncounted repetition, then the given number of each kind."""
-    clock, memory, checks = Clock(), Memory(), Checks(hand_over)
+    clock, memory, checks = Clock(), Memory(), Checks(models)
     memory.note("trained, vLLM asleep")
     for number in range(-1, 2 * repetitions):
         clock.splits = number % 2 == 0 or number < 0
-        hand_over.to_rollout(clock, memory)
+        models.to_rollout(clock, memory)
         if number < 0:
-            checks.served = hand_over.vllm_has_the_weights()
-        rows = hand_over.generate(clock, memory)
-        hand_over.back(clock, memory)
-        checks.after([row.token_ids for row in rows], hand_over.log_probs_apart(rows, clock))
+            checks.served = models.vllm_has_the_weights()
+        rows = models.generate(clock, memory)
+        models.back(clock, memory)
+        checks.after([row.token_ids for row in rows], models.log_probs_apart(rows, clock))
         if number < 0:  # warm-up: libraries start and kernels are compiled
             clock.milliseconds.clear()
             memory.stages = {"trained, vLLM asleep": memory.stages["trained, vLLM asleep"]}
-    return [*clock.rows("phase"), *memory.rows(), *hand_over.plan_rows(), *checks.rows()]
+    return [*clock.rows("phase"), *memory.rows(), *models.plan_rows(), *checks.rows()]
 
 
 # ---- command line ------------------------------------------------------------------------------------------
@@ -520,9 +518,9 @@ def main() -> int:
     built = Clock()
     with model_folder(case.arch, hf) as folder:
         case.config.actor.path = folder
-        hand_over = HandOver(case, built)
-        rows = [*measure(hand_over, options.repetitions), *built.rows("build")]
-        hand_over.close()
+        models = SyncedModels(case, built)
+        rows = [*measure(models, options.repetitions), *built.rows("build")]
+        models.close()
     if dist.get_rank() == 0:
         print(table(rows), flush=True)
         if options.csv:
