@@ -27,7 +27,7 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
-from verl_megatron.observe.metrics import PhaseTimer, Sums
+from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
@@ -75,7 +75,7 @@ class Run:
                 batch.response_mask.sum(1), max_tokens=max_tokens, overlong_tokens=reward.overlong_tokens
             )
             batch.rewards = batch.required("rewards") + penalty_B
-            sums.add("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
+            sums.add(OVERLONG_PENALTY, penalty_B.sum(), len(penalty_B))
         if self.draw.with_greedy:
             size, num_groups = self.draw.group_size, table.num_groups
             batch = take_baselines(

@@ -19,11 +19,13 @@ Scalar = Tensor | float | int
 
 # Reward metrics of the run itself. A reward function's metric of such a name is reported as reward/own_NAME
 # (`own_metric`).
-REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY = RESERVED = (
+REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY, OVERLONG_PENALTY, GREEDY_MEAN = RESERVED = (
     "reward/mean",
     "reward/max",
     "reward/failed",
     "reward/latency_ms",
+    "reward/overlong_penalty",
+    "reward/greedy_mean",
 )
 
 

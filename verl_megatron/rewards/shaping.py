@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.observe.metrics import Sums
+from verl_megatron.observe.metrics import GREEDY_MEAN, Sums
 
 
 def overlong_penalty(response_B: Tensor, *, max_tokens: int, overlong_tokens: int) -> Tensor:
@@ -41,7 +41,7 @@ def take_baselines(
     """
     is_greedy_B = batch.sample_id % group_size == group_size - 1
     greedy_B = batch.required("rewards").double() * is_greedy_B
-    sums.add("reward/greedy_mean", greedy_B.sum(), is_greedy_B.sum())
+    sums.add(GREEDY_MEAN, greedy_B.sum(), is_greedy_B.sum())
     score_G = all_sum(
         torch.zeros(num_groups, dtype=torch.float64).index_add_(0, batch.required("group_id"), greedy_B)
     )

@@ -1,0 +1,199 @@
+"""Search for a plan: what it offers, refuses and reports; files that describe a machine."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from parallel.weights.shapes import shape
+from tests.planned import H200, arch, case_of, run_config
+from verl_megatron.checks.overrides import structured
+from verl_megatron.config import TrainerConfig
+from verl_megatron.planner import (
+    MACHINES,
+    Machine,
+    check_fits,
+    find_machine,
+    plan_memory,
+    plan_seconds,
+    report,
+    search,
+)
+from verl_megatron.planner.memory import problems_of
+from verl_megatron.planner.search import configured
+
+# ---- search, refusal, text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu", "gpus"), [("h200", 8), ("h100", 8), ("h200", 2)])
+def test_the_search_offers_what_fits_when_it_is_planned_again(gpu, gpus):
+    base, machine = run_config(samples=512), MACHINES[gpu]
+    result = search(base, world_size=gpus, machine=machine, read=arch)
+    iterations = [candidate.time.iteration for candidate in result.fitting]
+    assert iterations == pytest.approx(sorted(iterations), abs=0.01)
+    for candidate in result.fitting[:5]:
+        case = case_of(configured(base, candidate.settings), gpus)
+        memory = plan_memory(case, machine)
+        assert not problems_of(case, machine, memory, margin=0.05)
+        assert plan_seconds(case, machine, memory).iteration == pytest.approx(candidate.time.iteration)
+    for candidate in result.refused:
+        assert problems_of(candidate.case, machine, candidate.memory, margin=0.05) and candidate.time is None
+
+
+def test_every_layout_of_one_host_was_tried():
+    result = search(run_config(samples=512), world_size=4, machine=H200, read=arch)
+    tried = {candidate.case.actor.layout for candidate in (*result.fitting, *result.refused)}
+    assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {
+        (tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4
+    }
+
+
+def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
+    """Of every candidate that fits, after a change of the base."""
+    base = run_config(samples=512)
+    change(base)
+    return [
+        candidate.settings
+        for candidate in search(base, world_size=gpus, machine=H200, read=arch, **machine).fitting
+    ]
+
+
+def test_the_search_offers_what_a_run_accepts():
+    def awake(config):
+        config.rollout.sleep = False
+
+    def half(config):
+        config.rollout.dtype = "float16"
+
+    assert {settings["reshard.offload"] for settings in settings_offered(awake)} == {"none"}
+    assert {settings["reshard.mode"] for settings in settings_offered(half)} == {"keep"}
+    assert {
+        settings["rollout.tp"] for settings in settings_offered(lambda config: None, 12, ranks_per_host=6)
+    } == {1, 2}  # not across a host's border
+
+
+def test_a_large_reward_model_is_split():
+    def scored(layout):
+        def change(config):
+            config.reward.path, config.reward.layout = "llama3-70b", layout
+
+        return change
+
+    assert {settings["reward.layout"] for settings in settings_offered(scored("tp1"))} == {"tp8sp"}
+    assert all(
+        "reward.layout" not in settings for settings in settings_offered(scored("tp4pp2"))
+    )  # chosen by the user
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(shape("llama3-8b")))
+    return tmp_path
+
+
+def test_a_run_without_room_is_refused_with_runs_that_have_it(folder):
+    config = run_config("tp2sp", model=str(folder), share=0.9)
+    assert check_fits(config, world_size=8, machine=None) == []
+    (problem,) = check_fits(config, world_size=8, machine=MACHINES["h100"])
+    assert "rollout: " in problem and "8 GPUs of 79 GiB" in problem
+    lines = [line.split() for line in problem.splitlines()[1:]]
+    assert len(lines) == 3
+    for line in lines:
+        settings = dict(setting.split("=") for setting in line)
+        assert not check_fits(
+            structured(nested(config, settings), TrainerConfig), world_size=8, machine=MACHINES["h100"]
+        )
+
+
+def nested(config: TrainerConfig, settings: dict[str, str]) -> dict[str, dict]:
+    """What a recipe of `config` with these settings says."""
+    sections = {
+        "data": {
+            "train": "",
+            "max_prompt_tokens": config.data.max_prompt_tokens,
+            "prompts_per_iteration": config.data.prompts_per_iteration,
+        },
+        "actor": {"path": config.actor.path},
+        "critic": {"path": config.critic.path},
+        "rollout": {"max_tokens": config.rollout.max_tokens},
+        "algorithm": {
+            "num_mini_batches": config.algorithm.num_mini_batches,
+            "kl_coef": config.algorithm.kl_coef,
+        },
+    }
+    for name, value in settings.items():
+        section, setting = name.split(".")
+        sections.setdefault(section, {})[setting] = value
+    return sections
+
+
+def test_nothing_that_fits_is_said_so(folder):
+    (problem,) = check_fits(run_config("tp2sp", model=str(folder)), world_size=2, machine=MACHINES["h100"])
+    assert "use more GPUs" in problem
+
+
+def test_the_report_tells_memory_seconds_and_the_verdict(folder):
+    config = run_config(model=str(folder))
+    text = report(config, world_size=4)
+    assert "It fits" in text and "seconds predicted" in text and "ranks 0-1" in text
+    assert all(
+        phase in text
+        for phase in ("weights_awake", "rollout", "log_probs", "values", "critic_update", "actor_update")
+    )
+    assert "It does not fit:\n" in report(config, world_size=4, gpu="h100")
+    with pytest.raises(ValueError, match="gpu 'tpu' is not known; choose one of h200"):
+        report(config, world_size=4, gpu="tpu")
+
+
+# ---- machines --------------------------------------------------------------------------------------------
+
+
+def test_a_machine_file_changes_what_it_names(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(
+        json.dumps({"base": "h100", "name": "mine", "copy_rate": 3e12, "measured": {"products": {}}})
+    )
+    assert find_machine(str(file)) == replace(MACHINES["h100"], name="mine", copy_rate=3e12)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "JSON object with base"),
+        ('{"base": "tpu"}', "base set to one of"),
+        ('{"base": "h100", "speed": 1}', "speed=1 is not known"),
+        ('{"base": "h100", "copy_rate": 0}', "copy_rate=0 must be a positive number"),
+        ('{"base": "h100", "name": 3}', "name=3 must be a text"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_wrong_machine_file_is_refused_by_name(tmp_path, content, message):
+    file = tmp_path / "mine.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Machine.from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "change", "message"),
+    [
+        (240, {"actor.layout": "tp3"}, "actor.layout='tp3'"),
+        (240, {"critic.layout": "pp5"}, "critic.layout='pp5'"),
+        (240, {"rollout.tp": 48}, "rollout.tp=48: "),
+        (64, {"rollout.tp": 3}, "rollout.tp=3 must divide"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused_by_name(gpus, change, message):
+    with pytest.raises(ValueError, match=message):
+        case_of(configured(run_config("tp2sp", samples=4096), change), gpus)
+
+
+def test_an_engine_that_never_sleeps_has_its_room_in_every_phase():
+    base = run_config(samples=512)
+    base.rollout.sleep = False
+    result = search(base, world_size=8, machine=H200, read=arch)
+    assert result.fitting
+    for candidate in result.fitting:
+        share = candidate.settings["rollout.gpu_memory_utilization"] * H200.gpu_bytes
+        assert candidate.memory.phase_bytes("actor_update") >= share + candidate.memory.idle_bytes
