@@ -1,6 +1,14 @@
-"""A RankSet of one rank, for tests without a process group."""
+"""A world of one rank: a RankSet without a process group, and the real one of this process alone."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
 from torch import Tensor
+
+from parallel import device, rank_set
+from parallel.rank_set import RankSet
 
 
 class OneRank:
@@ -31,3 +39,30 @@ class OneRank:
 
 
 ONE_RANK = OneRank()
+
+
+def join_alone() -> RankSet:
+    """Make this process the only rank of its world, if it is in none."""
+    os.environ |= dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(device._free_port()),
+    )
+    device.initialize()
+    return rank_set.world()
+
+
+@contextmanager
+def world_of_one() -> Iterator[RankSet]:
+    """`join_alone` within a block; afterwards the environment is as before."""
+    joined, former = dist.is_initialized(), dict(os.environ)
+    try:
+        yield join_alone()
+    finally:
+        if not joined:
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(former)

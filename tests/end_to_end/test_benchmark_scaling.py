@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.scaled import PHASES
 from tests.worlds import ROOT
 from verl_megatron.observe.tracking import read_metrics
 
@@ -18,17 +19,6 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
 }
-PHASES = [
-    "reshard",
-    "rollout",
-    "return",
-    "reward",
-    "log_probs",
-    "values",
-    "advantages",
-    "critic_update",
-    "actor_update",
-]
 
 
 @pytest.fixture(scope="module")

@@ -91,22 +91,6 @@ def _in_a_process(act: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def _world():
-    """A world of this process alone."""
-    from parallel import device, rank_set
-
-    os.environ |= dict(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(device._free_port()),
-    )
-    device.initialize()
-    return rank_set.world()
-
-
 def _write(folder: Path) -> None:
     import torch
     from torch.distributed.checkpoint import save
@@ -114,8 +98,9 @@ def _write(folder: Path) -> None:
     from parallel.checkpoint import folders as checkpoints
     from parallel.checkpoint import random_state
     from parallel.checkpoint import training_state as checkpoint
+    from tests.one_rank import join_alone
 
-    world = _world()
+    world = join_alone()
 
     def weights(scratch: Path) -> None:
         tensors = {"weight": torch.arange(640.0)}
@@ -148,9 +133,10 @@ def resume_from(folder: Path) -> None:
     """Which checkpoint a run goes on from: the newest, or with an error that tells why not."""
     from parallel.checkpoint import folders as checkpoints
     from parallel.checkpoint import resume
+    from tests.one_rank import join_alone
     from verl_megatron.manifest import manifest_problem
 
-    world = _world()
+    world = join_alone()
     said: list[str] = []
     try:
         found = resume.newest_sound(folder, world, say=said.append, check=manifest_problem)
@@ -246,8 +232,9 @@ def of_a_file(job: Job, rng: random.Random, *, file: str, what: str, make: Calla
 def unfinished(folder: Path) -> None:
     """The older one is used without a word: the newer was not complete."""
     from parallel.checkpoint import resume
+    from tests.one_rank import join_alone
 
-    world = _world()
+    world = join_alone()
     path, _ = resume.newest_sound(folder, world, say=lambda text: None)
     if path.name == f"step_{OLD}":
         print("error: the newer one is not complete", file=sys.stderr)

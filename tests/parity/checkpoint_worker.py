@@ -16,7 +16,8 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
-from tests.parity.training_worker import CLASSES, FIELDS, LR, experience, full_weights, policy, same, value
+from tests.parity.training import CLASSES, FIELDS, LR, experience, full_weights, policy, value
+from tests.parity.training_offload import same
 from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig

@@ -16,15 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from parallel import device
 from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import random_state, resume, sealed
 from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.folders import MANIFEST, CheckpointError
 from tests.damage import changed_keys, spoiled_files
-from tests.one_rank import ONE_RANK
+from tests.one_rank import ONE_RANK, world_of_one
 from verl_megatron.algorithms.kl import AdaptiveKL
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor
@@ -50,21 +48,8 @@ MANIFEST_OF_A_RUN = {
 
 @pytest.fixture(scope="module")
 def world():
-    """A world of one rank, if this process is in none."""
-    joined, former = dist.is_initialized(), dict(os.environ)
-    os.environ |= dict(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(device._free_port()),
-    )
-    device.initialize()
-    yield
-    if not joined:
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(former)
+    with world_of_one() as world:
+        yield world
 
 
 @pytest.fixture(scope="module")

@@ -4,32 +4,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from parallel import device, rank_set
+from parallel import rank_set
 from parallel.checkpoint.folders import CheckpointError
 from parallel.export import ShardedModel, _whole, export_folder
 from parallel.weights.architecture import read_architecture
+from tests.one_rank import world_of_one
 from tests.tiny import write_hf
 
 
 @pytest.fixture
-def world(monkeypatch):
-    """A world of one rank, if this process is in none."""
-    joined = dist.is_initialized()
-    for name, value in dict(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(device._free_port()),
-    ).items():
-        monkeypatch.setenv(name, value)  # what initialize() would set is taken back afterwards
-    device.initialize()
-    yield
-    if not joined:
-        dist.destroy_process_group()
+def world():
+    with world_of_one() as world:
+        yield world
 
 
 def export(model: Path, folder: Path) -> None:

@@ -1,0 +1,65 @@
+"""Cases and rows of the scaling benchmark, and a model of three sizes."""
+
+from tools.scaling.model import Scaling, terms_of
+from tools.scaling.rows import (
+    MEASURED,
+    Row,
+    described,
+)
+from tools.scaling.runs import architecture
+from verl_megatron.config import ModelConfig, TrainerConfig
+from verl_megatron.planner import MACHINES, Case
+
+PHASES = (
+    "reshard",
+    "rollout",
+    "return",
+    "reward",
+    "log_probs",
+    "values",
+    "advantages",
+    "critic_update",
+    "actor_update",
+)
+
+
+def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, algorithm: str = "ppo") -> Case:
+    config = TrainerConfig(
+        actor=ModelConfig(path="llama3-8b", layout=layout), critic=ModelConfig(layout=layout)
+    )
+    config.algorithm.name, config.algorithm.num_mini_batches, config.rollout.tp = algorithm, 4, rollout
+    config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = (
+        prompts,
+        512,
+        512,
+    )
+    return Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
+
+
+def row_on(case: Case, seconds: dict[str, float], source: str = MEASURED) -> Row:
+    return Row(source=source, seconds=seconds, **described(case))
+
+
+def scaling_of(
+    layouts=("tp1", "tp2", "tp2pp2"),
+    *,
+    links=MACHINES["h200"],
+    strong: bool = False,
+    host: int = 8,
+    prompts: int = 256,
+) -> Scaling:
+    """Three sizes whose seconds have work, tensor-parallel exchange and a term of log2 n."""
+    cases = [
+        case_on(n, layout, rollout=min(n, 2), prompts=prompts if strong else prompts * n // 4)
+        for n, layout in zip((1, 2, 4), layouts)
+    ]
+    rows = []
+    for case in cases:
+        seconds = {}
+        for phase in PHASES:
+            terms = terms_of(case, phase)
+            seconds[phase] = (
+                0.02 * terms["work"] + 1e-4 * min(terms.get("tensor", 0.0), 100) + 0.01 * terms["sync"]
+            )
+        rows.append(row_on(case, seconds))
+    return Scaling(cases=cases, rows=rows, links=links, ranks_per_host=host, strong=strong)
