@@ -98,8 +98,8 @@ def test_the_timeline_has_both_ranks_with_each_phase_once_and_no_overlap(folder)
     ends = []
     for rank in (0, 1):
         mine = sorted((event for event in complete if event["tid"] == rank), key=lambda event: event["ts"])
-        assert [event["name"] for event in mine if event["cat"] == "work"] == PHASES
-        assert [event["args"]["phase"] for event in mine if event["cat"] == "wait"] == PHASES
+        assert [event["name"] for event in mine if event["cat"] == "work"] == list(PHASES)
+        assert [event["args"]["phase"] for event in mine if event["cat"] == "wait"] == list(PHASES)
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(mine, mine[1:]))
         ends.append([event["ts"] + event["dur"] for event in mine if event["cat"] == "wait"])
     assert all(abs(a - b) < 0.25e6 for a, b in zip(*ends)), "phases end together"
