@@ -15,11 +15,12 @@ from parallel import device
 from parallel.export import ShardedModel, export_folder
 from parallel.layout import Layout
 from parallel.rank_set import rank_set, world
+from parallel.reshard.checksum_verifier import SAMPLE, ReshardError
 from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.plan import compile_plan, matrix_shape
-from parallel.reshard.proof import SAMPLE, ReshardError
+from parallel.reshard.transport import Transport
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import ShardedParameter
@@ -70,16 +71,8 @@ def make(
         key: torch.full_like(value, torch.nan)
         for key, value in filled(destination.get(rank, []), tensors, 0, dtype).items()
     }
-    resharder = kind(
-        plan,
-        rank=rank,
-        source=given,
-        destination=taken,
-        dtype=dtype,
-        group=world().device_group,
-        device=device.device(),
-        verify=verify,
-    )
+    transport = Transport(dtype=dtype, group=world().device_group, device=device.device(), verify=verify)
+    resharder = kind(plan, given, taken, transport)
     return resharder, given, taken, filled(destination.get(rank, []), tensors, 0, dtype)
 
 
@@ -94,7 +87,7 @@ def check(source: Shards, destination: Shards, toy: Toy, **options) -> None:
     received = resharder.plan.received_bytes.get(dist.get_rank(), 0)
     assert (
         report.bytes_received == received
-        and report.checked_slices == len(resharder.proof.transfers)
+        and report.checked_slices == len(resharder.verifier.transfers)
         and report.seconds > 0
     )
 
@@ -183,7 +176,7 @@ def a_sample_covers_every_slice() -> None:
         UNTIED,
         verify="sample",
     )
-    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.proof.transfers)
+    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.verifier.transfers)
 
 
 def different_plans_are_refused() -> None:
@@ -222,13 +215,11 @@ def laid_over() -> None:
             for p in destination[rank]
         }
         taken |= views_at(plans.addresses[rank], destination[rank], given, torch.float32)
-        common = dict(
-            rank=rank, dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
+        transport = Transport(
+            dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
         )
-        to_rollout = Resharder(plans.to_rollout, source=given, destination=taken, **common)
-        to_train = (
-            Resharder(plans.to_train, source=taken, destination=given, **common) if plans.to_train else None
-        )
+        to_rollout = Resharder(plans.to_rollout, given, taken, transport)
+        to_train = Resharder(plans.to_train, taken, given, transport) if plans.to_train else None
         for _ in range(2):
             to_rollout.run()
             assert all(

@@ -15,9 +15,10 @@ from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import group_of
 from parallel.reshard import versions
+from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
-from parallel.reshard.proof import ReshardError
+from parallel.reshard.transport import Transport
 from parallel.reshard.versions import VersionedReshard, background_group
 from tests.distributed.reshard_worker import UNTIED, Shards, filled, served, trained, whole_tensors
 
@@ -53,15 +54,8 @@ class Rank:
             {key: torch.zeros_like(value) for key, value in self.expected.items()},
         )
         group = background_group(plan.ranks)
-        options = {
-            "source": self.live,
-            "destination": self.front,
-            "dtype": dtype,
-            "group": group,
-            "device": where,
-            "verify": verify,
-        }
-        self.versions = VersionedReshard(plan, rank=self.rank, **options)
+        transport = Transport(dtype=dtype, group=group, device=where, verify=verify)
+        self.versions = VersionedReshard(plan, self.live, self.front, transport)
 
     def train_to(self, version: int) -> None:
         for key, value in self.live.items():
@@ -308,11 +302,10 @@ def a_failed_publish_blocks_nobody() -> None:
 def a_group_of_its_own_is_demanded() -> None:
     source, destination = APART
     plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20)
-    nothing = {"source": {}, "destination": {}, "dtype": torch.float32, "device": device.device()}
     for group in (None, dist.group.WORLD):
+        transport = Transport(dtype=torch.float32, group=group, device=device.device())
         assert "background_group" in error_of(
-            lambda group=group: VersionedReshard(plan, rank=dist.get_rank(), group=group, **nothing),
-            ValueError,
+            lambda transport=transport: VersionedReshard(plan, {}, {}, transport), ValueError
         )
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import world
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
 from parallel.reshard.in_place.planner import Sides, plan_in_place
-from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
+from parallel.reshard.transport import Parameters, Transport
 from tests.distributed.reshard_worker import (
     TIED,
     UNTIED,
@@ -62,10 +63,10 @@ def in_one_allocation(parameters: Parameters) -> Parameters:
     return views
 
 
-def peers_of(source: Parameters) -> dict[int, Mapped] | None:
-    peers = map_tensors(source, world().device_group)
-    assert (peers is not None) == device.is_gpu(), "the memory of the other ranks cannot be read"
-    return peers
+def ipc_tensors_of(source: Parameters) -> IpcTensors | None:
+    ipc_tensors = map_tensors(source, world().device_group)
+    assert (ipc_tensors is not None) == device.is_gpu(), "the memory of the other ranks cannot be read"
+    return ipc_tensors
 
 
 def resharder(
@@ -74,22 +75,19 @@ def resharder(
     destination: Parameters,
     *,
     dtype: torch.dtype,
-    peers: dict[int, Mapped] | None = None,
+    ipc_tensors: IpcTensors | None = None,
     kind=Resharder,
 ) -> Resharder:
     if len(plan.windows) > 1:
         IN_WINDOWS["read" if plan.one_sided else "sent"] += 1
-    return kind(
-        plan,
-        rank=dist.get_rank(),
-        source=source,
-        destination=destination,
+    transport = Transport(
         dtype=dtype,
         group=world().device_group,
         device=device.device(),
         verify="all",
-        peers=peers,
+        ipc_tensors=ipc_tensors,
     )
+    return kind(plan, source, destination, transport)
 
 
 def assert_equal(held: Parameters, expected: Parameters, factor: int, what: object) -> None:
@@ -100,7 +98,7 @@ def assert_equal(held: Parameters, expected: Parameters, factor: int, what: obje
 def run(mover: Resharder) -> None:
     """Once, every slice proved."""
     report = mover.run()
-    assert report.checked_slices == len(mover.proof.transfers)
+    assert report.checked_slices == len(mover.verifier.transfers)
     assert report.bytes_received == mover.plan.received_bytes[dist.get_rank()]
 
 
@@ -123,7 +121,7 @@ class Kept:
         )
         plan = compile_plan(source=source, destination=destination, peer_memory=device.is_gpu(), **common)
         self.mover = resharder(
-            plan, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+            plan, self.given, self.taken, dtype=dtype, ipc_tensors=ipc_tensors_of(self.given), kind=kind
         )
 
     def check(self, what: object) -> None:
@@ -160,7 +158,12 @@ class InPlace:
         own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
         self.taken = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
         self.to_rollout = resharder(
-            plans.to_rollout, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+            plans.to_rollout,
+            self.given,
+            self.taken,
+            dtype=dtype,
+            ipc_tensors=ipc_tensors_of(self.given),
+            kind=kind,
         )
         self.to_train = (
             resharder(plans.to_train, self.taken, self.given, dtype=dtype, kind=kind)
@@ -200,8 +203,8 @@ class Corrupting(Resharder):
     def move(self) -> None:
         super().move()
         if self.rank == dist.get_world_size() - 1:
-            first = self.writes[min(self.writes)]
-            first.view(BITS[self.dtype])[0, 0] ^= 1
+            first = self.slices.writes[min(self.slices.writes)]
+            first.view(BITS[self.transport.dtype])[0, 0] ^= 1
 
 
 def corruption_is_named() -> None:
@@ -215,9 +218,9 @@ def corruption_is_named() -> None:
             corrupted = next(
                 transfer for transfer in mover.plan.transfers() if transfer.destination_rank == world - 1
             )
-            assert f"1 of {len(mover.proof.transfers)} checked slices" in error and str(corrupted) in error, (
-                error
-            )
+            assert (
+                f"1 of {len(mover.verifier.transfers)} checked slices" in error and str(corrupted) in error
+            ), error
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
+from parallel.reshard.transport import Transport
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.parity.world import (
@@ -151,16 +152,10 @@ def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
 
 def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
     plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20)
-    Resharder(
-        plan,
-        rank=dist.get_rank(),
-        source=given,
-        destination=taken,
-        dtype=torch.float32,
-        group=world().device_group,
-        device=device.device(),
-        verify="all",
-    ).run()
+    transport = Transport(
+        dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
+    )
+    Resharder(plan, given, taken, transport).run()
 
 
 def shards_of(engine: Engine) -> dict:

@@ -21,8 +21,8 @@ from torch import Tensor
 from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import world
-from parallel.reshard.execute import Parameters
 from parallel.reshard.plan import matrix_shape
+from parallel.reshard.transport import Parameters
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shard import Block, ShardedParameter

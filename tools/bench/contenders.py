@@ -11,12 +11,13 @@ from torch import Tensor
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.rank_set import world
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
 from parallel.reshard.in_place.planner import Sides, plan_in_place
-from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
+from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.shard import ShardedParameter
 from tools.bench.case import Case, bytes_of, say, trained_weights
 
@@ -118,8 +119,8 @@ class Ours:
                 once beforehand.
         """
         self.case, self.source, self.verify, self.rank = case, source, verify, dist.get_rank()
-        self.sides, self.peers = case.sides(), map_tensors(source, world().device_group)
-        self.plan = compile_plan(**self.sides, peer_memory=self.peers is not None)
+        self.sides, self.ipc_tensors = case.sides(), map_tensors(source, world().device_group)
+        self.plan = compile_plan(**self.sides, peer_memory=self.ipc_tensors is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
         kept = dict(target=self.destination, spoiled=self.destination, described=self.described)
@@ -135,13 +136,13 @@ class Ours:
         return self._keep() if mode == "keep" else self._laid_over(mode)
 
     def _keep(self) -> list[Contender]:
-        keep = self._resharder(self.plan, self.source, self.destination, self.peers)
+        keep = self._resharder(self.plan, self.source, self.destination, self.ipc_tensors)
         found = [self._contender("keep", keep, **self.kept)]
         if self.verify != "none":
             found.append(
                 self._contender(f"keep, with proof ({self.verify})", keep, run=keep.run, **self.kept)
             )
-        if self.peers is not None:
+        if self.ipc_tensors is not None:
             by_messages = self._resharder(compile_plan(**self.sides), self.source, self.destination)
             found.append(self._contender("keep, by messages", by_messages, **self.kept))
         return found
@@ -161,12 +162,12 @@ class Ours:
             in_place=mode == "swap",
             window_bytes=self.case.window_bytes,
             host_of=device.host_of,
-            peer_memory=self.peers is not None,
+            peer_memory=self.ipc_tensors is not None,
         )
         taken = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
         taken |= own
-        out = self._resharder(plans.to_rollout, self.source, taken, self.peers)
+        out = self._resharder(plans.to_rollout, self.source, taken, self.ipc_tensors)
         second = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
@@ -188,21 +189,25 @@ class Ours:
         return torch.zeros(parameter.shape, dtype=self.case.dtype, device=device.device())
 
     def _resharder(
-        self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
+        self,
+        plan: Plan,
+        source: Parameters,
+        destination: Parameters,
+        ipc_tensors: IpcTensors | None = None,
     ) -> Resharder:
         """Return a resharder after a first run, in which all slices were verified."""
-        common = dict(
-            rank=self.rank,
+        transport = Transport(
             dtype=self.case.dtype,
             group=world().device_group,
             device=device.device(),
-            peers=peers,
+            verify="all",
+            ipc_tensors=ipc_tensors,
         )
-        resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
+        resharder = Resharder(plan, source, destination, transport)
         count = resharder.run().checked_slices  # raises on a difference, naming the slices
-        say(f"{plan}\n  all {count} slices proved at both ends")
-        resharder.proof.verify = self.verify
-        resharder.proof.prepare()
+        say(f"{plan}\n  all {count} slices verified at both ends")
+        resharder.verifier.verify = self.verify
+        resharder.verifier.prepare()
         return resharder
 
     def _contender(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.reshard.execute import Parameters
 from parallel.reshard.plan import matrix_shape
+from parallel.reshard.transport import Parameters
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
 from tools.bench.case import Case, part

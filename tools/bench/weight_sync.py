@@ -316,7 +316,7 @@ class HandOver:
                 "gradient buffers": _bytes(gradients(self.engine.chunks)),
                 "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer)),
             }
-        for way, resharder in (("to rollout", self.sync.forward), ("back", self.sync.backward)):
+        for way, resharder in (("to rollout", self.sync.to_rollout), ("back", self.sync.to_train)):
             if resharder is not None:
                 sizes |= {
                     f"received on the way {way}": resharder.bytes["received"],
