@@ -52,7 +52,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from parallel.megatron import lent_to_globals
+from parallel.megatron import megatron_globals
 
 VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
 _PIECE = 2**24  # elements converted to float64 at a time
@@ -87,7 +87,7 @@ def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
     """Return all parameters of a member's chunks, in the same order on the ranks of a data-parallel group."""
     found, loads = {}, [0] * groups.dp_cp.size()
     for number, chunk in enumerate(chunks):
-        with lent_to_globals(groups):
+        with megatron_globals(groups):
             described = chunk.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         for name, sharded in described.items():
             if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(

@@ -1,4 +1,4 @@
-"""Settings of a transfer: how slices travel between the ranks of a plan, and how many of them are verified."""
+"""Settings of a transfer: how slices travel between ranks, and how many of them are verified."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,7 @@
 """Four gloo ranks of which one dies during a reshard; the others report what they saw and fail.
 
 Arguments: the rank that dies, and where: "window" (between its first and second window), "posted" (messages
-of its second window are under way) or "proof" (its windows are done, others wait for its checksums).
+of its second window are under way) or "verify" (its windows are done, others wait for its checksums).
 """
 
 import os

@@ -115,7 +115,7 @@ def disjoint_ranks() -> None:
         check(served(toy, 2, ranks=(2, 3)), trained(toy, layout), toy)
     check(
         trained(UNTIED, Layout(ranks=(3,))), served(UNTIED, 1, ranks=(1,)), UNTIED
-    )  # ranks 0 and 2 only take part in the proof
+    )  # ranks 0 and 2 only take part in the verification
 
 
 def small_windows_and_cast() -> None:
@@ -191,7 +191,7 @@ def different_plans_are_refused() -> None:
         raise AssertionError("not noticed")
 
 
-def laid_over() -> None:
+def in_place() -> None:
     """One copy: the destination's parameters in the source's memory, out and back, by messages."""
     for toy, name, tp, in_place in product(
         (UNTIED, TIED), ("tp2pp2", "pp2dp2", "tp4"), (2, 4), (True, False)
@@ -321,7 +321,7 @@ CHECKS = [
     every_layout_both_ways,
     disjoint_ranks,
     small_windows_and_cast,
-    laid_over,
+    in_place,
     corruption_is_named,
     a_sample_covers_every_slice,
     different_plans_are_refused,

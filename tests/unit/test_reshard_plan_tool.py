@@ -16,8 +16,10 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
+from tools.reshard.case import PlanCase, read_case
 from tools.reshard.memory import exchanging, megatron_addresses
-from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of, table
+from tools.reshard.report import Rates, flows_of, report_of, table
+from tools.reshard_plan import main
 
 TINY = {
     "hidden_size": 64,
@@ -34,7 +36,7 @@ def folder(tmp_path) -> str:
     return str(tmp_path)
 
 
-def planned(*, placed: bool = False, peer_memory: bool = False, **options) -> tuple[Case, Plan, dict]:
+def planned(*, placed: bool = False, peer_memory: bool = False, **options) -> tuple[PlanCase, Plan, dict]:
     """With the usual order of ranks, unless `placed`."""
     case = read_case(**options).placed() if placed else read_case(**options)
     shards = case.shards()

@@ -19,7 +19,7 @@ from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.shard import ShardedParameter
-from tools.bench.case import Case, bytes_of, say, trained_weights
+from tools.bench.case import ReshardCase, bytes_of, say, trained_weights
 
 WIRE, CARD = "point to point, both ways", "on-card copy"  # the links
 
@@ -64,7 +64,7 @@ def links(link_bytes: int) -> list[Contender]:
     ]
 
 
-def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
+def megatron_refit(case: ReshardCase, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
     """Return Megatron-Core's resharding between models in the two layouts, and the first model's tensors.
 
     Those tensors are the source for all contenders. Megatron-Core does not report the bytes it moves; the
@@ -93,7 +93,7 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
 
     run, rank = partial(swap_model_weights, *models, refit_method="nccl"), dist.get_rank()
     run()  # plans
-    into = {rank: case.trained(rank, case.rollout) for rank in case.rollout.ranks}
+    into = {rank: case.train_shards(rank, case.rollout) for rank in case.rollout.ranks}
     plan = compile_plan(**case.sides() | {"destination": into})
     what = dict(
         plan=plan,
@@ -111,7 +111,7 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
 class Ours:
     """Our contenders, mode by mode, over the same source."""
 
-    def __init__(self, case: Case, source: Parameters, verify: str):
+    def __init__(self, case: ReshardCase, source: Parameters, verify: str):
         """Build the contenders.
 
         Args:
@@ -133,15 +133,13 @@ class Ours:
         Collective over the world.
         """
         say(f"{self.case}, {mode}:")
-        return self._keep() if mode == "keep" else self._laid_over(mode)
+        return self._keep() if mode == "keep" else self._in_place(mode)
 
     def _keep(self) -> list[Contender]:
         keep = self._resharder(self.plan, self.source, self.destination, self.ipc_tensors)
         found = [self._contender("keep", keep, **self.kept)]
         if self.verify != "none":
-            found.append(
-                self._contender(f"keep, with proof ({self.verify})", keep, run=keep.run, **self.kept)
-            )
+            found.append(self._contender(f"keep, verified ({self.verify})", keep, run=keep.run, **self.kept))
         if self.ipc_tensors is not None:
             by_messages = self._resharder(compile_plan(**self.sides), self.source, self.destination)
             found.append(self._contender("keep, by messages", by_messages, **self.kept))

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -99,7 +99,8 @@ def watched(command: Sequence[object]) -> Run:
         if process.returncode:
             output.seek(0)
             raise subprocess.CalledProcessError(process.returncode, command, output.read())
-    return Run(seconds, Use(*(max(getattr(use, name) for use in uses) for name in Use.__slots__)))
+    peak = [max(values) for values in zip(*map(astuple, uses))]
+    return Run(seconds, Use(*peak))
 
 
 def tree(pid: int) -> list[int]:
@@ -125,13 +126,11 @@ def use_of(pids: Sequence[int]) -> Use:
             times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
         except OSError:
             continue
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in memory)}
-        mine = (
-            1024 * kib.get("Pss", 0),
-            1024 * kib.get("Rss", 0),
-            sum(map(int, times)) / os.sysconf("SC_CLK_TCK"),
-        )
-        total = [a + b for a, b in zip(total, mine)]
+        fields = [line.split() for line in memory]  # name with a colon, KiB, "kB"
+        kib = {name: int(size) for name, size, *_ in fields}
+        seconds = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        own = (1024 * kib.get("Pss:", 0), 1024 * kib.get("Rss:", 0), seconds)
+        total = [a + b for a, b in zip(total, own)]
     return Use(*total)
 
 
@@ -216,10 +215,6 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
     reference, rows = median(run.seconds for run in runs["cp"]), []
     for name, repeated in runs.items():
         seconds = [run.seconds for run in repeated]
-        peaks = {
-            f"peak_{kind}_mib": max(getattr(run.peak, kind) for run in repeated) / MIB
-            for kind in ("pss", "rss")
-        }
         times = dict(
             median_s=median(seconds),
             min_s=min(seconds),
@@ -232,7 +227,8 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
                 **times,
                 gb_per_s=size / GB / times["median_s"],
                 of_cp=reference / times["median_s"],
-                **peaks,
+                peak_pss_mib=max(run.peak.pss for run in repeated) / MIB,
+                peak_rss_mib=max(run.peak.rss for run in repeated) / MIB,
             )
         )
     return rows

@@ -151,15 +151,12 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
                     ).stdout.splitlines()[-1]
                 )
             )
-    everything = [run for found in runs.values() for run in found]
+    everything = [run for repeated in runs.values() for run in repeated]
     assert len({run["digest"] for run in everything}) == 1, "the two methods loaded different bits"
     rows = []
-    for method, found in runs.items():
-        seconds = [run["seconds"] for run in found]
-        peaks = {
-            f"peak_{kind}_mib": max(run[f"peak_{kind}"] for run in found) / MIB for kind in ("rss", "own")
-        }
-        read = median(run["read"] for run in found) / MIB
+    for method, repeated in runs.items():
+        seconds = [run["seconds"] for run in repeated]
+        read = median(run["read"] for run in repeated) / MIB
         rows.append(
             Row(
                 name=method,
@@ -167,7 +164,8 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
                 min_s=min(seconds),
                 max_s=max(seconds),
                 read_mib=read,
-                **peaks,
+                peak_rss_mib=max(run["peak_rss"] for run in repeated) / MIB,
+                peak_own_mib=max(run["peak_own"] for run in repeated) / MIB,
             )
         )
     return rows, everything[0]["needed"]

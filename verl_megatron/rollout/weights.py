@@ -19,9 +19,8 @@ from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.reshard.source import WeightSource
 from parallel.reshard.transport import Parameters, Transport
-from parallel.weights.architecture import Architecture
-from parallel.weights.rules import vllm_parameters
-from parallel.weights.shard import ShardedParameter, Shards
+from parallel.weights.rules import vllm_shards
+from parallel.weights.shard import ShardedParameter
 from verl_megatron.config import ReshardConfig
 from verl_megatron.residency import Residency
 from verl_megatron.rollout.engine import RolloutEngine
@@ -80,7 +79,7 @@ class WeightSync:
         """
         self.config, self.dtype, self.world, self.gather = config, dtype, world, source.gather
         self.rank = world.global_rank
-        self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
+        self.source, self.destination = source.tensors, vllm_shards(source.arch, rollout)
         self.ipc_tensors = _map_everywhere(self.source, world) if dtype == source.dtype else None
         single_host = device.host_of(world.ranks[0]) == device.host_of(world.ranks[-1])
         common = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
@@ -159,12 +158,6 @@ class WeightSync:
             return False
         self.to_train.run()
         return True
-
-
-def rollout_shards(arch: Architecture, rollout: Layout) -> Shards:
-    """Return the rollout engine's parameters on every rank."""
-    by_tp_rank = [vllm_parameters(arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
-    return {rank: by_tp_rank[rollout.coordinates(rank).tp] for rank in rollout.ranks}
 
 
 def _map_everywhere(source: Parameters, world: RankSet) -> IpcTensors | None:
