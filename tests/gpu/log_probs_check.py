@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks
 from tests.gpu.kernels_check import milliseconds
 from verl_megatron.models import log_prob_kernels as kernels
 from verl_megatron.models.log_prob_kernels import GRAD, STATS, Tuning
-from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, token_log_probs
+from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, Softmax, token_log_probs
 
 # Letters: N tokens, H hidden size, V vocabulary rows.
 
@@ -129,9 +129,8 @@ def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, 
             log_p = (inputs[0] @ inputs[1][:vocab_size].t() / temperature).log_softmax(1)
             values = log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
         else:
-            values = token_log_probs(
-                *inputs, labels, vocab_size=vocab_size, temperature=temperature, chunk_tokens=chunk_tokens
-            )
+            softmax = Softmax(vocab_size=vocab_size, temperature=temperature, chunk_tokens=chunk_tokens)
+            values = token_log_probs(*inputs, labels, softmax)
         (grads_2N[0] * values[0] + grads_2N[1] * values[1]).sum().backward()
         results.append([*(value.detach() for value in values), *(each.grad for each in inputs)])
     for name, ours, theirs in zip(
@@ -275,10 +274,8 @@ def time_head(
     product = 4 * milliseconds(lambda: part @ weight.detach().t())
 
     def forward() -> Tensor:
-        return sum(
-            value.sum()
-            for value in token_log_probs(hidden, weight, labels, vocab_size=columns, temperature=1.0)
-        )
+        values = token_log_probs(hidden, weight, labels, Softmax(vocab_size=columns))
+        return sum(value.sum() for value in values)
 
     with torch.no_grad():
         forward_ms = milliseconds(forward)

@@ -32,7 +32,7 @@ from verl_megatron.config import EngineConfig
 from verl_megatron.models.build import frozen
 from verl_megatron.models.heads import head_weight
 from verl_megatron.roles.engine import Engine, infer_models
-from verl_megatron.roles.schedule import run_schedule
+from verl_megatron.roles.schedule import pack_all, run_schedule
 
 # (compact layout, ranks it occupies, stage_layers)
 LAYOUTS = [
@@ -63,7 +63,10 @@ def logits_differ(engine: Engine, mine, micro, truth) -> float:
         return 0.0
     with frozen(engine.chunks):
         answers = run_schedule(
-            [engine], mine, micro, lambda _, outputs, micro: (micro, outputs["logits"]), forward_only=True
+            [engine],
+            pack_all(engine, mine, micro),
+            lambda _, outputs, micro: (micro, outputs["logits"]),
+            forward_only=True,
         )
     worst = 0.0
     for packed, logits in answers:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import run_world
-from verl_megatron.models.log_probs import token_log_probs
+from verl_megatron.models.log_probs import Softmax, token_log_probs
 
 VOCAB_SIZE, TOKENS = 29, 13
 FLOAT32 = dict(rtol=0, atol=2e-5)  # sums in another order
@@ -14,6 +14,10 @@ FLOAT32 = dict(rtol=0, atol=2e-5)  # sums in another order
 def by_hand(hidden, weight, labels, *, vocab_size, temperature):
     log_p = torch.log_softmax(hidden @ weight[:vocab_size].t() / temperature, -1)
     return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def chunked(hidden, weight, labels, **options):
+    return token_log_probs(hidden, weight, labels, Softmax(**options))
 
 
 def run(function, hidden, weight, **options):
@@ -34,7 +38,7 @@ def run(function, hidden, weight, **options):
 def test_values_and_gradients(chunk_tokens, temperature):
     torch.manual_seed(0)
     inputs = torch.randn(TOKENS, 8), torch.randn(32, 8)  # three padding rows that must not count
-    ours = run(token_log_probs, *inputs, temperature=temperature, chunk_tokens=chunk_tokens)
+    ours = run(chunked, *inputs, temperature=temperature, chunk_tokens=chunk_tokens)
     torch.testing.assert_close(ours, run(by_hand, *inputs, temperature=temperature), **FLOAT32)
     assert not ours[3][VOCAB_SIZE:].any()
 
@@ -43,7 +47,7 @@ def test_values_and_gradients(chunk_tokens, temperature):
 def test_bfloat16_is_rounded_at_the_logits_and_their_gradient(chunk_tokens):
     torch.manual_seed(0)
     inputs = torch.randn(TOKENS, 8).bfloat16(), torch.randn(32, 8).bfloat16()
-    ours = run(token_log_probs, *inputs, temperature=1.0, chunk_tokens=chunk_tokens)
+    ours = run(chunked, *inputs, temperature=1.0, chunk_tokens=chunk_tokens)
     assert [each.dtype for each in ours] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
     for mine, theirs in zip(ours, run(by_hand, *(each.float() for each in inputs), temperature=1.0)):
         assert (
@@ -53,9 +57,8 @@ def test_bfloat16_is_rounded_at_the_logits_and_their_gradient(chunk_tokens):
 
 def test_no_tokens():
     hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
-    logprobs, entropy = token_log_probs(
-        hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=30, temperature=1.0
-    )
+    labels = torch.zeros(0, dtype=torch.int64)
+    logprobs, entropy = token_log_probs(hidden, weight, labels, Softmax(vocab_size=30))
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.shape == entropy.shape == (0,) and not weight.grad.any()
 
@@ -72,9 +75,7 @@ def shards() -> None:
         torch.manual_seed(0)
         hidden, weight = torch.randn(TOKENS, 8), torch.randn(2 * rows, 8)
         own = slice(rank * rows, (rank + 1) * rows)
-        ours = run(
-            token_log_probs, hidden, weight[own], temperature=0.7, chunk_tokens=5, group=dist.group.WORLD
-        )
+        ours = run(chunked, hidden, weight[own], temperature=0.7, chunk_tokens=5, group=dist.group.WORLD)
         dist.all_reduce(ours[2])  # LanguageHead's part
         theirs = run(by_hand, hidden, weight, temperature=0.7)
         torch.testing.assert_close(ours, (*theirs[:3], theirs[3][own]), **FLOAT32)

@@ -60,18 +60,11 @@ class RolloutBatch:
         `parts` has at least one batch, and all have the same fields set.
         """
 
-        def joined(tensors: list[Tensor]) -> Tensor:
-            width = max((tensor.size(1) for tensor in tensors if tensor.dim() > 1), default=0)
-            return torch.cat(
-                [
-                    torch.nn.functional.pad(tensor, (0, width - tensor.size(1)))
-                    if tensor.dim() > 1
-                    else tensor
-                    for tensor in tensors
-                ]
-            )
-
-        batch = cls(**{name: joined([part.tensors()[name] for part in parts]) for name in parts[0].tensors()})
+        tensors = [part.tensors() for part in parts]
+        joined = {}
+        for name in tensors[0]:
+            joined[name] = _concatenate_padded([fields[name] for fields in tensors])
+        batch = cls(**joined)
         return batch.select(batch.sample_id.argsort())
 
     @classmethod
@@ -109,3 +102,11 @@ class RolloutBatch:
             response_mask=response_mask,
             rollout_logprobs=logprobs if rollout_logprobs is not None else None,
         )
+
+
+def _concatenate_padded(tensors: list[Tensor]) -> Tensor:
+    """Concatenate [B, ...] tensors, those of two dimensions padded on the right to the widest."""
+    if tensors[0].dim() == 1:
+        return torch.cat(tensors)
+    width = max(tensor.size(1) for tensor in tensors)
+    return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.size(1))) for tensor in tensors])

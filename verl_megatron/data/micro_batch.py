@@ -1,7 +1,8 @@
 """Packed micro-batches: samples concatenated into one sequence without padding, as a forward pass takes them.
 
-Letters: B samples, T token positions of a sample, P packed tokens on this context-parallel rank, N target
-tokens on this rank, whose log-probability or value is computed.
+Letters: B samples, S packed sequences (samples and padding), T token positions of a sample, Q packed tokens
+before the context-parallel split, P on this context-parallel rank, N target tokens on this rank, whose
+log-probability or value is computed.
 
 A sample of length L enters with its tokens 0 … L-2: the hidden state at t-1 predicts token t (its
 log-probability, and the value of the state in which it is chosen). A reward model reads the last token's
@@ -50,7 +51,7 @@ class MicroBatch:
             *self.fields.values(),
         ]
 
-    def holding(self, tensors: list[Tensor]) -> "MicroBatch":
+    def with_tensors(self, tensors: list[Tensor]) -> "MicroBatch":
         """Return a copy with `tensors` in place of `tensors()`."""
         tokens, positions, cu_seqlens, index, labels, sample, offset, *fields = tensors
         return MicroBatch(
@@ -69,7 +70,16 @@ class MicroBatch:
 def to_device(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     """Copy all micro-batches to this rank's device in one transfer."""
     moved = iter(device.copy_together([tensor for micro in micro_batches for tensor in micro.tensors()]))
-    return [micro.holding(list(islice(moved, len(micro.tensors())))) for micro in micro_batches]
+    return [micro.with_tensors(list(islice(moved, len(micro.tensors())))) for micro in micro_batches]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSplit:
+    """The part of the packed tokens that this rank computes, and their padding."""
+
+    cp: int = 1  # context-parallel ranks
+    cp_rank: int = 0
+    multiple_of: int = 1  # of the packed tokens of a rank (sequence parallelism, fp8)
 
 
 def pack(
@@ -78,58 +88,45 @@ def pack(
     *,
     fields: tuple[str, ...] = (),
     last_token: bool = False,
-    multiple_of: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
+    split: TokenSplit = TokenSplit(),
 ) -> MicroBatch:
     """Pack the samples with indices `samples` of a batch (on the CPU).
 
     Args:
         fields: per-token fields of the batch to gather at the target tokens.
         last_token: use one target per sample, its last token (reward model), instead of every response token.
-        multiple_of: pad the packed tokens of this rank to a multiple of it (sequence parallelism, fp8).
     """
     take = torch.tensor(samples, dtype=torch.int64)
     # A rank without samples still runs its part of the pipeline, and the padding sequence indexes one sample.
     if len(batch) == 0:
         batch = RolloutBatch.from_lists([0], [[0]], [[]])
-    lengths_B = batch.attention_mask[take].sum(1)
-    used_B = lengths_B if last_token else lengths_B - 1
-    unit = 2 * cp if cp > 1 else 1
-    whole_B = (used_B + unit - 1) // unit * unit  # with padding
-    total = int(whole_B.sum())
-    filler = -total % (unit * multiple_of) or (unit * multiple_of if total == 0 else 0)
-    whole = whole_B.tolist() + ([filler] if filler else [])
+    used_B = batch.attention_mask[take].sum(1) - (0 if last_token else 1)
+    length_S = _padded_lengths(used_B, split)
+    num_padding = len(length_S) - len(samples)  # 0 or 1
 
-    whole_B = torch.tensor(whole)
-    start_B = whole_B.cumsum(0) - whole_B
-    # Q: packed tokens before the context-parallel split
-    sequence_Q = torch.repeat_interleave(torch.arange(len(whole)), whole_B)
-    position_Q = torch.arange(int(whole_B.sum())) - start_B[sequence_Q]
-    sample_Q = torch.cat([take, take.new_zeros(len(whole) - len(samples))])[sequence_Q]
-    used_Q = torch.cat([used_B, used_B.new_zeros(len(whole) - len(samples))])[sequence_Q]
-    real_Q = position_Q < used_Q
-    tokens_Q = torch.where(
-        real_Q, batch.generated_ids[sample_Q, position_Q.clamp(max=batch.generated_ids.size(1) - 1)], 0
-    )
+    # The packed tokens before the context-parallel split.
+    start_S = length_S.cumsum(0) - length_S
+    sequence_Q = torch.repeat_interleave(torch.arange(len(length_S)), length_S)
+    position_Q = torch.arange(len(sequence_Q)) - start_S[sequence_Q]
+    sample_Q = torch.cat([take, take.new_zeros(num_padding)])[sequence_Q]
+    used_Q = torch.cat([used_B, used_B.new_zeros(num_padding)])[sequence_Q]
+    is_real_Q = position_Q < used_Q
+    last_position = batch.generated_ids.size(1) - 1
+    tokens_Q = torch.where(is_real_Q, batch.generated_ids[sample_Q, position_Q.clamp(max=last_position)], 0)
     if last_token:
-        asked_Q, offset_Q = position_Q == used_Q - 1, position_Q
+        is_target_Q, offset_Q = position_Q == used_Q - 1, position_Q
     else:
-        offset_Q = torch.where(real_Q, position_Q + 1, 0)
-        asked_Q = real_Q & batch.response_mask[sample_Q, offset_Q].bool()
+        offset_Q = torch.where(is_real_Q, position_Q + 1, 0)
+        is_target_Q = is_real_Q & batch.response_mask[sample_Q, offset_Q].bool()
 
-    mine = (
-        _context_parallel_part(position_Q, whole_B[sequence_Q], cp, cp_rank)
-        if cp > 1
-        else torch.arange(len(position_Q))
-    )
-    index = asked_Q[mine].nonzero().squeeze(1)
-    sample, offset = sample_Q[mine][index], offset_Q[mine][index]
+    local = _local_tokens(position_Q, length_S[sequence_Q], split)
+    index = is_target_Q[local].nonzero().squeeze(1)
+    sample, offset = sample_Q[local][index], offset_Q[local][index]
     return MicroBatch(
-        tokens=tokens_Q[mine].unsqueeze(0),
-        positions=position_Q[mine].unsqueeze(0),
-        lengths=whole,
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), whole_B.cumsum(0)]).int(),
+        tokens=tokens_Q[local].unsqueeze(0),
+        positions=position_Q[local].unsqueeze(0),
+        lengths=length_S.tolist(),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), length_S.cumsum(0)]).int(),
         index=index,
         labels=batch.generated_ids[sample, offset],
         sample=sample,
@@ -140,7 +137,19 @@ def pack(
     )
 
 
-def _context_parallel_part(position_Q: Tensor, length_Q: Tensor, cp: int, rank: int) -> Tensor:
-    """Indices of the packed tokens on rank `rank`: chunks rank and 2·cp-1-rank of every sequence."""
-    piece_Q = position_Q * (2 * cp) // length_Q
-    return ((piece_Q == rank) | (piece_Q == 2 * cp - 1 - rank)).nonzero().squeeze(1)
+def _padded_lengths(used_B: Tensor, split: TokenSplit) -> Tensor:
+    """Return the lengths of the packed sequences [S] int64: one per sample, and perhaps one of padding."""
+    unit = 2 * split.cp if split.cp > 1 else 1
+    padded_B = (used_B + unit - 1) // unit * unit
+    total, multiple = int(padded_B.sum()), unit * split.multiple_of
+    padding = -total % multiple or (multiple if total == 0 else 0)
+    return torch.cat([padded_B, padded_B.new_tensor([padding] if padding else [])])
+
+
+def _local_tokens(position_Q: Tensor, length_Q: Tensor, split: TokenSplit) -> Tensor:
+    """Return the indices of this rank's packed tokens: chunks r and 2·cp-1-r of every sequence on rank r."""
+    if split.cp == 1:
+        return torch.arange(len(position_Q))
+    chunk_Q = position_Q * (2 * split.cp) // length_Q
+    is_local_Q = (chunk_Q == split.cp_rank) | (chunk_Q == 2 * split.cp - 1 - split.cp_rank)
+    return is_local_Q.nonzero().squeeze(1)

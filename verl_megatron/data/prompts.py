@@ -240,9 +240,9 @@ class PromptCursor:
         while len(drawn) < count:
             if self.position == self.num_prompts:
                 self._go_to(epoch=self.epoch + 1, position=0)
-            taken = self._order[self.position : self.position + count - len(drawn)]
-            self.position += len(taken)
-            drawn += taken
+            part = self._order[self.position : self.position + count - len(drawn)]
+            self.position += len(part)
+            drawn += part
         return drawn
 
     def state_dict(self) -> dict[str, int]:

@@ -70,11 +70,11 @@ class SampleTable:
         """
         lengths, result = self.lengths_B[sample_id].tolist(), []
         for samples in self.mini_batches:
-            mine = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1).tolist()
+            local = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
             groups = micro_batches(
-                [lengths[i] for i in mine],
+                [lengths[i] for i in local.tolist()],
                 tokens_per_micro_batch=tokens_per_micro_batch,
                 multiple_of=multiple_of,
             )
-            result.append([[mine[i] for i in group] for group in groups] or [[] for _ in range(multiple_of)])
+            result.append([local[group].tolist() for group in groups] or [[] for _ in range(multiple_of)])
         return result

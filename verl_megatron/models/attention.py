@@ -30,33 +30,12 @@ class PackedAttention(MegatronModule):
     and 2·cp-1-r. Keys and values are gathered, and each chunk attends to the keys up to its own end.
     """
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        cp_comm_type=None,
-        pg_collection=None,
-        **_,
-    ):
+    def __init__(self, config, *, pg_collection, softmax_scale=None, **_):
         super().__init__(config)
         self.cp = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-        **_,
-    ) -> Tensor:
+    def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> Tensor:
         """Packed [T, n, d] queries and [T, k, d] keys and values -> [T, n·d]; all sequences are complete."""
         assert packed_seq_params is not None, "this attention takes packed sequences"
         lengths = packed_seq_params.lengths  # set by packing.py, so nothing is copied back from the GPU
@@ -103,12 +82,12 @@ class PackedAttention(MegatronModule):
         outputs, first = [], 0
         for length in lengths:  # of the whole sequence, a multiple of 2·cp
             piece = length // (2 * cp)
-            mine = slice(first, first + 2 * piece)
-            k, v = (self._in_order(x[:, mine], piece) for x in gathered)
-            for place, q in zip((rank, 2 * cp - 1 - rank), query[mine].split(piece)):
+            local = slice(first, first + 2 * piece)
+            k, v = (self._in_order(x[:, local], piece) for x in gathered)
+            for place, q in zip((rank, 2 * cp - 1 - rank), query[local].split(piece)):
                 end = (place + 1) * piece
                 outputs.append(self._attend(q, k[:end], v[:end], causal=True))
-            first = mine.stop
+            first = local.stop
         return torch.cat(outputs)
 
     @staticmethod

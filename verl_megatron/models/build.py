@@ -46,7 +46,10 @@ class Compute:
 
 
 def choose_spec(setting: str) -> Spec:
-    """Choose the layer spec for `engine.transformer_impl`; "auto": transformer-engine if installed on GPUs, or local."""
+    """Choose the layer spec for `engine.transformer_impl`.
+
+    "auto" is transformer-engine on GPUs where it is installed, and else local.
+    """
     if setting != "auto":
         return setting
     return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"

@@ -10,6 +10,7 @@ gradient:
     ∂ log p(y) / ∂l_j = [j = y] − p_j            ∂ entropy / ∂l_j = −p_j (l_j − Σ_i p_i l_i)
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,42 +23,43 @@ CHUNK_BYTES = 512 << 20  # logits of one chunk, in the dtype of the hidden state
 TILE = 128  # rows of a GPU matrix-product tile; chunks are whole tiles
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    """A distribution over the vocabulary, whose logits are split over the ranks of `group`."""
+
+    vocab_size: int  # without padding
+    temperature: float = 1.0  # divides the logits, as in sampling; 0 (greedy) counts as 1
+    group: dist.ProcessGroup | None = None  # tensor-parallel ranks; None: a single rank
+    chunk_tokens: int = 0  # tokens per chunk of logits; 0: as many as fit CHUNK_BYTES
+
+
 def token_log_probs(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    labels_N: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float,
-    group: dist.ProcessGroup | None = None,
-    chunk_tokens: int = 0,
+    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Compute log p(label) and entropy of each token's distribution over the unpadded vocabulary.
 
     Args:
-        hidden_NH: hidden states, the same on every rank of `group`. Their gradient is this rank's partial
-            sum; the caller must sum it over `group` (LanguageHead does).
-        weight_VH: this rank's rows of the output layer, of the same dtype; rows at or beyond `vocab_size` are
-            padding and are ignored.
-        labels_N: int64 token ids below `vocab_size`.
-        temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
-        chunk_tokens: tokens per chunk of logits; 0: as many as fit CHUNK_BYTES.
+        hidden_NH: hidden states, the same on every rank of the group. Their gradient is this rank's partial
+            sum; the caller must sum it over the group (LanguageHead does).
+        weight_VH: this rank's rows of the output layer, of the same dtype; rows at or beyond the vocabulary's
+            size are padding and are ignored.
+        labels_N: int64 token ids below the vocabulary's size.
 
     Returns:
         logprobs_N and entropy_N, float32; both carry gradients.
     """
-    row_bytes = hidden_NH.element_size() * weight_VH.size(0)
-    chunk = chunk_tokens or max(TILE, CHUNK_BYTES // row_bytes // TILE * TILE)
-    return _TokenLogProbs.apply(hidden_NH, weight_VH, labels_N, vocab_size, temperature or 1.0, group, chunk)
+    return _TokenLogProbs.apply(hidden_NH, weight_VH, labels_N, softmax)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, vocab_size, temperature, group, chunk):
+    def forward(ctx, hidden, weight, labels, softmax: Softmax):
+        group, row_bytes = softmax.group, hidden.element_size() * weight.size(0)
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         first = rank * weight.size(0)
-        ctx.rows = max(0, min(weight.size(0), vocab_size - first))  # without padding
-        ctx.temperature, ctx.chunk = temperature, chunk
+        temperature = ctx.temperature = softmax.temperature or 1.0
+        chunk = ctx.chunk = softmax.chunk_tokens or max(TILE, CHUNK_BYTES // row_bytes // TILE * TILE)
+        ctx.rows = max(0, min(weight.size(0), softmax.vocab_size - first))  # without padding
         local = labels - first
         stats_4N = torch.zeros(4, labels.numel(), device=hidden.device)
         stats_4N[0] = -torch.inf
@@ -89,7 +91,7 @@ class _TokenLogProbs(torch.autograd.Function):
             torch.mm(grad, weight[: ctx.rows], out=grad_hidden[part])
             _add_product(grad_weight[: ctx.rows], grad.t(), hidden[part])
             del grad  # before the next chunk's logits are made
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:

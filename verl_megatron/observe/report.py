@@ -125,7 +125,7 @@ def draw_phases(axis: "Axes", rows: Rows) -> None:
         return nothing(axis)
     from matplotlib import colormaps
 
-    steps = sorted({row["step"] for row in rows if any(key in row for key in keys)})
+    steps = sorted({row["step"] for row in rows if not row.keys().isdisjoint(keys)})
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     bottom = [0.0] * len(steps)
     for number, key in enumerate(keys):

@@ -94,17 +94,11 @@ class Timeline:
         """
         try:
             trace = json.loads(Path(path).read_text())
-            found: dict[int, list[dict]] = {}
+            by_rank: dict[int, list[dict]] = {}
             for event in trace["traceEvents"]:
                 if event["ph"] == "X":
-                    found.setdefault(event["pid"], []).append(event)
-            ranks = tuple(
-                tuple(
-                    _joined(work, wait)
-                    for work, wait in zip(found[rank][::2], found[rank][1::2], strict=True)
-                )
-                for rank in sorted(found)
-            )
+                    by_rank.setdefault(event["pid"], []).append(event)
+            ranks = tuple(_phases_of(by_rank[rank]) for rank in sorted(by_rank))
             return cls(ranks, trace["otherData"]["wall_s"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -123,6 +117,11 @@ class Timeline:
         return sum(event.end_s - event.busy_end_s for event in events) / sum(
             event.end_s - event.start_s for event in events
         )
+
+
+def _phases_of(events: list[dict]) -> tuple[PhaseEvent, ...]:
+    """Join each "work" event of a rank with the "wait" event after it."""
+    return tuple(_joined(work, wait) for work, wait in zip(events[::2], events[1::2], strict=True))
 
 
 def _joined(work: dict, wait: dict) -> PhaseEvent:

@@ -155,7 +155,8 @@ class Console:
         self._bar.update(max(step - self._done, 0))
         self._done = max(step, self._done)
         if self._bar.disable and self._first < self._done < self._total:
-            line += f", {(time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done):.0f} s left"
+            step_s = (time.monotonic() - self._started) / (self._done - self._first)
+            line += f", {step_s * (self._total - self._done):.0f} s left"
         self._bar.write(line)
 
     def close(self) -> None:

@@ -31,10 +31,10 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
 from verl_megatron.models.heads import head_weight
-from verl_megatron.models.log_probs import token_log_probs
+from verl_megatron.models.log_probs import Softmax, token_log_probs
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.learning_rate import make_scheduler
-from verl_megatron.roles.schedule import run_schedule
+from verl_megatron.roles.schedule import pack_all, run_schedule
 
 Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the selected tokens
 
@@ -240,7 +240,7 @@ class Engine:
             return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
         for metrics in run_schedule(
-            [self], batch, micro_batches, on_last_stage, fields=fields, forward_only=False
+            [self], pack_all(self, batch, micro_batches, fields=fields), on_last_stage, forward_only=False
         ):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
@@ -404,17 +404,11 @@ class Engine:
 
     def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
         """Compute head outputs [N] of the selected tokens from the last chunk's output [1, P, H or 1]."""
-        asked = output.squeeze(0).index_select(0, micro.index)
+        target = output.squeeze(0).index_select(0, micro.index)
         if self.head != "lm":
-            return {"values": asked.squeeze(-1)}
-        logprobs, entropy = token_log_probs(
-            asked,
-            head_weight(model),
-            micro.labels,
-            vocab_size=self.arch.vocab_size,
-            temperature=self.temperature,
-            group=self.groups.tp,
-        )
+            return {"values": target.squeeze(-1)}
+        softmax = Softmax(vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
+        logprobs, entropy = token_log_probs(target, head_weight(model), micro.labels, softmax)
         return {"logprobs": logprobs, "entropy": entropy}
 
 
@@ -437,9 +431,8 @@ def infer_models(
     with ExitStack() as frozen_models:
         for engine in engines:
             frozen_models.enter_context(frozen(engine.chunks))
-        answers = run_schedule(
-            engines, batch, micro_batches, on_last_stage, forward_only=True, last_token=last_token
-        )
+        packed = pack_all(engines[0], batch, micro_batches, last_token=last_token)
+        answers = run_schedule(engines, packed, on_last_stage, forward_only=True)
     if not groups.is_last_stage:
         return [None] * len(engines)
     return [

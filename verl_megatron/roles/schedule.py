@@ -14,7 +14,7 @@ from parallel import megatron
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.micro_batch import MicroBatch, pack, to_device
+from verl_megatron.data.micro_batch import MicroBatch, TokenSplit, pack, to_device
 from verl_megatron.models.build import Compute, drop_fp8_weights
 from verl_megatron.models.heads import trunk
 
@@ -35,48 +35,65 @@ class ScheduledModel(Protocol):
         ...
 
 
-def run_schedule(
-    engines: Sequence[ScheduledModel],
+def pack_all(
+    engine: ScheduledModel,
     batch: RolloutBatch,
     micro_batches: Sequence[list[int]],
+    *,
+    fields: tuple[str, ...] = (),
+    last_token: bool = False,
+) -> list[MicroBatch]:
+    """Pack micro-batches for the layout of `engine` and copy them to the device.
+
+    Args:
+        micro_batches: sample indices into `batch` of each micro-batch; equal on all ranks of one
+            data-parallel index.
+        fields, last_token: as in `pack`.
+    """
+    split = TokenSplit(
+        cp=engine.layout.cp,
+        cp_rank=engine.groups.coordinates.cp,
+        multiple_of=engine.compute.token_multiple * _sequence_shards(engine.layout),
+    )
+    return to_device(
+        [pack(batch, samples, fields=fields, last_token=last_token, split=split) for samples in micro_batches]
+    )
+
+
+def _sequence_shards(layout: Layout) -> int:
+    """Return the number of sequence-parallel shards of the activations between pipeline stages."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def run_schedule(
+    engines: Sequence[ScheduledModel],
+    packed: Sequence[MicroBatch],
     on_last_stage: Callable,
     *,
     forward_only: bool,
-    fields: tuple[str, ...] = (),
-    last_token: bool = False,
 ) -> list:
-    """Run a pipeline schedule over micro-batches.
+    """Run a pipeline schedule over micro-batches, packed by `pack_all`.
 
     Args:
         engines: models on the same groups. They alternate on each micro-batch, so that the pipeline fills and
             drains once for all of them. Training takes a single engine.
-        micro_batches: sample indices into `batch` of each micro-batch; equal on all ranks of one
-            data-parallel index.
         on_last_stage: called as `on_last_stage(engine, outputs, micro_batch)`.
-        fields, last_token: as in `pack`.
 
     Returns:
         The results of `on_last_stage` for each micro-batch and engine, on the last stage; empty on others.
     """
-    first = engines[0]
-    layout, groups = first.layout, first.groups
-    assert forward_only or len(engines) == 1, "one model learns at a time"
-    split = (
-        layout.tp if layout.sequence_parallel else 1
-    )  # sequence-parallel shards of the activations between stages
-    multiple_of = first.compute.token_multiple * split
-    shape = dict(multiple_of=multiple_of, cp=layout.cp, cp_rank=groups.coordinates.cp)
-    packed = to_device(
-        [pack(batch, samples, fields=fields, last_token=last_token, **shape) for samples in micro_batches]
-    )
+    assert forward_only or len(engines) == 1, "one model is trained at a time"
     if not packed:
         return []
+    first = engines[0]
+    layout, groups = first.layout, first.groups
     work = [(engine, micro) for micro in packed for engine in engines]
     iterators = [iter(work) for _ in first.chunks]
     pipeline = {}
     if layout.pp > 1:
+        shards = _sequence_shards(layout)
         pipeline["p2p_communicator"] = megatron.Pipeline(
-            groups, first.model_config, [micro.tokens.size(1) // split for _, micro in work]
+            groups, first.model_config, [micro.tokens.size(1) // shards for _, micro in work]
         )
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     with megatron.megatron_globals(groups):
@@ -106,8 +123,7 @@ def _forward_step(
 ):
     """Run a micro-batch through a chunk; return its output and the loss function.
 
-    Megatron sets the received activations on the `chunk` of the first engine; other engines take them from
-    there.
+    Megatron sets the received activations on the `chunk` of the first engine; other engines take them there.
     """
     engine, micro = next(iterator)
     engine.progress()

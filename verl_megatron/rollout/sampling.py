@@ -24,15 +24,15 @@ class Sampling:
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> "Sampling":
+        limits = dict(min_tokens=config.min_tokens, max_tokens=config.max_tokens)
+        ends = dict(stop=tuple(config.stop), stop_token_ids=tuple(config.stop_token_ids))
         return cls(
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            min_tokens=config.min_tokens,
-            max_tokens=config.max_tokens,
-            stop=tuple(config.stop),
-            stop_token_ids=tuple(config.stop_token_ids),
             ignore_eos=config.ignore_eos,
+            **limits,
+            **ends,
         )
 
     @property
@@ -57,13 +57,10 @@ class Generation:
     sample_id: int
     prompt_token_ids: Sequence[int]
     token_ids: list[int]  # response, including the stop token
-    logprobs: list[
-        float
-    ]  # per response token, under the sampling distribution (after temperature, top-p, top-k, min-tokens)
+    # Per response token, under the sampling distribution: after temperature, top-p, top-k and min-tokens.
+    logprobs: list[float]
     finish_reason: str  # "stop" (a stop token or string), "length" or "abort"
-    is_sampled: list[bool] | None = (
-        None  # per response token: sampled by the model, not appended; None: all sampled
-    )
+    is_sampled: list[bool] | None = None  # per response token: generated, not appended; None: all generated
 
     def then(self, other_token_ids: Sequence[int], following: "Generation") -> "Generation":
         """Join this turn, appended tokens (not sampled, with log-probability 0 here) and the next turn."""
@@ -81,9 +78,9 @@ class Generation:
 def sample_seed(run_seed: int, iteration: int, sample_id: int) -> int:
     """Return the seed of a sample in [0, 2^63), independent of the replica that generates it.
 
-    (iteration, sample_id) is packed into one number below 2^63, and an odd multiple of the run's seed is added.
-    The bits are mixed by invertible steps (multiplication by an odd number, xor with the upper bits). So
-    within a run all samples have different seeds, and neighbouring samples differ in about half of the bits.
+    (iteration, sample_id) is packed into one number below 2^63, and an odd multiple of the run's seed is
+    added. The bits are mixed by invertible steps: multiplication by an odd number, xor with the upper bits.
+    So within a run all samples have different seeds, and those of neighbours differ in about half of the bits.
 
     Args:
         iteration: below 2^31.
