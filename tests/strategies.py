@@ -10,9 +10,8 @@ from parallel.layout import Layout
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.weights.architecture import FAMILIES, Architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, hf_shapes, megatron_parameters, vllm_parameters
-from parallel.weights.shard import Block, ShardedParameter
+from parallel.weights.shard import Block, ShardedParameter, Shards
 
-Shards = dict[int, list[ShardedParameter]]  # by world rank
 MAX_RANKS = 16  # of either side
 TENSOR_PARALLEL = (1, 2, 3, 4, 6, 8)
 
@@ -97,11 +96,11 @@ def _architectures(draw: st.DrawFn, tp: int, served_tp: int, *, num_layers: int)
     """A small model that both tensor-parallel sizes split."""
     both = lcm(tp, served_tp)
     num_heads = both * draw(st.integers(1, 2 if both < 12 else 1))
-    groups = [
-        g
-        for g in range(1, num_heads + 1)
-        if num_heads % g == 0 and all(g % size == 0 or size % g == 0 for size in (tp, served_tp))
-    ]
+
+    def splits(groups: int) -> bool:
+        return all(groups % size == 0 or size % groups == 0 for size in (tp, served_tp))
+
+    groups = [g for g in range(1, num_heads + 1) if num_heads % g == 0 and splits(g)]
     num_kv_heads = draw(st.sampled_from(groups))
     head_dim = (
         tp // gcd(tp, num_heads + 2 * num_kv_heads) * draw(st.integers(1, 3))

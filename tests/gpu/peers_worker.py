@@ -25,8 +25,6 @@ from tests.distributed.reshard_worker import (
     Shards,
     filled,
     first_error,
-    served,
-    trained,
     whole_tensors,
 )
 from tests.toy_shards import Toy, layouts_of
@@ -47,7 +45,7 @@ def cases() -> Iterator[tuple[Toy, Layout, int, torch.dtype]]:
 
 
 def sides(toy: Toy, layout: Layout, tp: int) -> tuple[Shards, Shards]:
-    return trained(toy, layout), served(toy, tp, ranks=layout.ranks)
+    return train_shards(toy, layout), rollout_shards(toy, tp, ranks=layout.ranks)
 
 
 def in_one_allocation(parameters: Parameters) -> Parameters:
@@ -113,7 +111,7 @@ class Kept:
             filled(source[rank], tensors, torch.nan, dtype),
             filled(destination[rank], tensors, 0, dtype),
         )
-        self.taken = {key: torch.full_like(value, torch.nan) for key, value in self.expected.items()}
+        self.target = {key: torch.full_like(value, torch.nan) for key, value in self.expected.items()}
         common = dict(
             element_bytes=dtype.itemsize,
             window_bytes=KEPT_WINDOW_BYTES,
@@ -121,14 +119,14 @@ class Kept:
         )
         plan = compile_plan(source=source, destination=destination, peer_memory=device.is_gpu(), **common)
         self.mover = resharder(
-            plan, self.given, self.taken, dtype=dtype, ipc_tensors=ipc_tensors_of(self.given), kind=kind
+            plan, self.given, self.target, dtype=dtype, ipc_tensors=ipc_tensors_of(self.given), kind=kind
         )
 
     def check(self, what: object) -> None:
         """The present values arrive at every run."""
         for turn in range(RUNS):
             run(self.mover)
-            assert_equal(self.taken, self.expected, 2**turn, what)
+            assert_equal(self.target, self.expected, 2**turn, what)
             for value in self.given.values():
                 value *= 2
 
@@ -156,17 +154,17 @@ class InPlace:
         for plan in filter(None, (plans.to_rollout, plans.to_train)):
             assert plan.one_sided == (device.is_gpu() and bool(plan.windows))
         own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
-        self.taken = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
+        self.target = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
         self.to_rollout = resharder(
             plans.to_rollout,
             self.given,
-            self.taken,
+            self.target,
             dtype=dtype,
             ipc_tensors=ipc_tensors_of(self.given),
             kind=kind,
         )
         self.to_train = (
-            resharder(plans.to_train, self.taken, self.given, dtype=dtype, kind=kind)
+            resharder(plans.to_train, self.target, self.given, dtype=dtype, kind=kind)
             if plans.to_train
             else None
         )
@@ -175,7 +173,7 @@ class InPlace:
         """The present values go out and come back; in memory that is only shared nothing has to come back."""
         for turn in range(RUNS):
             run(self.to_rollout)
-            assert_equal(self.taken, self.served, 2**turn, what)
+            assert_equal(self.target, self.served, 2**turn, what)
             if self.to_train is not None:
                 run(self.to_train)
             assert_equal(self.given, self.trained, 2**turn, what)

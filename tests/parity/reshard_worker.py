@@ -1,4 +1,4 @@
-"""On four ranks: weights from Megatron's shards into vLLM's and back, bit by bit against a fresh vLLM engine that loaded the exported folder.
+"""Weights from Megatron's shards into vLLM's and back, on four ranks: bit by bit against a fresh vLLM engine.
 
 The first argument is vLLM's tensor-parallel size: a process can hold several engines, but of one size only.
 """
@@ -46,7 +46,8 @@ from verl_megatron.rollout.sampling import Request, Sampling
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 
-# Every family under one size of vLLM; of its 1 or 2 key-value heads there are fewer than tp in all under 4 and the first two under 2.
+# Every family under one tensor-parallel size of vLLM. With its 1 or 2 key-value heads, all under 4 and the
+# first two under 2 have fewer of them than ranks.
 FAMILIES = {
     1: ("llama", "qwen2_tied_yarn"),
     2: ("llama_tied_llama3", "mistral", "qwen3"),
@@ -54,10 +55,11 @@ FAMILIES = {
 }
 # (compact layout, ranks it occupies, stage_layers)
 LAYOUTS = [
-    ("tp1", (0,), ()), ("tp1", (3,), ()), ("tp1", (0, 1), ()), ("tp2", (0, 1), ()), ("tp2sp", (2, 1), ()), ("pp2", (0, 1), ()), ("pp2", (2, 3), (1, 3)),
-    ("pp2vpp2", (1, 2), ()),
-    ("tp1", (0, 1, 2, 3), ()), ("tp2", (0, 1, 2, 3), ()), ("tp2pp2", (0, 1, 2, 3), ()), ("tp2pp2sp", (0, 1, 2, 3), (3, 1)), ("tp2pp2vpp2", (0, 1, 2, 3), ()),
-    ("tp4", (0, 1, 2, 3), ()), ("tp4sp", (3, 1, 2, 0), ()), ("pp4", (0, 1, 2, 3), ()), ("pp2", (0, 1, 2, 3), ()), ("cp2tp2", (0, 1, 2, 3), ()),
+    ("tp1", (0,), ()), ("tp1", (3,), ()), ("tp1", (0, 1), ()), ("tp2", (0, 1), ()), ("tp2sp", (2, 1), ()),
+    ("pp2", (0, 1), ()), ("pp2", (2, 3), (1, 3)), ("pp2vpp2", (1, 2), ()), ("tp1", (0, 1, 2, 3), ()),
+    ("tp2", (0, 1, 2, 3), ()), ("tp2pp2", (0, 1, 2, 3), ()), ("tp2pp2sp", (0, 1, 2, 3), (3, 1)),
+    ("tp2pp2vpp2", (0, 1, 2, 3), ()), ("tp4", (0, 1, 2, 3), ()), ("tp4sp", (3, 1, 2, 0), ()),
+    ("pp4", (0, 1, 2, 3), ()), ("pp2", (0, 1, 2, 3), ()), ("cp2tp2", (0, 1, 2, 3), ()),
 ]  # fmt: skip
 CONFIG = EngineConfig(tokens_per_micro_batch=64)
 
@@ -258,7 +260,7 @@ def check_family(folder: Path, family: str, tp: int) -> None:
 
 
 def check_export_is_hugging_face() -> None:
-    """The exported folder in transformers: the same logits, settings and tokenizer; a critic as a token classifier."""
+    """The exported folder in transformers: the same logits, settings, tokenizer; a critic's classifier."""
     folder = shared_folder()
     for head, kind, family in (
         ("lm", AutoModelForCausalLM, "qwen2_tied_yarn"),
