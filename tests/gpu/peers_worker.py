@@ -25,6 +25,8 @@ from tests.distributed.reshard_worker import (
     Shards,
     filled,
     first_error,
+    rollout_shards,
+    train_shards,
     whole_tensors,
 )
 from tests.toy_shards import Toy, layouts_of
@@ -138,8 +140,10 @@ class InPlace:
         self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder
     ):
         rank, tensors, (source, destination) = dist.get_rank(), whole_tensors(toy), sides(toy, layout, tp)
-        self.trained, self.served = (filled(side[rank], tensors, 0, dtype) for side in (source, destination))
-        self.given = in_one_allocation(self.trained)
+        self.at_source, self.at_destination = (
+            filled(side[rank], tensors, 0, dtype) for side in (source, destination)
+        )
+        self.given = in_one_allocation(self.at_source)
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.given))
         both = Sides(
@@ -153,7 +157,7 @@ class InPlace:
         )
         for plan in filter(None, (plans.to_rollout, plans.to_train)):
             assert plan.one_sided == (device.is_gpu() and bool(plan.windows))
-        own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
+        own = {key: torch.full_like(value, torch.nan) for key, value in self.at_destination.items()}
         self.target = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
         self.to_rollout = resharder(
             plans.to_rollout,
@@ -173,10 +177,10 @@ class InPlace:
         """The present values go out and come back; in memory that is only shared nothing has to come back."""
         for turn in range(RUNS):
             run(self.to_rollout)
-            assert_equal(self.target, self.served, 2**turn, what)
+            assert_equal(self.target, self.at_destination, 2**turn, what)
             if self.to_train is not None:
                 run(self.to_train)
-            assert_equal(self.given, self.trained, 2**turn, what)
+            assert_equal(self.given, self.at_source, 2**turn, what)
             for value in self.given.values():
                 value *= 2
 
