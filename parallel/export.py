@@ -98,7 +98,9 @@ def _turns(files: list[str], ranks: RankSet) -> list[dict[int, str]]:
 def _assemble(model: ShardedModel, names: Mapping[int, Sequence[str]], ranks: RankSet) -> dict[str, Tensor]:
     """Gather whole tensors, on each rank those of its `names`; returns this rank's, by name."""
     shapes, here = hf_shapes(model.arch, model.head), device.device()
-    targets = {rank: [_whole(name, shapes[name]) for name in whole] for rank, whole in names.items()}
+    targets: dict[int, list[ShardedParameter]] = {}
+    for rank, whole in names.items():
+        targets[rank] = [_whole(name, shapes[name]) for name in whole]
     plan = compile_plan(
         source=model.shards,
         destination=targets,

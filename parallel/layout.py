@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from itertools import product
 
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
 _COMPACT = re.compile(r"(vpp|tp|pp|cp|dp)([0-9]{1,9})")
@@ -41,8 +41,8 @@ class Layout:
         size = self.tp * self.cp * self.dp * self.pp
         if len(self.ranks) != size or len(set(self.ranks)) != size:
             raise ValueError(
-                f"layout {self} needs {size} distinct ranks and was given {shown(list(self.ranks))}; change"
-                " its sizes or its devices"
+                f"layout {self} needs {size} distinct ranks and was given {short_repr(list(self.ranks))}; "
+                "change its sizes or its devices"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
@@ -50,8 +50,8 @@ class Layout:
             )
         if self.stage_layers and len(self.stage_layers) != self.pp:
             raise ValueError(
-                f"stage_layers={shown(list(self.stage_layers))} must name one number of layers for each of"
-                f" the {self.pp} pipeline stages"
+                f"stage_layers={short_repr(list(self.stage_layers))} must name one number of layers for "
+                f"each of the {self.pp} pipeline stages"
             )
 
     @classmethod
@@ -73,7 +73,8 @@ class Layout:
         names = [name for name, _ in parts]
         if "".join(name + size for name, size in parts) != body or len(set(names)) != len(names):
             raise ValueError(
-                f"layout {shown(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or tp2pp4vpp2"
+                f"layout {short_repr(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or "
+                "tp2pp4vpp2"
             )
         sizes = {name: int(size) for name, size in parts}
         if 0 in sizes.values():
@@ -172,19 +173,20 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
         match = _RANKS.fullmatch(part)
         if not match:
             raise ValueError(
-                f"devices {shown(text)} is not understood at {shown(part)}; write ranks such as 0-3 or"
-                " cuda:0-3,6"
+                f"devices {short_repr(text)} is not understood at {short_repr(part)}; write ranks such as "
+                "0-3 or cuda:0-3,6"
             )
         last = int(match[2] or match[1])
         if last >= world_size:  # before the range is expanded
             raise ValueError(
-                f"devices {shown(text)} must name distinct ranks below the {world_size} that were started"
+                f"devices {short_repr(text)} must name distinct ranks below the {world_size} that were "
+                "started"
             )
         ranks += range(int(match[1]), last + 1)
     if ranks != sorted(ranks):  # torch sorts the ranks of a group, so Megatron would mix them up
-        raise ValueError(f"devices {shown(text)} must name ranks in increasing order; write them so")
+        raise ValueError(f"devices {short_repr(text)} must name ranks in increasing order; write them so")
     if len(set(ranks)) != len(ranks) or not ranks:
         raise ValueError(
-            f"devices {shown(text)} must name distinct ranks below the {world_size} that were started"
+            f"devices {short_repr(text)} must name distinct ranks below the {world_size} that were started"
         )
     return tuple(ranks)

@@ -11,13 +11,16 @@ from parallel.groups import ProcessGroups
 
 device.prepare()
 
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import get_schedule_table  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402, F401
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,  # noqa: F401
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer import TransformerConfig
 
 
 def collection(groups: ProcessGroups) -> ProcessGroupCollection:

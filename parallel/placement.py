@@ -62,15 +62,14 @@ def place(
             f" write tp{rollout.tp}"
         )
     missing = cache(_Counts(arch, train, rollout, spec).missing)
-    trained, served = (
-        [(layout, _shards(layout)) for layout in _candidates(side, ranks_per_host)]
-        for side in (train, rollout)
-    )
+    train_shards = {layout: _shards(layout) for layout in _candidates(train, ranks_per_host)}
+    rollout_shards = {layout: _shards(layout) for layout in _candidates(rollout, ranks_per_host)}
+
+    def busiest(pair: tuple[Layout, Layout]) -> tuple[int, int]:
+        return _busiest(train_shards[pair[0]], rollout_shards[pair[1]], missing, ranks_per_host)
+
     # min returns the first of equals, and both lists of candidates begin with the unchanged layout.
-    (best_train, _), (best_rollout, _) = min(
-        product(trained, served), key=lambda pair: _busiest(pair[0][1], pair[1][1], missing, ranks_per_host)
-    )
-    return best_train, best_rollout
+    return min(product(train_shards, rollout_shards), key=busiest)
 
 
 def busiest_elements(
@@ -129,13 +128,15 @@ def _orders(layout: Layout, ranks_per_host: int) -> Iterator[list[Digit]]:
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     for order in permutations(axis for axis in AXES if sizes[axis] > 1):
         yield [(axis, sizes[axis]) for axis in order]
-    for parts in product(
-        *([part for part in range(1, size + 1) if size % part == 0] for size in sizes.values())
-    ):
+    for parts in product(*map(_divisors, sizes.values())):
         if prod(parts) == ranks_per_host < len(layout.ranks):
             over_hosts = [(axis, size // part) for (axis, size), part in zip(sizes.items(), parts)]
             for inside in permutations((axis, part) for axis, part in zip(AXES, parts) if part > 1):
                 yield [*inside, *over_hosts]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
@@ -144,25 +145,26 @@ def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
     for axis, size in digits:
         offsets[axis] = [step * stride + offset for step in range(size) for offset in offsets[axis]]
         stride *= size
-    return replace(
-        layout,
-        ranks=tuple(
-            layout.ranks[sum(index)] for index in product(*(offsets[axis] for axis in reversed(AXES)))
-        ),
-    )
+    places = map(sum, product(*(offsets[axis] for axis in reversed(AXES))))
+    return replace(layout, ranks=tuple(layout.ranks[place] for place in places))
 
 
 def _hosts(layout: Layout, ranks_per_host: int) -> list[int]:
     """Return how many hosts the groups of each axis in `NEVER_WIDER` span, the largest first per axis."""
-    hosts, counts, step = [rank // ranks_per_host for rank in layout.ranks], [], 1
+    hosts, counts, stride = [rank // ranks_per_host for rank in layout.ranks], [], 1
     for axis in AXES:
-        size, step = getattr(layout, axis), step * getattr(layout, axis)
+        size = getattr(layout, axis)
         if axis in NEVER_WIDER and size > 1:
-            starts = [start + first for start in range(0, len(hosts), step) for first in range(step // size)]
-            counts += sorted(
-                (len(set(hosts[start : start + step : step // size])) for start in starts), reverse=True
-            )
+            counts += sorted((len(set(group)) for group in _strided(hosts, stride, size)), reverse=True)
+        stride *= size
     return counts
+
+
+def _strided(values: list[int], stride: int, size: int) -> Iterator[list[int]]:
+    """Yield the groups of `size` values that are `stride` apart: those of ranks along one axis."""
+    for block in range(0, len(values), stride * size):
+        for first in range(block, block + stride):
+            yield values[first : first + stride * size : stride]
 
 
 def _shards(layout: Layout) -> Shards:
@@ -171,20 +173,27 @@ def _shards(layout: Layout) -> Shards:
 
 
 def _busiest(
-    held: Shards, slots: Shards, missing: Callable[[frozenset[Shard], int], int], ranks_per_host: int
+    held: Shards, wanted: Shards, missing: Callable[[frozenset[Shard], int], int], ranks_per_host: int
 ) -> tuple[int, int]:
+    """Return the most elements that a rank receives from other hosts and in total.
+
+    Args:
+        held: Megatron's shards.
+        wanted: vLLM's shards, as tp and pp (0) coordinates.
+        missing: elements that vLLM's tensor-parallel rank needs and no shard of the set holds.
+    """
     on_host: dict[int, set[Shard]] = defaultdict(set)
     for rank, shard in held.items():
         on_host[rank // ranks_per_host].add(shard)
     hosts = {host: frozenset(shards) for host, shards in on_host.items()}
     elsewhere = received = 0
     nothing: frozenset[Shard] = frozenset()
-    for slot, of_host, of_rank in {
-        (slot, hosts.get(rank // ranks_per_host, nothing), held.get(rank))
-        for rank, (slot, _) in slots.items()
+    for tp_rank, of_host, of_rank in {
+        (tp_rank, hosts.get(rank // ranks_per_host, nothing), held.get(rank))
+        for rank, (tp_rank, _) in wanted.items()
     }:
-        elsewhere = max(elsewhere, missing(of_host, slot))
-        received = max(received, missing(frozenset([of_rank]) if of_rank else nothing, slot))
+        elsewhere = max(elsewhere, missing(of_host, tp_rank))
+        received = max(received, missing(frozenset([of_rank]) if of_rank else nothing, tp_rank))
     return elsewhere, received
 
 
@@ -198,34 +207,43 @@ class _Counts:
         self.repeats = _repeats(arch, train)
         one, flat = replace(arch, num_layers=1), Layout(tp=train.tp, ranks=tuple(range(train.tp)))
         held = [_rects(megatron_parameters(one, flat, tp, spec=spec)) for tp in range(train.tp)]
-        wanted = [_rects(vllm_parameters(one, rollout.tp, slot)) for slot in range(rollout.tp)]
-        common = {
-            tensor: rects
-            for tensor, rects in held[0].items()
-            if all(other.get(tensor) == rects for other in held)
-        }
-        own = [
-            {tensor: rects for tensor, rects in rects_of.items() if tensor not in common} for rects_of in held
-        ]
+        wanted = [_rects(vllm_parameters(one, rollout.tp, tp_rank)) for tp_rank in range(rollout.tp)]
+        common = _common(held)
+        own = [_without(rects, common) for rects in held]
         # By vLLM's tensor-parallel rank: the elements that it needs, those of them that every tensor-parallel
         # rank of Megatron holds, and those that each of these ranks holds alone.
         self.need = [_meeting(rects, rects) for rects in wanted]
         self.common = [_meeting(rects, common) for rects in wanted]
-        self.own = [[_meeting(rects, mine) for mine in own] for rects in wanted]
+        self.own = [_meetings(rects, own) for rects in wanted]
 
-    def missing(self, shards: frozenset[Shard], slot: int) -> int:
-        """Return the elements that vLLM's tensor-parallel rank `slot` needs and none of `shards` holds."""
+    def missing(self, shards: frozenset[Shard], tp_rank: int) -> int:
+        """Return the elements that vLLM's tensor-parallel rank `tp_rank` needs and none of `shards` holds."""
         stages: dict[int, list[int]] = defaultdict(list)
         for tp, pp in shards:
             stages[pp].append(tp)
         elements = 0
         for pp, repeats in enumerate(self.repeats):
             for part, count in enumerate(repeats):
-                found = self.common[slot][part] * (pp in stages) + sum(
-                    self.own[slot][tp][part] for tp in stages.get(pp, ())
-                )
-                elements += count * (self.need[slot][part] - found)
+                found = self.common[tp_rank][part] * (pp in stages)
+                found += sum(self.own[tp_rank][tp][part] for tp in stages.get(pp, ()))
+                elements += count * (self.need[tp_rank][part] - found)
         return elements
+
+
+def _common(shards: list[Rects]) -> Rects:
+    """Return the tensors of which all shards hold the same rectangles."""
+    common = shards[0]
+    for shard in shards[1:]:
+        common = {tensor: rects for tensor, rects in common.items() if shard.get(tensor) == rects}
+    return common
+
+
+def _without(shard: Rects, common: Rects) -> Rects:
+    return {tensor: rects for tensor, rects in shard.items() if tensor not in common}
+
+
+def _meetings(wanted: Rects, shards: list[Rects]) -> list[tuple[int, int, int]]:
+    return [_meeting(wanted, held) for held in shards]
 
 
 def _meeting(wanted: Rects, held: Rects) -> tuple[int, int, int]:
@@ -233,9 +251,9 @@ def _meeting(wanted: Rects, held: Rects) -> tuple[int, int, int]:
     elements = [0, 0, 0]
     for tensor, rects in wanted.items():
         part = 0 if tensor in EMBEDDING.tensors else 1 if tensor.startswith("model.layers.") else 2
-        elements[part] += sum(
-            area(meet) for meet in (intersect(a, b) for a, b in product(rects, held.get(tensor, ()))) if meet
-        )
+        for pair in product(rects, held.get(tensor, ())):
+            if overlap := intersect(*pair):
+                elements[part] += area(overlap)
     return elements[0], elements[1], elements[2]
 
 

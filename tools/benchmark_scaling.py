@@ -36,7 +36,7 @@ from tools.scaling.report import Report, markdown, write_csv, write_png
 from tools.scaling.rows import Row, at_best, disturbance, measured_row
 from tools.scaling.runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
 from verl_megatron.checks.limits import check_values
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
     MACHINES,

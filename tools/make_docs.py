@@ -2,8 +2,8 @@
 
 python tools/make_docs.py [--check]
 
-Everything comes from the dataclasses of verl_megatron/config.py. With --check nothing is written; exit status 1:
-the page is out of date.
+Everything comes from the dataclasses of verl_megatron/config.py. With --check nothing is written; exit status
+1: the page is out of date.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Finds the layouts for a run on a number of GPUs, and predicts their memory and time per iteration.
 
 python tools/plan.py --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1]
-    [--rows 1024 --prompt 512 --response 1024] [--algorithm ppo]
+    [--samples-per-iteration 1024 --prompt 512 --response 1024] [--algorithm ppo]
     [--best 10] [--json FILE] [SECTION.SETTING=VALUE ...]
 
 Needs neither a GPU nor weights. DIR needs a config.json only; NAME is one of the built-in shapes. Settings
@@ -25,7 +25,9 @@ from yaml import YAMLError
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.limits import check_values
-from verl_megatron.checks.settings import check_planned, refuse, structured
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_planned
 from verl_megatron.config import TrainerConfig
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
@@ -74,16 +76,12 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     Raises:
         ValueError: an unknown setting or an invalid value.
     """
-    samples = given.samples or (8 if given.algorithm == "grpo" else 1)
-    if given.rows % samples:
+    total = given.samples_per_iteration
+    samples = given.samples_per_prompt or (8 if given.algorithm == "grpo" else 1)
+    if total % samples:
         raise ValueError(
-            f"--rows {given.rows} must be a multiple of --samples {samples}, the rows of a prompt; change "
-            "one of them"
-        )
-    if given.rows % given.mini_batches:
-        raise ValueError(
-            f"--rows {given.rows} must be a multiple of --mini-batches {given.mini_batches}; change one of "
-            "them"
+            f"--samples-per-iteration {total} must be a multiple of --samples-per-prompt {samples}; "
+            "change one of them"
         )
     settings = {
         "actor": {"path": given.model},
@@ -91,7 +89,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         "data": {
             "train": "",
             "max_prompt_tokens": given.prompt,
-            "prompts_per_iteration": given.rows // samples,
+            "prompts_per_iteration": total // samples,
             "samples_per_prompt": samples,
         },
         "rollout": {"max_tokens": given.response},
@@ -208,8 +206,8 @@ def parser() -> argparse.ArgumentParser:
         help=f"{', '.join(MACHINES)}, or the .json file that tools/calibrate.py wrote",
     )
     options.add_argument("--hosts", type=count, help=f"default: {HOST_RANKS} GPUs a host")
-    options.add_argument("--rows", type=count, default=1024, help="of an iteration")
-    options.add_argument("--samples", type=count, help="rows of a prompt; default: 8 for grpo, else 1")
+    options.add_argument("--samples-per-iteration", type=count, default=1024, help="of all prompts together")
+    options.add_argument("--samples-per-prompt", type=count, help="default: 8 for grpo, else 1")
     options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
     options.add_argument("--response", type=count, default=1024, help="tokens of a response")
     options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")

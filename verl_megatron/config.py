@@ -2,9 +2,9 @@
 
 Settings have two levels: section and setting. Each part of the program receives only its own section.
 
-`within` is an interval: square brackets are closed ends, round ones open. Upper bounds are where a value stops
-being meaningful, or limits of hardware, vLLM or float32. Limits that depend on the model, the data or the
-machine are in `checks/`.
+`within` is an interval: square brackets are closed ends, round ones open. Upper bounds are where a value
+stops being meaningful, or limits of hardware, vLLM or float32. Limits that depend on the model, the data or
+the machine are in `checks/`.
 """
 
 import os

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from parallel.layout import Layout, parse_devices
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.config import ModelConfig, TrainerConfig
+from verl_megatron.config import ModelConfig, RewardConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,16 @@ class ModelSpec:
     model: ModelConfig
     head: Head
     trainable: bool = False
+
+
+def layout_of(model: ModelConfig | RewardConfig, world_size: int) -> Layout:
+    """Return the layout of a model section on `world_size` ranks, with its ranks in the default order.
+
+    Raises:
+        ValueError: the layout or the devices are not understood, or do not go with the ranks.
+    """
+    stage_layers = tuple(model.stage_layers) if isinstance(model, ModelConfig) else ()
+    return Layout.parse(model.layout, parse_devices(model.devices, world_size), stage_layers)
 
 
 def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:

@@ -18,20 +18,20 @@ from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.algorithms.kl import make_controller
 from verl_megatron.checks.folders import find_not_finite, roles_of
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor, PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
-from verl_megatron.model_specs import ModelSpec, models_of
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import Role, layout_of, make_role
+from verl_megatron.roles.role import Role, make_role
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampler import Draw, Sampler
 from verl_megatron.rollout.sampling import Sampling
@@ -178,12 +178,12 @@ class _Parts:
     def __init__(self, config: TrainerConfig, watchdog: Watchdog, arch: Architecture, world: RankSet):
         self.config, self.watchdog, self.world = config, watchdog, world
         self.clock = PhaseTimer(device.synchronize)
-        self.usual = layout_of(config.actor, world)
+        self.usual = layout_of(config.actor, world.size)
         serving = Layout.parse(f"tp{config.rollout.tp}", ranks=world.ranks)
         self.train, self.rollout = place(arch, self.usual, serving, ranks_per_host=device.ranks_per_host())
 
     def role(self, spec: ModelSpec) -> Role:
-        config, layout, algorithm = self.config, layout_of(spec.model, self.world), self.config.algorithm
+        config, layout, algorithm = self.config, layout_of(spec.model, self.world.size), self.config.algorithm
         idle = algorithm.critic_warmup if spec.name == "actor" else 0
         steps = (
             max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.num_mini_batches

@@ -90,7 +90,7 @@ class SavedState:
         self._background.wait()  # its host copies are reused
         step, run = self.step, self.config.run
         manifest = self._manifest() | {"cursor": cursor or self.run.source.cursor.state_dict(), "roles": {}}
-        snapshots, own = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
+        snapshots, rank_state = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
         if run.async_save:
             snapshots = list(snapshots)  # copy all now; otherwise one at a time, as they are written
 
@@ -99,7 +99,9 @@ class SavedState:
                 for name, snapshot in snapshots:
                     snapshot.write(scratch / name, ranks)
 
-            checkpoints.save(self.folder, ranks, step=step, manifest=manifest, own=own, write=write_roles)
+            checkpoints.save(
+                self.folder, ranks, step=step, manifest=manifest, rank_state=rank_state, write=write_roles
+            )
             checkpoints.remove_old(
                 self.folder, ranks, step=step, keep_last=run.keep_last_k, keep_best=run.keep_best_k
             )
@@ -144,7 +146,7 @@ class SavedState:
         """Attach the current iteration's samples to the checkpoint that it starts from, if there is one."""
         if self._newest is None or collected is self._resumed:
             return
-        own = {
+        rank_state = {
             "made_with": self._made_with(),
             "batch": collected.batch.tensors(),
             "sums": collected.sums.state_dict(),
@@ -156,7 +158,7 @@ class SavedState:
 
         def add(ranks: RankSet) -> None:
             try:
-                checkpoints.add(path, SAMPLES, own, ranks)
+                checkpoints.attach(path, SAMPLES, rank_state, ranks)
             except CheckpointError as error:
                 self.say(f"warning: {error}; a run that ends now collects them anew")
 
@@ -209,12 +211,12 @@ class SavedState:
     def _record(self, path: Path, learnt: dict[str, float]) -> None:
         if self.world.is_first:
             try:
-                checkpoints.tell(path, RECORDED, learnt)
+                checkpoints.write_record(path, RECORDED, learnt)
             except OSError as error:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
     def _verify(self, path: Path, learnt: dict[str, float]) -> None:
-        recorded = resume.told(path, RECORDED, self.world, say=self.say, check=recorded_problem)
+        recorded = resume.read_record(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
                 f"run.resume=verify: there is no sound record of iteration {self.step}, "
@@ -276,7 +278,7 @@ class SavedState:
                 f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
                 self.world,
             ):
-                random_state.set_rng_state(resume.own_state(path, self.world).get("rng"))
+                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng"))
         else:
             random_state.seed_anew(
                 self.run.learner.actor.engine.groups, seed=self.config.run.seed, step=self.step
@@ -293,7 +295,7 @@ class SavedState:
         )
 
     def _resume_samples(self, path: Path) -> None:
-        found = resume.added(path, SAMPLES, self.world, say=self.say, check=samples_problem)
+        found = resume.read_attachment(path, SAMPLES, self.world, say=self.say, check=samples_problem)
         if found is None or self.step == self.config.run.iterations:
             return
         parts, world_size = found

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def main(overrides: "DictConfig") -> None:
-    from verl_megatron.checks.settings import structured
+    from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SFTConfig
     from verl_megatron.sft_trainer import SFTTrainer
 

@@ -7,19 +7,20 @@ from torch import Tensor
 
 from parallel import device
 from parallel.rank_set import RankSet, agree, world
-from parallel.runtime.refusal import shown, speak_once
+from parallel.runtime.refusal import short_repr, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import token_mean
 from verl_megatron.checks.folders import find_not_finite
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Demonstration, PromptCursor
 from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.model_specs import layout_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.timeline import record_timeline, write_timeline
@@ -27,7 +28,7 @@ from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import Role, layout_of, make_role
+from verl_megatron.roles.role import Role, make_role
 
 
 class SFTTrainer:
@@ -40,7 +41,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig):
         speak_once()
         if not isinstance(config, SFTConfig):
-            raise ValueError(f"config={shown(config)} is a {type(config).__name__}; give an SFTConfig")
+            raise ValueError(f"config={short_repr(config)} is a {type(config).__name__}; give an SFTConfig")
         check_versions(vllm=False)
         device.initialize()
         self.config, self.world = config, world()
@@ -83,7 +84,7 @@ class SFTTrainer:
         learning = dict(seed=run.seed, temperature=1.0, train_steps=run.iterations, progress=watchdog.beat)
         actor = make_role(
             config.actor,
-            layout_of(config.actor, self.world),
+            layout_of(config.actor, self.world.size),
             self.world,
             arch=arch,
             engine=config.engine,

@@ -8,10 +8,11 @@ from pathlib import Path
 from parallel import device
 from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
-from parallel.runtime.refusal import shown, speak_once
+from parallel.runtime.refusal import short_repr, speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
-from verl_megatron.checks.settings import batch_arithmetic, refuse
+from verl_megatron.checks.batches import batch_arithmetic
+from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions, optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -57,12 +58,12 @@ class RLTrainer:
         speak_once()
         if use_vllm is not True:
             raise ValueError(
-                f"use_vllm={shown(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True"
+                f"use_vllm={short_repr(use_vllm)}: rollouts come from vLLM only; leave use_vllm at True"
             )
         config = TrainerConfig() if config is None else config
         if not isinstance(config, TrainerConfig):
             raise ValueError(
-                f"config={shown(config)} is a {type(config).__name__}; give a TrainerConfig, "
+                f"config={short_repr(config)} is a {type(config).__name__}; give a TrainerConfig, "
                 "such as that of get_trainer_config()"
             )
         config.actor.path = actor_model or config.actor.path

@@ -68,13 +68,20 @@ def together(action: str, ranks: RankSet) -> Iterator[None]:
 
 
 def save(
-    folder: Path, ranks: RankSet, *, step: int, manifest: dict, own: dict, write: Callable[[Path], None]
+    folder: Path,
+    ranks: RankSet,
+    *,
+    step: int,
+    manifest: dict,
+    rank_state: dict,
+    write: Callable[[Path], None],
 ) -> Path:
     """Write the checkpoint of a step, replacing an earlier one of the same step.
 
     Args:
         manifest: entries besides the step, the number of ranks and the files; JSON values.
-        own: this rank's state, of types that `torch.load(weights_only=True)` reads; `own_state` returns it.
+        rank_state: of this rank, of types that `torch.load(weights_only=True)` reads; `read_rank_state`
+            returns it.
         write: writes the shared files to the given folder.
 
     Raises:
@@ -97,7 +104,7 @@ def save(
             raise CheckpointError(f"{action}: {cause} (rank {rank})") from None
         with together(action, ranks):
             with (scratch / f"rank_{ranks.rank}.pt").open("wb") as file:
-                torch.save(own, file)
+                torch.save(rank_state, file)
         files = _describe_files(scratch, action, ranks)
         with together(action, ranks):
             if is_first:
@@ -203,8 +210,8 @@ def _sync(path: Path) -> None:
 # ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
-def add(path: Path, name: str, own: dict, ranks: RankSet) -> None:
-    """Add this rank's `own` (as in `save`) to the checkpoint in `path` as `name`, replacing an earlier one.
+def attach(path: Path, name: str, rank_state: dict, ranks: RankSet) -> None:
+    """Attach this rank's state (as in `save`) to the checkpoint in `path` as `name`; replaces an earlier one.
 
     Raises:
         CheckpointError: a rank could not write; the checkpoint is unchanged.
@@ -213,7 +220,7 @@ def add(path: Path, name: str, own: dict, ranks: RankSet) -> None:
     with together(action, ranks):
         file = path / f"{name}_{ranks.rank}.pt"
         file.with_suffix(PARTIAL).unlink(missing_ok=True)
-        torch.save(own, file.with_suffix(PARTIAL))
+        torch.save(rank_state, file.with_suffix(PARTIAL))
         written = {file.name: _describe_file(file.with_suffix(PARTIAL))}
     parts = ranks.all_gather_object(written)
     files = {name: description for part in parts for name, description in part.items()}
@@ -225,18 +232,18 @@ def add(path: Path, name: str, own: dict, ranks: RankSet) -> None:
         os.replace(file.with_suffix(PARTIAL), file)
     with together(action, ranks):
         if is_first:
-            tell(path, name, {"world_size": ranks.size, "files": files})
+            write_record(path, name, {"world_size": ranks.size, "files": files})
 
 
-def tell(path: Path, name: str, told: dict) -> None:
-    """Write the metadata `told` (JSON values) atomically to the checkpoint in `path`; not collective.
+def write_record(path: Path, name: str, record: dict) -> None:
+    """Write a record of JSON values atomically to the checkpoint in `path`; not collective.
 
     Raises:
         OSError: it cannot be written, or the checkpoint is not what was saved.
     """
     scratch = path / f"{name}{PARTIAL}"
     try:
-        text = sealed({"of": read_sealed(path / MANIFEST)[SEAL], "told": told})
+        text = sealed({"of": read_sealed(path / MANIFEST)[SEAL], "told": record})
     except ValueError as error:
         raise OSError(str(error)) from None
     scratch.unlink(missing_ok=True)

@@ -98,8 +98,11 @@ def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
     """Rename them; checkpoints renamed before stay. Not collective: the first rank calls it."""
     if not paths:
         return []
-    numbers = ("", *range(2, 10_000))
-    free = next(n for n in numbers if not any(os.path.lexists(f"{path}{suffix}{n}") for path in paths))
+
+    def is_free(number: int | str) -> bool:
+        return not any(os.path.lexists(f"{path}{suffix}{number}") for path in paths)
+
+    free = next(filter(is_free, ("", *range(2, 10_000))))
     aside = [path.with_name(f"{path.name}{suffix}{free}") for path in paths]
     for path, new in zip(paths, aside):
         os.replace(path, new)
@@ -149,7 +152,7 @@ def _pickle_problem(path: Path, manifest: dict, ranks: RankSet) -> str | None:
     """Return an error message if a pickle that this rank will read is invalid."""
     try:
         if manifest["world_size"] == ranks.size:
-            own_state(path, ranks)
+            read_rank_state(path, ranks)
         for name in manifest["files"] if ranks.is_first else ():
             if name.endswith(f"/{metadata.FILE}"):
                 folder = name.removesuffix(metadata.FILE)
@@ -187,8 +190,8 @@ def refuse_other_models(path: Path, manifest: dict, models: dict[str, dict]) -> 
                 )
 
 
-def own_state(path: Path, ranks: RankSet) -> dict:
-    """Return the `own` that this rank passed to `save`; requires the same number of ranks. Not collective.
+def read_rank_state(path: Path, ranks: RankSet) -> dict:
+    """Return the state that this rank passed to `save`; requires the same number of ranks. Not collective.
 
     Raises:
         ValueError: it is not what a run saves, or would run code.
@@ -199,10 +202,10 @@ def own_state(path: Path, ranks: RankSet) -> dict:
 # ---- additions to a checkpoint -----------------------------------------------------------------------------
 
 
-def told(
+def read_record(
     path: Path, name: str, ranks: RankSet, *, say: Callable[[str], None], check: Check = _anything
 ) -> dict | None:
-    """Return the metadata that `tell` wrote, on every rank; None, with a warning if it is unusable."""
+    """Return what `write_record` wrote, on every rank; None, with a warning if it is unusable."""
 
     def read() -> tuple[dict | None, str | None]:
         try:
@@ -224,17 +227,17 @@ def told(
     return found
 
 
-def added(
+def read_attachment(
     path: Path, name: str, ranks: RankSet, *, say: Callable[[str], None], check: Check = _anything
 ) -> tuple[list[dict], int] | None:
-    """Return what `add` wrote, if it is undamaged, and the number of ranks that wrote it.
+    """Return what `attach` wrote, if it is undamaged, and the number of ranks that wrote it.
 
     With the same number of ranks now, each gets its own part; otherwise each gets all parts.
 
     Args:
         check: returns an error message for an unusable part of a rank; then nothing is used.
     """
-    listed = told(path, name, ranks, say=say, check=lambda listed: _listing_problem(listed, name))
+    listed = read_record(path, name, ranks, say=say, check=lambda listed: _listing_problem(listed, name))
     if listed is None:
         return None
     problem, parts = _damage_among(path, listed["files"], ranks), []

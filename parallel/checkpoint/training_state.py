@@ -1,24 +1,19 @@
 """A trained model on disk: a folder in Megatron-Core's torch_dist format, for any layout and optimizer.
 
 A parameter is saved as three float32 tensors of its full shape: the optimizer's master value (the weight is
-this or its rounding) and Adam's two moments. In a data-parallel group each parameter has one owner rank,
-which alone writes it, or reads and broadcasts it.
-
-Only the model's sharded state dict comes from Megatron-Core. Those of its optimizers differ between plain and
-distributed ones, and with torch's AdamW the latter share one step between parameters. Its asynchronous
-writer, which starts processes, is not used either.
+this or its rounding) and Adam's two moments. Megatron-Core's asynchronous writer, which starts processes, is
+not used.
 """
 
 import json
 import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_state
@@ -31,6 +26,16 @@ from torch.futures import Future
 from parallel import device
 from parallel.checkpoint.folders import writing_threads
 from parallel.checkpoint.metadata import read_tensor_table
+from parallel.checkpoint.optimizer_shards import (
+    MOMENTS,
+    VALUE,
+    OptimizerShard,
+    broadcast_whole,
+    gather_whole,
+    is_distributed,
+    optimizer_shards,
+    optimizer_step,
+)
 from parallel.checkpoint.sealed import shortened
 from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet
@@ -50,108 +55,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-from parallel.megatron import megatron_globals
-
-VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
-_PIECE = 2**24  # elements converted to float64 at a time
-
-
-@dataclass(kw_only=True)
-class Learned:
-    """One parameter of this rank: its sharded description, and the part that the optimizer steps on here."""
-
-    name: str
-    weight: Tensor
-    sharded: ShardedTensor | ShardedTensorFactory
-    holder: int  # owner's rank within the data-parallel group
-    inner: torch.optim.Optimizer | None = None  # None: the part is empty
-    value: Tensor | None = (
-        # what `inner` steps on: elements `start` to `stop` of the flattened parameter
-        None
-    )
-    start: int = 0
-    stop: int = 0
-
-    def part(self, kind: str) -> Tensor | None:
-        """Return the optimizer's part of the value or of a moment on this rank."""
-        return (
-            self.value
-            if kind == VALUE or self.value is None
-            else self.inner.state.get(self.value, {}).get(kind)
-        )
-
-
-def learned(chunks: list, optimizer, groups: ProcessGroups) -> list[Learned]:
-    """Return all parameters of a member's chunks, in the same order on the ranks of a data-parallel group."""
-    found, loads = {}, [0] * groups.dp_cp.size()
-    for number, chunk in enumerate(chunks):
-        with megatron_globals(groups):
-            described = chunk.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
-        for name, sharded in described.items():
-            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(
-                sharded.data, torch.nn.Parameter
-            ):
-                holder = loads.index(min(loads))
-                loads[holder] += sharded.data.numel()
-                found[sharded.data] = Learned(
-                    name=f"{number}.{name}", weight=sharded.data, sharded=sharded, holder=holder
-                )
-    missing = [
-        name
-        for chunk in chunks
-        for name, parameter in chunk.module.named_parameters()
-        if parameter not in found
-    ]
-    assert not missing, f"Megatron-Core describes no checkpoint of {missing}"
-    for part in _parts(optimizer):
-        _add_ranges(part, found)
-    return list(found.values())
-
-
-def _parts(optimizer) -> list:
-    """Return Megatron-Core's optimizers that have parameters, from one that may be a chain."""
-    return [
-        part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None
-    ]
-
-
-def _add_ranges(optimizer, found: dict[Tensor, Learned]) -> None:
-    """Fill in which part of each parameter this Megatron optimizer steps on."""
-    inner = optimizer.optimizer
-    if isinstance(optimizer, DistributedOptimizer):
-        for weight, (group, place) in optimizer.model_param_group_index_map.items():
-            span, known = optimizer._get_model_param_range_map(weight)["param"], found[weight]
-            known.inner, known.value, known.start, known.stop = (
-                inner,
-                inner.param_groups[group]["params"][place],
-                span.start,
-                span.end,
-            )
-        return
-    stepped = {id(value) for group in inner.param_groups for value in group["params"]}
-    for weight, known in found.items():
-        value = next(
-            (value for value in (getattr(weight, "main_param", None), weight) if id(value) in stepped), None
-        )
-        if value is not None:
-            known.inner, known.value, known.start, known.stop = inner, value, 0, weight.numel()
-
-
-def optimizer_step(parameters: list[Learned], groups: ProcessGroups) -> int:
-    """Return the number of steps so far, the same on every member.
-
-    Megatron's FusedAdam counts them per group, torch's AdamW per parameter.
-    """
-    steps = [0]
-    for inner in {id(one.inner): one.inner for one in parameters if one.inner is not None}.values():
-        steps += [
-            int(holder["step"]) for holder in (*inner.param_groups, *inner.state.values()) if "step" in holder
-        ]
-    most = torch.tensor(max(steps), device=device.device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.members.device_group)
-    return int(most)
 
 
 class HostCopies:
@@ -174,8 +77,12 @@ class HostCopies:
         Raises:
             ValueError: it cannot be pinned.
         """
-        mine = [one for one in learned(chunks, optimizer, groups) if one.holder == groups.dp_cp.rank()]
-        shapes = {f"{one.name}/{kind}": one.weight.shape for one in mine for kind in (VALUE, *MOMENTS)}
+        shapes = {
+            f"{shard.name}/{kind}": shard.weight.shape
+            for shard in optimizer_shards(chunks, optimizer, groups)
+            for kind in (VALUE, *MOMENTS)
+            if shard.owner == groups.dp_cp.rank()
+        }
         memory = device.host_memory(
             sum(shape.numel() for shape in shapes.values()) * torch.float32.itemsize, owner=self
         )
@@ -193,77 +100,39 @@ def gather(
 ) -> tuple[dict[str, Tensor], int]:
     """Return float32 host tensors of all parameters that this rank owns, and the optimizer's step.
 
-    Before the first step there are no moments. On a GPU the current stream may
-    still be filling the tensors.
+    Before the first step there are no moments. On a GPU the current stream may still be filling the tensors.
     """
-    parameters = learned(chunks, optimizer, groups)
-    step = optimizer_step(parameters, groups)
-    is_split = groups.dp_cp.size() > 1 and any(
-        isinstance(part, DistributedOptimizer) for part in _parts(optimizer)
-    )
+    shards = optimizer_shards(chunks, optimizer, groups)
+    step = optimizer_step(shards, groups)
+    is_split = groups.dp_cp.size() > 1 and is_distributed(optimizer)
     tensors = {}
-    for one in parameters:
-        is_mine = one.holder == groups.dp_cp.rank()
+    for shard in shards:
+        is_mine = shard.owner == groups.dp_cp.rank()
         for kind in (VALUE, *MOMENTS) if step else (VALUE,):
             if not (is_mine or is_split):
                 continue
-            whole = _whole(one, kind, groups) if is_split else one.part(kind)
+            whole = gather_whole(shard, kind, groups) if is_split else shard.part(kind)
             if is_mine:
-                # None: the parameter never had a gradient
-                whole = torch.zeros_like(one.weight, dtype=torch.float32) if whole is None else whole.detach()
-                tensors[f"{one.name}/{kind}"] = copies.copy(
-                    f"{one.name}/{kind}", whole.view(one.weight.shape)
-                )
+                if whole is None:  # the parameter never had a gradient
+                    whole = torch.zeros_like(shard.weight, dtype=torch.float32)
+                name = f"{shard.name}/{kind}"
+                tensors[name] = copies.copy(name, whole.detach().view(shard.weight.shape))
     return tensors, step
 
 
-def _whole(one: Learned, kind: str, groups: ProcessGroups) -> Tensor:
-    """Gather one parameter of a data-parallel group: [N] float32 on its owner rank; undefined elsewhere."""
-    whole, part = (
-        torch.zeros(one.weight.numel(), dtype=torch.float32, device=one.weight.device),
-        one.part(kind),
-    )
-    if part is not None:
-        whole[one.start : one.stop] = part.detach().flatten()
-    # Summed as integers: each element is 0 on all ranks but one, so the bits are preserved.
-    dist.reduce(whole.view(torch.int32), dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
-    return whole
-
-
-def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
-    """Return Euclidean norms of the values and of Adam's moments of the whole model.
-
-    Each element counts once, whatever the layout. A collective over the layout's ranks; the same result on
-    each.
-    """
-    is_split = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
-    squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
-    for one in learned(chunks, optimizer, groups):
-        is_counted = is_main_replica((*one.sharded.replica_id[:-1], 0)) and (
-            is_split or one.holder == groups.dp_cp.rank()
-        )
-        for place, kind in enumerate((VALUE, *MOMENTS)):
-            if is_counted and (part := one.part(kind)) is not None:
-                # converting all at once to float64 may take gigabytes
-                for piece in part.detach().flatten().split(_PIECE):
-                    squares[place] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-    dist.all_reduce(squares, group=groups.members.device_group)
-    return {f"norm/{kind}": value for kind, value in zip((VALUE, *MOMENTS), squares.sqrt().tolist())}
-
-
-def _describe(parameters: list[Learned], tensors: dict[str, Tensor]) -> dict:
+def _describe(shards: list[OptimizerShard], tensors: dict[str, Tensor]) -> dict:
     """Return Megatron-Core's description of `tensors`, which this rank owns.
 
     Replica ids distinguish tensor-parallel and tied copies.
     """
     described = {}
-    for one in parameters:
+    for shard in shards:
         for kind in (VALUE, *MOMENTS):
-            tensor, sharded = tensors.get(f"{one.name}/{kind}"), one.sharded
+            tensor, sharded = tensors.get(f"{shard.name}/{kind}"), shard.sharded
             if tensor is not None:
                 key = sharded.key if kind == VALUE else f"optimizer.state.{kind}.{sharded.key}"
                 dtype = {"dtype": tensor.dtype} if isinstance(sharded, ShardedTensor) else {}
-                described[f"{one.name}/{kind}"] = replace(
+                described[f"{shard.name}/{kind}"] = replace(
                     sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype
                 )
     return described
@@ -273,7 +142,7 @@ class Snapshot:
     """Result of `gather`, ready to be written, also by another thread; empty on a rank without the model."""
 
     def __init__(self, tensors: dict[str, Tensor], chunks: list, optimizer, groups: ProcessGroups):
-        state = _describe(learned(chunks, optimizer, groups), tensors) if groups.is_member else {}
+        state = _describe(optimizer_shards(chunks, optimizer, groups), tensors) if groups.is_member else {}
         apply_factories(state)
         shards = defaultdict(list)
         for sharded in nested_values(state):
@@ -359,21 +228,19 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
             model is missing.
     """
     read_tensor_table(folder)  # torch's reader unpickles it without a check
-    parameters = learned(chunks, optimizer, groups) if groups.is_member else []
+    shards = optimizer_shards(chunks, optimizer, groups) if groups.is_member else []
     kinds = (VALUE, *MOMENTS) if step else (VALUE,)
-    mine = [one for one in parameters if one.holder == groups.dp_cp.rank()]
+    mine = [shard for shard in shards if shard.owner == groups.dp_cp.rank()]
     wanted = _describe(
-        mine, {f"{one.name}/{kind}": torch.empty(one.weight.shape) for one in mine for kind in kinds}
+        mine, {f"{shard.name}/{kind}": torch.empty(shard.weight.shape) for shard in mine for kind in kinds}
     )
     merges = dict(wanted)
     apply_factories(wanted)
     loaded = {}
     try:
         loaded, cause = TorchDistLoadShardedStrategy().load(wanted, folder), None
-    except (
-        CheckpointException
-        # not a subclass of Exception; Megatron-Core 0.19 raises it only on the affected ranks
-    ) as error:
+    # not a subclass of Exception; Megatron-Core 0.19 raises it only on the affected ranks
+    except CheckpointException as error:
         cause = str(next(iter(error.failures.values()))[0])
     except Exception as error:  # its readers raise nearly anything for broken files
         cause = f"{type(error).__name__}: {error}"
@@ -386,44 +253,7 @@ def read(folder: Path, chunks: list, optimizer, groups: ProcessGroups, *, step: 
         name: sharded for name, sharded in merges.items() if isinstance(sharded, ShardedTensorFactory)
     }
     loaded = apply_factory_merges(loaded, factories)
-    for one in parameters:
+    for shard in shards:
         for kind in kinds:
-            _put(one, kind, _handed_round(one, loaded.pop(f"{one.name}/{kind}", None), groups))
-        _set_step(one, step)
-
-
-def _handed_round(one: Learned, tensor: Tensor | None, groups: ProcessGroups) -> Tensor:
-    """Broadcast the owner rank's flattened tensor; returns [N] float32 on the weight's device."""
-    if tensor is None:
-        whole = torch.empty(one.weight.numel(), dtype=torch.float32, device=one.weight.device)
-    else:
-        whole = tensor.to(one.weight.device).flatten()
-    if groups.dp_cp.size() > 1:
-        dist.broadcast(whole, dist.get_global_rank(groups.dp_cp, one.holder), group=groups.dp_cp)
-    return whole
-
-
-@torch.no_grad()
-def _put(one: Learned, kind: str, whole: Tensor) -> None:
-    if kind == VALUE:
-        one.weight.copy_(whole.view(one.weight.shape))
-    if one.value is None:
-        return
-    part, state = whole[one.start : one.stop].view(one.value.shape), one.inner.state
-    if kind == VALUE:
-        one.value.copy_(part)
-    elif kind in state[one.value]:
-        state[one.value][kind].copy_(part)
-    else:
-        state[one.value][kind] = part.clone()
-
-
-def _set_step(one: Learned, step: int) -> None:
-    if one.inner is None or not step:
-        return
-    if isinstance(one.inner, torch.optim.Adam | torch.optim.AdamW):
-        # one per parameter, on the CPU wherever the parameter is
-        one.inner.state[one.value]["step"] = torch.tensor(float(step))
-    else:
-        for group in one.inner.param_groups:
-            group["step"] = step
+            shard.put(kind, broadcast_whole(shard, loaded.pop(f"{shard.name}/{kind}", None), groups))
+        shard.put_step(step)

@@ -3,7 +3,7 @@
 import os
 import re
 
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 
 MOST_RANKS = 1 << 17  # upper bound on the world size: more than any cluster starts, few enough to list
 # Variable: smallest and largest integer.
@@ -37,11 +37,12 @@ def check_environment() -> None:
             re.fullmatch("[0-9]{1,7}", text) and low <= int(text) <= high
         ):
             problems.append(
-                f"{name}={shown(text)} must be a whole number from {low} to {high}; set it so, or unset it"
+                f"{name}={short_repr(text)} must be a whole number from {low} to {high}; set it so, or "
+                "unset it"
             )
     for name, (pattern, meaning) in TEXTS.items():
         if (text := os.environ.get(name)) and not re.fullmatch(pattern, text):
-            problems.append(f"{name}={shown(text)} must be {meaning}; set it so, or unset it")
+            problems.append(f"{name}={short_repr(text)} must be {meaning}; set it so, or unset it")
     problems = problems or _contradictions()
     if problems:
         raise ValueError("; ".join(problems))

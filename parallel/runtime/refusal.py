@@ -6,6 +6,7 @@ torchrun's report includes the message. Only the standard library is imported.
 import difflib
 import json
 import os
+import reprlib
 import signal
 import sys
 import time
@@ -26,6 +27,11 @@ class RefusalError(ValueError):
 
 # ---- text --------------------------------------------------------------------------------------------------
 
+_SHORT = reprlib.Repr()  # reads no more of a large value than is shown
+_SHORT.maxlevel = 4
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 30
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = sys.maxsize  # `_cut` says how much is left out
+
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """Return `, did you mean "x"?` for the closest of `names`, or an empty string."""
@@ -33,10 +39,10 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f', did you mean "{close[0]}"?' if close else ""
 
 
-def shown(value: object) -> str:
-    """Return `value` as Python writes it, without its middle if it is long."""
+def short_repr(value: object, *, limit: int = VALUE) -> str:
+    """Return `value` as Python writes it, for a message: long, large and deep values are cut."""
     try:
-        return _cut(repr(value), VALUE)
+        return _cut(_SHORT.repr(value), limit)
     except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
         return f"a {type(value).__name__} that is too long to be shown"
 
@@ -46,15 +52,11 @@ def readable(text: str) -> str:
     lines = text.split("\n")
     if len(lines) > LINES:
         lines = [*lines[: LINES // 2], f"... ({len(lines) - LINES:,} lines)", *lines[-LINES // 2 :]]
-    return "\n".join(
-        _cut(
-            "".join(
-                letter if letter.isprintable() else repr(letter)[1:-1] for letter in _cut(line, 2 * LINE)
-            ),
-            LINE,
-        )
-        for line in lines
-    )
+    return "\n".join(_cut(_printable(_cut(line, 2 * LINE)), LINE) for line in lines)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -9,8 +9,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.runtime.refusal import short_repr
 from parallel.weights.config_keys import HARMLESS, class_names, lengths, refusals, typed
-from parallel.weights.json_files import is_count, read_object, shown
+from parallel.weights.json_files import is_count, read_object
 from parallel.weights.rope import DEFAULT_ROPE_THETA, RopeScaling, YarnRope, read_rope, write_rope
 
 HEADS = {"lm": "ForCausalLM", "token": "ForTokenClassification", "sequence": "ForSequenceClassification"}
@@ -113,7 +114,7 @@ class Architecture:
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
             raise ValueError(
-                f"{source}: model_type={shown(model_type)} is not supported; supported are"
+                f"{source}: model_type={short_repr(model_type)} is not supported; supported are"
                 f" {', '.join(FAMILIES)}"
             )
         problems: list[str] = []
@@ -184,8 +185,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             )
     except OSError as error:  # a path that is too long, or a parent folder without permission
         raise ValueError(
-            f"model folder {shown(str(folder))} cannot be read ({error.strerror}); give the path of a Hugging"
-            " Face folder"
+            f"model folder {short_repr(str(folder))} cannot be read ({error.strerror}); give the path of a "
+            "Hugging Face folder"
         ) from None
     return read_object(path)
 
@@ -221,8 +222,8 @@ def _sliding_window(config: Mapping[str, Any], family: Family, values: Mapping[s
         return []
     remedy = f"set sliding_window to null or max_position_embeddings to {window!r}, if no sequence is longer"
     return [
-        f"sliding_window={shown(window)} is in use and shorter than max_position_embeddings={longest}, which"
-        f" is not supported; {remedy}"
+        f"sliding_window={short_repr(window)} is in use and shorter than max_position_embeddings={longest}, "
+        f"which is not supported; {remedy}"
     ]
 
 
@@ -239,14 +240,14 @@ def _window_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
         ("max_window_layers", is_count, "a whole number"),
     ):
         if key in config and not is_right(config[key]):
-            problems.append(f"{key}={shown(config[key])} must be {wanted}")
+            problems.append(f"{key}={short_repr(config[key])} must be {wanted}")
     types = config.get("layer_types")
     if types is None:
         return problems
     if not isinstance(types, list):
-        problems.append(f"layer_types={shown(types)} must be a list or null")
+        problems.append(f"layer_types={short_repr(types)} must be a list or null")
     elif other := [kind for kind in types if kind != "full_attention"]:
-        problems.append(f"layer_types names {shown(other[0])}; only full_attention is supported")
+        problems.append(f"layer_types names {short_repr(other[0])}; only full_attention is supported")
     elif len(types) != num_layers:
         problems.append(
             f"layer_types has {len(types)} entries, one for each of num_hidden_layers={num_layers} is needed"

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any
 
-from parallel.weights.json_files import is_count, shown, shown_key
+from parallel.runtime.refusal import short_repr
+from parallel.weights.json_files import is_count, shown_key
 
 NO_CODE = "folders with model code of their own are not supported"
 DECODER = "these models are decoders alone"
@@ -128,9 +129,9 @@ def typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null:
     elif value is None and may_be_null:
         return None
     elif type(value) not in types or (kind is not bool and not 0 < value < math.inf):
-        problems.append(f"{key}={shown(value)} must be {wanted}")
+        problems.append(f"{key}={short_repr(value)} must be {wanted}")
     elif kind is not bool and value > most:
-        problems.append(f"{key}={shown(value)} is larger than any model's (at most {most:g})")
+        problems.append(f"{key}={short_repr(value)} is larger than any model's (at most {most:g})")
     else:
         return kind(value)
     return None
@@ -146,11 +147,11 @@ def refusals(config: Mapping[str, Any], sizes: set[str]) -> list[str]:
     for key, (values, reason) in FIXED.items():
         if key in config and not any(_same(config[key], value) for value in values):
             allowed = " or ".join(map(repr, values))
-            problems.append(f"{key}={shown(config[key])} is not supported (only {allowed}): {reason}")
+            problems.append(f"{key}={short_repr(config[key])} is not supported (only {allowed}): {reason}")
     known = sizes | FIXED.keys() | READ_SEPARATELY | OF_THE_HEAD | HARMLESS
     problems += [
-        f"{shown_key(key)}={shown(value)} is not understood and may change the mathematics; remove it if it"
-        " does not"
+        f"{shown_key(key)}={short_repr(value)} is not understood and may change the mathematics; remove it "
+        "if it does not"
         for key, value in config.items()
         if key not in known and value is not None
     ]
@@ -163,8 +164,8 @@ def lengths(config: Mapping[str, Any], max_positions: int) -> list[str]:
     Such a value is not an integer, or would limit vLLM to shorter sequences.
     """
     return [
-        f"{key}={shown(value)} is no whole number from max_position_embeddings={max_positions} on, and vLLM"
-        " limits rows by it; set it to null"
+        f"{key}={short_repr(value)} is no whole number from max_position_embeddings={max_positions} on, and "
+        "vLLM limits rows by it; set it to null"
         for key in LENGTHS
         if (value := config.get(key)) is not None and not (is_count(value) and value >= max_positions)
     ]
@@ -184,7 +185,7 @@ def class_names(config: Mapping[str, Any], stem: str) -> list[str]:
     ):
         return []
     return [
-        f"architectures={shown(names)} must be a list of {', '.join(sorted(known))}; others may compute"
+        f"architectures={short_repr(names)} must be a list of {', '.join(sorted(known))}; others may compute"
         " something else"
     ]
 

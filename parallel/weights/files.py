@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
-from parallel.weights.json_files import is_count, parse_object, read_object, reason_of, shown, shown_key
+from parallel.weights.json_files import is_count, parse_object, read_object, reason_of, shown_key
 from parallel.weights.shard import Block, ShardedParameter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -220,7 +221,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not weight_map:
         raise ValueError(f"{path} names no tensors; copy it again from its source")
     files = sorted(set(weight_map.values()))
-    if wrong := [shown(name) for name in files if not _is_plain(name)]:
+    if wrong := [short_repr(name) for name in files if not _is_plain(name)]:
         raise ValueError(
             f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one,"
             " without a folder"
@@ -294,8 +295,8 @@ def _open(path: Path) -> Any:
         ) from None
     if actual != expected:
         raise ValueError(
-            f"{path} is truncated or garbled: its header describes {shown(expected)} bytes and the file has"
-            f" {actual}; {again}"
+            f"{path} is truncated or garbled: its header describes {short_repr(expected)} bytes and the "
+            f"file has {actual}; {again}"
         )
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -307,7 +308,7 @@ def _end(entry: Any) -> int:
     """Return the end offset of a tensor's bytes, from its entry in a header."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
-        raise ValueError(f"it describes a tensor as {shown(entry)}")
+        raise ValueError(f"it describes a tensor as {short_repr(entry)}")
     return offsets[1]
 
 

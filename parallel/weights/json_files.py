@@ -1,9 +1,10 @@
-"""Strict reading of JSON objects, with errors that name the fault, and short forms of values for messages."""
+"""Strict reading of JSON objects, with errors that name the fault."""
 
 import json
-import reprlib
 from pathlib import Path
 from typing import Any
+
+from parallel.runtime.refusal import short_repr
 
 MOST_BYTES = 256 << 20  # of a file: tokenizers take tens of MiB, configurations some KiB
 
@@ -36,7 +37,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError(f"it holds {shown(content)}")
+        raise ValueError(f"it holds {short_repr(content)}")
     return content
 
 
@@ -45,30 +46,15 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def shown(value: Any) -> str:
-    """Return a value's repr for messages; long and deep ones are cut."""
-    return _SHORT.repr(value)
-
-
 def shown_key(key: str) -> str:
-    """Return a key for messages: unchanged, or as by `shown` if it is long or not printable."""
-    return key if len(key) <= 60 and key.isprintable() else shown(key)
+    """Return a key for messages: unchanged, or as by `short_repr` if it is long or not printable."""
+    return key if len(key) <= 60 and key.isprintable() else short_repr(key)
 
 
 def reason_of(error: BaseException, most: int = 200) -> str:
     """Return the message of another library's error in one line of at most `most` characters."""
     said = " ".join(str(error).split()) or type(error).__name__
     return said if len(said) <= most else said[:most] + " ..."
-
-
-def _short() -> reprlib.Repr:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 80
-    short.maxlevel, short.maxdict, short.maxlist = 3, 6, 6
-    return short
-
-
-_SHORT = _short()
 
 
 class _Constant(str):

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
+from parallel.runtime.refusal import short_repr
 from parallel.weights.config_keys import FIXED, LARGEST, typed
-from parallel.weights.json_files import shown, shown_key
+from parallel.weights.json_files import shown_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
-            problems.append(f"{name}={shown(value)} must be an object or null")
+            problems.append(f"{name}={short_repr(value)} must be an object or null")
             return {}
     where = "rope_scaling" if old else "rope_parameters"
     given = dict(old or new or {})
@@ -62,28 +63,28 @@ def read_rope(config: Mapping[str, Any], max_positions: int, problems: list[str]
             return {}
     if old and new and old != new:
         problems.append(
-            f"rope_scaling={shown(old)} and rope_parameters={shown(new)} contradict each other; keep one of"
-            " them"
+            f"rope_scaling={short_repr(old)} and rope_parameters={short_repr(new)} contradict each other; "
+            "keep one of them"
         )
     rope_type = _pop_type(given, where, problems)
     theta = _pop_theta(given, config.get("rope_theta"), where, problems)
     partial = given.pop("partial_rotary_factor", 1.0)
     if partial != 1.0 or isinstance(partial, bool):
         problems.append(
-            f"{where}.partial_rotary_factor={shown(partial)} is not supported (only 1.0):"
+            f"{where}.partial_rotary_factor={short_repr(partial)} is not supported (only 1.0):"
             f" {FIXED['partial_rotary_factor'][1]}"
         )
     if rope_type == "default":
         problems += [
-            f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type 'default'; remove it"
-            " if it has no effect"
+            f"{where}.{shown_key(key)}={short_repr(value)} is not understood with rope type 'default'; "
+            "remove it if it has no effect"
             for key, value in given.items()
             if value is not None
         ]
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         problems.append(
-            f"{where} has rope type {shown(rope_type)}, which is not supported; supported are default,"
+            f"{where} has rope type {short_repr(rope_type)}, which is not supported; supported are default,"
             f" {', '.join(ROPE_TYPES)}"
         )
         return {}
@@ -95,8 +96,8 @@ def _pop_type(given: dict[str, Any], where: str, problems: list[str]) -> Any:
     types = [given.pop(name) for name in ("rope_type", "type") if name in given]
     if types[1:] and types[0] != types[1]:
         problems.append(
-            f"{where}.rope_type={shown(types[0])} and {where}.type={shown(types[1])} contradict each other;"
-            " keep one of them"
+            f"{where}.rope_type={short_repr(types[0])} and {where}.type={short_repr(types[1])} contradict "
+            "each other; keep one of them"
         )
     return types[0] if types else "default"
 
@@ -106,13 +107,13 @@ def _pop_theta(given: dict[str, Any], outer: Any, where: str, problems: list[str
     inner = given.pop("rope_theta", None)
     if inner is not None and outer is not None and inner != outer:
         problems.append(
-            f"{where}.rope_theta={shown(inner)} and rope_theta={shown(outer)} contradict each other; keep one"
-            " of them"
+            f"{where}.rope_theta={short_repr(inner)} and rope_theta={short_repr(outer)} contradict each "
+            "other; keep one of them"
         )
     key, value = ("rope_theta", outer) if inner is None else (f"{where}.rope_theta", inner)
     theta = typed(key, DEFAULT_ROPE_THETA if value is None else value, float, problems)
     if theta is not None and theta <= 1:
-        problems.append(f"{key}={shown(theta)} must be above 1: positions turn by its powers")
+        problems.append(f"{key}={short_repr(theta)} must be above 1: positions turn by its powers")
     return theta
 
 
@@ -121,7 +122,7 @@ def _read_scaling(
 ) -> RopeScaling | None:
     known = {field.name: field for field in fields(rope)}
     problems += [
-        f"{where}.{shown_key(key)}={shown(value)} is not understood with rope type {rope.rope_type!r}"
+        f"{where}.{shown_key(key)}={short_repr(value)} is not understood with rope type {rope.rope_type!r}"
         for key, value in given.items()
         if key not in known and value is not None
     ]
@@ -141,7 +142,7 @@ def _read_scaling(
 def _odd_scaling(values: Mapping[str, Any], where: str) -> list[str]:
     """Return problems: numbers of valid types that are out of range or inconsistent with each other."""
     problems = [
-        f"{where}.{name}={shown(value)} must lie between 0.001 and 1,000,000"
+        f"{where}.{name}={short_repr(value)} must lie between 0.001 and 1,000,000"
         for name, value in values.items()
         if isinstance(value, float) and not 1e-3 <= value <= 1e6
     ]

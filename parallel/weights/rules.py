@@ -140,7 +140,8 @@ def megatron_parameters(
     Raises:
         ValueError: the architecture does not split over the layout, or `rank` is not in it.
     """
-    check_divisible(arch, layout.tp)
+    if problems := tp_problems(arch, layout.tp):
+        raise ValueError(problems[0])
     place, parameters = layout.coordinates(rank), []
     part = _Part(layout.tp, place.tp, padded_vocab(arch.vocab_size, layout.tp))
     for (stage, chunk), layers in layout.layers_of(arch.num_layers).items():
@@ -177,13 +178,9 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
     Raises:
         ValueError: the architecture does not split over `tp` ranks, or the padded vocabulary does not.
     """
-    check_divisible(arch, tp)
+    if problems := vllm_tp_problems(arch, tp):
+        raise ValueError(problems[0])
     vocab = padded_vocab(arch.vocab_size, 1)
-    if vocab % tp:
-        raise ValueError(
-            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); choose"
-            " a divisor"
-        )
     rules = [(EMBEDDING, "")] + [
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
     ]
@@ -224,22 +221,30 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_divisible(arch: Architecture, tp: int) -> None:
-    """Refuse a tensor-parallel size that does not split the model.
-
-    Raises:
-        ValueError: names the size that `tp` does not divide.
-    """
-    for size, what in (
-        (arch.num_heads, "attention heads"),
-        (arch.intermediate_size, "feed-forward channels"),
-    ):
-        if size % tp:
-            raise ValueError(f"tp={tp} must divide the model's {size} {what}; choose a divisor")
+def tp_problems(arch: Architecture, tp: int) -> list[str]:
+    """Return why `tp` ranks cannot split the model, one message for each size; empty if they can."""
+    sizes = ((arch.num_heads, "attention heads"), (arch.intermediate_size, "feed-forward channels"))
+    problems = [
+        f"tp={tp} must divide the model's {size} {what}; choose a divisor"
+        for size, what in sizes
+        if size % tp
+    ]
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
-        raise ValueError(
+        problems.append(
             f"tp={tp} must divide the model's {arch.num_kv_heads} key-value heads or be a multiple of them"
         )
+    return problems
+
+
+def vllm_tp_problems(arch: Architecture, tp: int) -> list[str]:
+    """Return why `tp` ranks of vLLM cannot split the model: `tp_problems`, and its padded vocabulary."""
+    problems, vocab = tp_problems(arch, tp), padded_vocab(arch.vocab_size, 1)
+    if vocab % tp:
+        problems.append(
+            f"tp={tp} must divide vLLM's padded vocabulary of {vocab} (vocab_size={arch.vocab_size}); "
+            "choose a divisor"
+        )
+    return problems
 
 
 def _layer_prefix(layer: int) -> str:

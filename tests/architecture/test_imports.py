@@ -17,7 +17,7 @@ OWNERS = {
     "hydra": ("verl_megatron/launch/command_line.py",),
     "omegaconf": (
         "verl_megatron/launch/command_line.py",
-        "verl_megatron/checks/settings.py",
+        "verl_megatron/checks/overrides.py",
         "verl_megatron/train.py",
         "verl_megatron/sft.py",
     ),
@@ -25,6 +25,7 @@ OWNERS = {
         "parallel/megatron.py",
         "parallel/device.py",
         "parallel/groups.py",
+        "parallel/checkpoint/optimizer_shards.py",
         "parallel/checkpoint/training_state.py",
         "verl_megatron/models/",
         "verl_megatron/roles/",

@@ -157,7 +157,7 @@ def check_refusals(actor):
             actor.generate([*REQUESTS[:2], Request(9, prompt, 0)], SAMPLING)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         actor.generate(REQUESTS[:1], Sampling(stop=("w5",)))
-    with pytest.raises(ValueError, match="must divide the world of 1 ranks"):
+    with pytest.raises(ValueError, match="rollout.tp=2 must divide the 1 ranks"):
         VLLMActor(folder / "a", 2)
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         VLLMActor(folder)
@@ -404,7 +404,7 @@ def world():
     before = process_state()
     actor = actor_of("a", 2, load_weights=False)
     assert process_state() == before
-    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the world"):
+    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 2 ranks"):
         VLLMActor(folder / "a", 3)
     source = actor_of("a", 2)
     write_all(actor, source)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from parallel.checkpoint.folders import tell
+from parallel.checkpoint.folders import write_record
 from tests.end_to_end.conftest import TRAIN, adaptive_settings
 from tests.end_to_end.launch import start
 from tests.end_to_end.measured import learned
@@ -137,7 +137,7 @@ def test_verify_names_what_differs(undisturbed, toy, tmp_path):
         "actor/norm/value",
         "critic/norm/exp_avg_sq",
     } <= recorded.keys()
-    tell(path, "recorded", recorded | {"actor/norm/exp_avg": recorded["actor/norm/exp_avg"] * 1.001})
+    write_record(path, "recorded", recorded | {"actor/norm/exp_avg": recorded["actor/norm/exp_avg"] * 1.001})
     ended = start(
         2, TRAIN, *adaptive_settings(toy, tmp_path / "run"), *PLACES, "--verify", folder=tmp_path
     ).wait(timeout_s=300)

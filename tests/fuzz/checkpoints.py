@@ -126,7 +126,7 @@ def _write(folder: Path) -> None:
 
     for step in (OLD, NEW):
         own = {"rng": random_state.rng_state()}
-        checkpoints.save(folder, world, step=step, manifest=_manifest(step), own=own, write=weights)
+        checkpoints.save(folder, world, step=step, manifest=_manifest(step), rank_state=own, write=weights)
 
 
 def _manifest(step: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def resume_from(folder: Path) -> None:
     try:
         found = resume.newest_sound(folder, world, say=said.append, check=manifest_problem)
         path, manifest = found
-        resume.own_state(path, world)
+        resume.read_rank_state(path, world)
     except checkpoints.CheckpointError as error:
         sys.exit(f"the sound checkpoint was not used: {error}")
     if path.name == f"step_{NEW}":

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from parallel.checkpoint import training_state as checkpoint
 from parallel.checkpoint.background import Background
+from parallel.checkpoint.optimizer_shards import optimizer_shards
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.rank_set import world
@@ -72,7 +73,7 @@ def bits(engine: Engine) -> list:
     if not engine.groups.is_member:
         return []
     engine.gather_weights()
-    parts = checkpoint.learned(engine.chunks, engine.optimizer, engine.groups)
+    parts = optimizer_shards(engine.chunks, engine.optimizer, engine.groups)
     held = [
         (
             one.weight.data,

@@ -98,7 +98,7 @@ def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, alg
 def test_actor_and_reference_go_through_one_pipeline_together():
     alone = case_on(4, "pp4")
     with_reference = replace(
-        alone, roles=(*alone.roles, replace(alone.actor, name="reference", learns=False))
+        alone, roles=(*alone.roles, replace(alone.actor, name="reference", trainable=False))
     )
     count = 4 * with_reference.micro_batches(with_reference.actor)[0]
     assert [bubbles_of(case)["log_probs"] for case in (with_reference, alone)] == pytest.approx(

@@ -60,7 +60,7 @@ def save(
         "roles": {"actor": {"optimizer_step": 7}},
         "before": {"x": 0.1},
     }
-    return checkpoints.save(folder, ONE_RANK, step=step, manifest=manifest, own=own or {}, write=write)
+    return checkpoints.save(folder, ONE_RANK, step=step, manifest=manifest, rank_state=own or {}, write=write)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -86,7 +86,7 @@ def test_what_is_saved_comes_back(tmp_path, world):
     found, manifest = resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)
     assert found == path and manifest["step"] == 3 and manifest["world_size"] == 1
     assert manifest["roles"] == {"actor": {"optimizer_step": 7}} and manifest["before"] == {"x": 0.1}
-    assert torch.equal(resume.own_state(path, ONE_RANK)["tensor"], torch.arange(6.0))
+    assert torch.equal(resume.read_rank_state(path, ONE_RANK)["tensor"], torch.arange(6.0))
     assert (
         set(manifest["files"]) == {"actor/weights", "rank_0.pt"}
         and manifest["files"]["actor/weights"]["bytes"] == 4096
@@ -112,7 +112,7 @@ def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world
     os.replace(path, tmp_path / "step_2.replaced")
     os.replace(save(tmp_path / "new", 2, own={"value": 2}), tmp_path / "step_2.partial")
     (tmp_path / "new").rmdir()
-    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path and resume.own_state(
+    assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path and resume.read_rank_state(
         path, ONE_RANK
     ) == {"value": 2}
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_2"]
@@ -121,7 +121,7 @@ def test_a_run_that_was_killed_between_two_names_keeps_the_newer(tmp_path, world
 def test_a_step_can_be_saved_again(tmp_path, world):
     for value in (1, 2):
         path = save(tmp_path, 1, own={"value": value})
-    assert resume.own_state(path, ONE_RANK) == {"value": 2} and [
+    assert resume.read_rank_state(path, ONE_RANK) == {"value": 2} and [
         entry.name for entry in tmp_path.iterdir()
     ] == ["step_1"]
 
@@ -130,7 +130,7 @@ def test_what_could_run_code_is_not_loaded(tmp_path, world):
     path = save(tmp_path, 1)
     torch.save({"rng": Harmful()}, path / "rank_0.pt")
     with pytest.raises(ValueError, match=r"rank_0.pt is refused: it is not what a run saves .*posix.mkdir"):
-        resume.own_state(path, ONE_RANK)
+        resume.read_rank_state(path, ONE_RANK)
     assert not Path("harmed").exists()
 
 
@@ -374,22 +374,22 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
 def test_what_is_added_comes_back_and_is_replaced(tmp_path, world, monkeypatch):
     path = save(tmp_path, 1)
     assert (
-        resume.added(path, "rows", ONE_RANK, say=pytest.fail) is None
-        and resume.told(path, "recorded", ONE_RANK, say=pytest.fail) is None
+        resume.read_attachment(path, "rows", ONE_RANK, say=pytest.fail) is None
+        and resume.read_record(path, "recorded", ONE_RANK, say=pytest.fail) is None
     )
     for value in (1, 2):
-        checkpoints.add(path, "rows", {"value": value, "tensor": torch.arange(value)}, ONE_RANK)
-        (part,), world_size = resume.added(path, "rows", ONE_RANK, say=pytest.fail)
+        checkpoints.attach(path, "rows", {"value": value, "tensor": torch.arange(value)}, ONE_RANK)
+        (part,), world_size = resume.read_attachment(path, "rows", ONE_RANK, say=pytest.fail)
         assert world_size == 1 and part["value"] == value and torch.equal(part["tensor"], torch.arange(value))
-    checkpoints.tell(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
-    assert resume.told(path, "recorded", ONE_RANK, say=pytest.fail)["loss"] == 0.1 + 0.2 and math.isnan(
-        resume.told(path, "recorded", ONE_RANK, say=pytest.fail)["norm"]
-    )
+    checkpoints.write_record(path, "recorded", {"loss": 0.1 + 0.2, "norm": math.nan})
+    assert resume.read_record(path, "recorded", ONE_RANK, say=pytest.fail)[
+        "loss"
+    ] == 0.1 + 0.2 and math.isnan(resume.read_record(path, "recorded", ONE_RANK, say=pytest.fail)["norm"])
     assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path  # it is no less sound
     second_of_two = OneRank()
     second_of_two.size, second_of_two.rank = 2, 1
     monkeypatch.setattr(resume, "_damage_among", lambda *_: None)  # which asks the other rank, too
-    (part,), world_size = resume.added(path, "rows", second_of_two, say=pytest.fail)
+    (part,), world_size = resume.read_attachment(path, "rows", second_of_two, say=pytest.fail)
     assert world_size == 1 and part["value"] == 2  # the rows of one rank, to be dealt out to two
 
 
@@ -417,12 +417,12 @@ def test_a_run_that_begins_anew_leaves_no_checkpoint_that_would_shadow_its_own(t
 
 def test_damaged_additions_are_not_used(tmp_path, world):
     path, said = save(tmp_path, 1), []
-    checkpoints.add(path, "rows", {"value": 1}, ONE_RANK)
+    checkpoints.attach(path, "rows", {"value": 1}, ONE_RANK)
     os.truncate(path / "rows_0.pt", 10)
-    assert resume.added(path, "rows", ONE_RANK, say=said.append) is None
+    assert resume.read_attachment(path, "rows", ONE_RANK, say=said.append) is None
     assert len(said) == 1 and "rows_0.pt has 10 bytes" in said[0]
     (path / "recorded.json").write_text('{"loss": ')
-    assert resume.told(path, "recorded", ONE_RANK, say=said.append) is None
+    assert resume.read_record(path, "recorded", ONE_RANK, say=said.append) is None
     assert "recorded of" in said[1] and "recorded.json cannot be read" in said[1]
 
 
@@ -430,7 +430,7 @@ def test_what_cannot_be_added_is_said(tmp_path, world):
     path = save(tmp_path, 1)
     (path / "rows_0.partial").mkdir()
     with pytest.raises(CheckpointError, match=rf"rows were not added to {path}: .*\(rank 0\)"):
-        checkpoints.add(path, "rows", {"value": 1}, ONE_RANK)
+        checkpoints.attach(path, "rows", {"value": 1}, ONE_RANK)
     assert resume.newest_sound(tmp_path, ONE_RANK, say=pytest.fail)[0] == path
 
 
@@ -476,7 +476,7 @@ def test_random_states_come_back(tmp_path, world):
     path = save(tmp_path, 1, own={"rng": random_state.rng_state()})
     expected = draw()
     assert draw() != expected
-    random_state.set_rng_state(resume.own_state(path, ONE_RANK)["rng"])
+    random_state.set_rng_state(resume.read_rank_state(path, ONE_RANK)["rng"])
     assert draw() == expected
 
 

@@ -11,8 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.worlds import ROOT
+from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.limits import check_values, inside
-from verl_megatron.checks.settings import batch_arithmetic, check_config, check_sft_config, refuse, structured
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_config, check_sft_config
 from verl_megatron.config import (
     RENAMED,
     AlgorithmConfig,
@@ -241,7 +244,7 @@ def test_a_rollout_that_does_not_divide_the_ranks(folder):
         "rollout.tp=3 must divide the 4 ranks" in problem and "[1, 2, 4]" in problem and len(about_heads) == 2
     )
     problems = check_config(good(folder, rollout__tp=128), world_size=128)
-    assert any("rollout.tp=128 must divide vLLM's vocabulary of 192" in problem for problem in problems)
+    assert any("tp=128 must divide vLLM's padded vocabulary of 192" in problem for problem in problems)
 
 
 def test_too_few_ranks(folder):

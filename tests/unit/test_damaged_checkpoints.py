@@ -85,7 +85,12 @@ def whole(world, tmp_path_factory) -> Path:
             "validation": {"step": step, "validation/accuracy": step / 4}
         }
         path = checkpoints.save(
-            folder, ONE_RANK, step=step, manifest=manifest, own={"rng": random_state.rng_state()}, write=write
+            folder,
+            ONE_RANK,
+            step=step,
+            manifest=manifest,
+            rank_state={"rng": random_state.rng_state()},
+            write=write,
         )
         batch = RolloutBatch.from_lists([0, 1], [[1], [2]], [[3], [4]], [[-0.5], [-0.25]])
         batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([0, 0])
@@ -98,8 +103,8 @@ def whole(world, tmp_path_factory) -> Path:
             "seconds": {"rollout": 1.0},
             "cursor": CURSOR,
         }
-        checkpoints.add(path, "samples", own, ONE_RANK)
-        checkpoints.tell(path, "recorded", {"policy/loss": 0.5, "rate": math.nan})
+        checkpoints.attach(path, "samples", own, ONE_RANK)
+        checkpoints.write_record(path, "recorded", {"policy/loss": 0.5, "rate": math.nan})
     return folder
 
 
@@ -110,17 +115,17 @@ def load(folder: Path, said: list[str]) -> tuple[str, dict[str, str]]:
     changed_settings(manifest["settings"], MANIFEST_OF_A_RUN["settings"])
     tensors = {"weight": torch.zeros(32), "optimizer.state.exp_avg.weight": torch.zeros(32)}
     torch.distributed.checkpoint.load(tensors, checkpoint_id=path / "actor")
-    random_state.set_rng_state(resume.own_state(path, ONE_RANK)["rng"])
+    random_state.set_rng_state(resume.read_rank_state(path, ONE_RANK)["rng"])
     PromptCursor(num_prompts=5, seed=1).load_state_dict(manifest["cursor"])
     AdaptiveKL(0.1, 0.1, 10).load_state_dict(manifest["kl"])
-    samples = resume.added(path, "samples", ONE_RANK, say=said.append, check=samples_problem)
+    samples = resume.read_attachment(path, "samples", ONE_RANK, say=said.append, check=samples_problem)
     if samples is not None:
         RolloutBatch(**samples[0][0]["batch"]), Sums.from_state(samples[0][0]["sums"])
-    recorded = resume.told(path, "recorded", ONE_RANK, say=said.append, check=recorded_problem)
+    recorded = resume.read_record(path, "recorded", ONE_RANK, say=said.append, check=recorded_problem)
     parts = {
         "manifest": {**manifest, "files": ...},
         "tensors": tensors,
-        "rng": resume.own_state(path, ONE_RANK),
+        "rng": resume.read_rank_state(path, ONE_RANK),
         "samples": samples,
         "recorded": recorded,
     }

@@ -83,7 +83,7 @@ def test_roles_of_a_run():
 def test_a_reward_model_has_a_score_head(folders, copies):
     with pytest.raises(
         ValueError,
-        match=r"actor has no score\.weight, so as a reward model it would give every row 0; name .* "
+        match=r"actor has no score\.weight, so as a reward model it would give every sample 0; name .* "
         r"LlamaForSequenceClassification",
     ):
         check_weights(str(folders / "actor"), "sequence")

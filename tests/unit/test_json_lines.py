@@ -16,7 +16,7 @@ from verl_megatron.data.json_lines import (
     file_problem,
     numbered_rows,
     read_rows,
-    shown,
+    short_repr,
 )
 
 ROW = b'{"prompt": "a", "answer": 5}\n'
@@ -143,6 +143,6 @@ def test_what_is_shown_is_one_short_line():
         [[[[[[["deep"]]]]]]],
         "\n\ud800",
     ):
-        text = shown(value)
+        text = short_repr(value)
         assert len(text) <= 300 and text.isprintable()
-    assert shown("short") == "'short'" and json.loads(shown([1, 2])) == [1, 2]
+    assert short_repr("short") == "'short'" and json.loads(short_repr([1, 2])) == [1, 2]

@@ -8,7 +8,7 @@ import pytest
 
 from parallel.weights.shapes import shape
 from tests.planned import H200, actor_alone, arch, case_of, run_config
-from verl_megatron.checks.settings import structured
+from verl_megatron.checks.overrides import structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
     MACHINES,
@@ -217,16 +217,16 @@ HANDOVERS = [
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "gpus", "rollout", "mode", "learns", "awake", "asleep"), HANDOVERS
+    ("model", "layout", "gpus", "rollout", "mode", "trainable", "awake", "asleep"), HANDOVERS
 )
-def test_the_memory_of_a_hand_over(model, layout, gpus, rollout, mode, learns, awake, asleep):
+def test_the_memory_of_a_hand_over(model, layout, gpus, rollout, mode, trainable, awake, asleep):
     config = run_config(layout, model=model, rollout=rollout)
     config.reshard.mode = mode
     case = actor_alone(config, gpus)
-    case = replace(case, roles=(replace(case.actor, learns=learns),))
+    case = replace(case, roles=(replace(case.actor, trainable=trainable),))
     memory = plan_memory(case, H200)
     assert memory.phase_bytes("weights_awake") / GIB == pytest.approx(awake, rel=0.10)
-    assert memory.resting_bytes / GIB == pytest.approx(asleep, rel=0.10)
+    assert memory.idle_bytes / GIB == pytest.approx(asleep, rel=0.10)
 
 
 # README, reshard: vLLM's own copy in GiB in the modes keep, share and swap.
@@ -274,7 +274,7 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
     )
     config.algorithm.num_mini_batches = 1
     case = actor_alone(config, 2)
-    actor = replace(case.actor, learns=True)
+    actor = replace(case.actor, trainable=True)
     assert infer_seconds(case, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
     assert step_seconds(case, H200, actor) == pytest.approx(step, rel=0.15)
     assert max(training_bytes(case, actor, stage) for stage in range(actor.layout.pp)) / GIB == pytest.approx(
@@ -464,4 +464,4 @@ def test_an_engine_that_never_sleeps_has_its_room_in_every_phase():
     assert result.fitting
     for candidate in result.fitting:
         share = candidate.settings["rollout.gpu_memory_utilization"] * H200.gpu_bytes
-        assert candidate.memory.phase_bytes("actor_update") >= share + candidate.memory.resting_bytes
+        assert candidate.memory.phase_bytes("actor_update") >= share + candidate.memory.idle_bytes

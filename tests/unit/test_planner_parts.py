@@ -16,12 +16,12 @@ from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds,
 from verl_megatron.planner.activations import micro_batches_in_flight
 from verl_megatron.planner.case import PlannedRole
 from verl_megatron.planner.decoding import rollout_seconds, samples_at_once
-from verl_megatron.planner.handover import moved_bytes
 from verl_megatron.planner.machine import GIB
-from verl_megatron.planner.memory import held
+from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.search import configured, uneven_stages
 from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, samples_cached
 from verl_megatron.planner.training import group_rate, pipeline_seconds
+from verl_megatron.planner.weight_sync import moved_bytes
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 
 TIED = [("llama3-1b", "tp2pp4"), ("llama3-1b", "tp4"), ("qwen2.5-1.5b", "tp2pp2vpp2")]
@@ -38,7 +38,7 @@ SPLITS = [
 @pytest.mark.parametrize(("model", "text"), SPLITS)
 def test_elements_are_those_of_the_weight_map(model, text, head):
     layout = Layout.parse(text, ranks=tuple(range(32)))
-    role = PlannedRole.of(name="actor", arch=arch(model), layout=layout, head=head, learns=True)
+    role = PlannedRole.of(name="actor", arch=arch(model), layout=layout, head=head, trainable=True)
     for stage in range(layout.pp):
         parameters = megatron_parameters(
             arch(model), layout, layout.rank_of(pp=stage, tp=layout.tp - 1), spec="te", head=head
@@ -67,14 +67,17 @@ def test_states_of_a_learning_model():
     case = case_of(run_config("tp2sp"), 4)
     n = case.actor.elements[0]
     assert (
-        held(case, case.actor, 0).weights,
-        held(case, case.actor, 0).gradients,
-        held(case, case.actor, 0).optimizer,
+        static_bytes(case, case.actor, 0).weights,
+        static_bytes(case, case.actor, 0).gradients,
+        static_bytes(case, case.actor, 0).optimizer,
     ) == (2 * n, 4 * n, 6 * n)
     whole = case_of(run_config("tp2sp", distributed_optimizer=False), 4)
-    assert held(whole, whole.actor, 0).optimizer == 12 * n
+    assert static_bytes(whole, whole.actor, 0).optimizer == 12 * n
     single = case_of(run_config("tp2sp", dtype="float32"), 4)
-    assert (held(single, single.actor, 0).weights, held(single, single.actor, 0).optimizer) == (4 * n, 4 * n)
+    assert (
+        static_bytes(single, single.actor, 0).weights,
+        static_bytes(single, single.actor, 0).optimizer,
+    ) == (4 * n, 4 * n)
 
 
 def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float:
@@ -94,7 +97,7 @@ def in_flight_by_schedule(*, pp: int, vpp: int, stage: int, count: int) -> float
 )
 def test_micro_batches_in_flight_are_those_of_the_schedule(pp, vpp, count):
     layout = Layout(pp=pp, vpp=vpp, ranks=tuple(range(pp)))
-    role = PlannedRole.of(name="actor", arch=arch("llama3-8b"), layout=layout, head="lm", learns=True)
+    role = PlannedRole.of(name="actor", arch=arch("llama3-8b"), layout=layout, head="lm", trainable=True)
     for stage in range(pp):
         assert micro_batches_in_flight(role, stage, count) == in_flight_by_schedule(
             pp=pp, vpp=vpp, stage=stage, count=count
@@ -113,7 +116,7 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
             ready = done[place_] = max(ready, done[place_]) + seconds
     layout = Layout(pp=len(stages), ranks=tuple(range(len(stages))))
     role = PlannedRole.of(
-        name="actor", arch=replace(arch("llama3-8b"), num_layers=12), layout=layout, head="lm", learns=True
+        name="actor", arch=replace(arch("llama3-8b"), num_layers=12), layout=layout, head="lm", trainable=True
     )
     assert pipeline_seconds(role, count, stages) == pytest.approx(done[-1])
 
@@ -261,7 +264,7 @@ def test_offload_frees_the_rollout_and_takes_host_memory():
     before = plan_memory(case_of(config, 4), H200)
     after = plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200)
     states = sum(
-        getattr(held(case_of(config, 4), role, 0), part)
+        getattr(static_bytes(case_of(config, 4), role, 0), part)
         for role in case_of(config, 4).roles
         for part in ("gradients", "optimizer")
     )
@@ -275,7 +278,7 @@ def test_a_checkpoint_is_written_from_host_memory():
     config.run.save_interval = 50
     case = case_of(config, 4)
     models = sum(
-        max(role.elements) * role.layout.tp for role in case.roles if role.learns
+        max(role.elements) * role.layout.tp for role in case.roles if role.trainable
     )  # each once, whatever dp
     assert plan_memory(case, H200).host_bytes - plain == pytest.approx(12 * models)
 
@@ -289,7 +292,8 @@ def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
     )
     for phase, resting in (("critic_update", case.actor), ("actor_update", case.roles[1])):
         away = max(
-            held(case, resting, stage).gradients + held(case, resting, stage).optimizer for stage in range(2)
+            static_bytes(case, resting, stage).gradients + static_bytes(case, resting, stage).optimizer
+            for stage in range(2)
         )
         assert before.phase_bytes(phase) - after.phase_bytes(phase) == pytest.approx(away, rel=0.02), phase
 

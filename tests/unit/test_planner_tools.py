@@ -45,7 +45,7 @@ def test_settings_and_json(capsys, tmp_path):
         "4",
         "--algorithm",
         "grpo",
-        "--rows",
+        "--samples-per-iteration",
         "512",
         "--json",
         str(file),
@@ -80,7 +80,7 @@ def test_a_plan_beside_what_a_run_measured(capsys, tmp_path):
         "llama3-8b",
         "--gpus",
         "4",
-        "--rows",
+        "--samples-per-iteration",
         "256",
         "--prompt",
         "512",
@@ -107,7 +107,7 @@ def test_a_plan_beside_what_a_run_measured(capsys, tmp_path):
 def test_a_folder_is_read(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(plan.shape("llama3-1b")))
     by_name, by_folder = (
-        planned(capsys, "--model", model, "--gpus", "1", "--rows", "64")
+        planned(capsys, "--model", model, "--gpus", "1", "--samples-per-iteration", "64")
         for model in ("llama3-1b", str(tmp_path))
     )
     assert by_name == by_folder and "rollout.tp=1" in by_name
@@ -154,17 +154,26 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
             "samples of 16384 tokens, more than the model's 8192 positions",
         ),
         (
-            ["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples", "1"],
+            ["--model", "llama3-8b", "--gpus", "8", "--algorithm", "grpo", "--samples-per-prompt", "1"],
             "compares a sample with no other",
         ),
         (["--model", "llama3-8b", "--gpus", "5000"], "more than the 4096"),
         (
-            ["--model", "llama3-8b", "--gpus", "8", "--rows", "10"],
-            "--rows 10 must be a multiple of --mini-batches 4",
+            ["--model", "llama3-8b", "--gpus", "8", "--samples-per-iteration", "10"],
+            "10 samples do not split into algorithm.num_mini_batches=4",
         ),
         (
-            ["--model", "llama3-8b", "--gpus", "8", "--rows", "12", "--samples", "8"],
-            "--rows 12 must be a multiple of --samples 8",
+            [
+                "--model",
+                "llama3-8b",
+                "--gpus",
+                "8",
+                "--samples-per-iteration",
+                "12",
+                "--samples-per-prompt",
+                "8",
+            ],
+            "--samples-per-iteration 12 must be a multiple of --samples-per-prompt 8",
         ),
         (["--model", "llama3-8b", "--gpus", "8", "--algorithm", "ppp"], "algorithm.name='ppp' is not known"),
         (["--model", "llama3-8b", "--gpus", "8", "engine.speed=3"], "engine.speed is no setting"),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from parallel.weights.shapes import shape
 from tests.launchers import LAUNCH, environment, hostfile, operator, say
 from tests.worlds import ROOT
-from verl_megatron.checks.settings import structured
+from verl_megatron.checks.overrides import structured
 from verl_megatron.config import SFTConfig, TrainerConfig
 from verl_megatron.launch.dry_run import supervised_plan, training_plan
 

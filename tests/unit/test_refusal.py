@@ -11,7 +11,7 @@ import pytest
 
 from parallel.rank_set import agree
 from parallel.runtime.environment import NUMBERS, TEXTS, check_environment, check_world
-from parallel.runtime.refusal import LINE, VALUE, RefusalError, nearest, readable, shown
+from parallel.runtime.refusal import LINE, VALUE, RefusalError, nearest, readable, short_repr
 from tests.one_rank import ONE_RANK
 from tests.worlds import ROOT
 
@@ -41,7 +41,7 @@ def environment(monkeypatch):
     ids=["text", "list", "number", "dict"],
 )
 def test_long_values_are_cut(value):
-    assert len(shown(value)) <= VALUE and shown("tp2") == "'tp2'" and shown([1, 2]) == "[1, 2]"
+    assert len(short_repr(value)) <= VALUE and short_repr("tp2") == "'tp2'" and short_repr([1, 2]) == "[1, 2]"
 
 
 def test_messages_are_cut_and_printable():

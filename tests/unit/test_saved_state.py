@@ -85,7 +85,8 @@ def test_samples_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, ex
         "sums": Sums().state_dict(),
     }
     monkeypatch.setattr(
-        "parallel.checkpoint.resume.added", lambda path, name, ranks, say, check: ([part], world_size)
+        "parallel.checkpoint.resume.read_attachment",
+        lambda path, name, ranks, say, check: ([part], world_size),
     )
     state._resume_samples(Path())
     assert state._resumed.batch.sample_id.tolist() == expected and state._resumed.table == len(expected)

@@ -39,7 +39,7 @@ from tools.bench.case import say
 from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.checks.limits import check_values
-from verl_megatron.checks.settings import refuse
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches

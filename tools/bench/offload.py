@@ -23,7 +23,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from parallel import device
-from verl_megatron.checks.settings import refuse, structured
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.launch.command_line import run_command
 from verl_megatron.planner import check_fits, machine_here

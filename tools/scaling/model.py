@@ -37,8 +37,8 @@ from tools.scaling.rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, des
 from verl_megatron.data.packing import balance
 from verl_megatron.planner import Case, Machine
 from verl_megatron.planner.case import PlannedRole
-from verl_megatron.planner.handover import moved_bytes
 from verl_megatron.planner.training import group_rate
+from verl_megatron.planner.weight_sync import moved_bytes
 
 TERMS = ("work", "start", "tensor", "sync")
 DEALING = "dealing_rows"
@@ -117,7 +117,7 @@ def dealing_seconds(case: Case, deal: Deal) -> float:
     """
     parts = case.config.algorithm.num_mini_batches
     return sum(
-        (1 + role.learns) * parts * deal(case.samples // parts, role.layout.dp)
+        (1 + role.trainable) * parts * deal(case.samples // parts, role.layout.dp)
         for role in case.roles
         if role.name != "reference"
     )

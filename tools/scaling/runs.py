@@ -20,7 +20,9 @@ from parallel import device
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks.settings import check_config, refuse, structured
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.json_lines import read_rows
 from verl_megatron.launch.command_line import NO_ROOM

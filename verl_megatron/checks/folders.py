@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallel import device
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import FAMILIES, HEADS, TABLE, Architecture, read_architecture, read_config
 from parallel.weights.files import CheckpointFolder, has_weights
 from parallel.weights.json_files import is_count, read_object, reason_of
@@ -65,13 +65,13 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
                     "all zeros"
                 )
         except ValueError as error:
-            findings.problems.append(f"{name}.path={shown(path)}: {error}")
+            findings.problems.append(f"{name}.path={short_repr(path)}: {error}")
             broken.add(path)
     if "actor" in architectures:
         path, arch = roles["actor"][0], architectures["actor"]
         findings.problems += _check_vocabularies(roles, architectures, dry=dry)
         said = _check_served(path, arch, here=not dry) if rollout else []
-        findings.problems += [f"actor.path={shown(path)}: {problem}" for problem in said]
+        findings.problems += [f"actor.path={short_repr(path)}: {problem}" for problem in said]
     return findings
 
 
@@ -142,7 +142,7 @@ def check_reading(folder: str, arch: Architecture) -> None:
             ) from None
     read = {key: (getattr(config, key, None), getattr(arch, name)) for key, (name, _, _) in TABLE.items()}
     if wrong := [
-        f"{key}={shown(theirs)} and not {ours}"
+        f"{key}={short_repr(theirs)} and not {ours}"
         for key, (theirs, ours) in read.items()
         if theirs is not None and theirs != ours
     ]:
@@ -157,7 +157,7 @@ def _check_served(folder: str, arch: Architecture, *, here: bool) -> list[str]:
     problems = []
     if wanted not in (names := read_config(folder).get("architectures") or []):
         problems.append(
-            f"vLLM serves a {wanted}, and config.json has architectures={shown(names)}; "
+            f"vLLM serves a {wanted}, and config.json has architectures={short_repr(names)}; "
             f'set it to ["{wanted}"]'
         )
     if here and not device.is_gpu() and arch.head_dim not in HEAD_SIZES:
@@ -195,7 +195,7 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
     if all(is_count(token) and token < arch.vocab_size for token in listed):
         return []
     return [
-        f"{path} has eos_token_id={shown(ids)}, which is no token or list of tokens below "
+        f"{path} has eos_token_id={short_repr(ids)}, which is no token or list of tokens below "
         f"vocab_size={arch.vocab_size}; correct it"
     ]
 
@@ -209,14 +209,14 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
             tokenizer = load_tokenizer(path)
             problems += _check_end(tokenizer, path, actor)
         except ValueError as error:
-            problems.append(f"actor.path={shown(path)}: {error}")
+            problems.append(f"actor.path={short_repr(path)}: {error}")
     for name, arch in architectures.items():
         other = roles[name][0]
         if Path(other).resolve() == Path(path).resolve():
             continue
         if arch.vocab_size < actor.vocab_size:
             problems.append(
-                f"{name}.path={shown(other)} has vocab_size={arch.vocab_size}, "
+                f"{name}.path={short_repr(other)} has vocab_size={arch.vocab_size}, "
                 f"and the actor generates tokens below its vocab_size={actor.vocab_size};"
                 " use a model of the actor's vocabulary, or widen this one with transformers' "
                 f"resize_token_embeddings({actor.vocab_size})"
@@ -224,10 +224,10 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
         if tokenizer is not None and has_tokenizer(other):
             try:
                 problems += _compare(
-                    tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={shown(other)}"
+                    tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={short_repr(other)}"
                 )
             except ValueError as error:
-                problems.append(f"{name}.path={shown(other)}: {error}")
+                problems.append(f"{name}.path={short_repr(other)}: {error}")
     return problems
 
 
@@ -236,7 +236,7 @@ def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]
     if end is None or end < arch.vocab_size:
         return []
     return [
-        f"actor.path={shown(path)}: its tokenizer ends responses with token {end}, "
+        f"actor.path={short_repr(path)}: its tokenizer ends responses with token {end}, "
         f"and the model has vocab_size={arch.vocab_size};"
         " use the model's own tokenizer"
     ]
@@ -256,7 +256,7 @@ def _compare(actor: Tokenizer, other: Tokenizer, num_ids: int, where: str) -> li
     return [
         f"{where}: its tokenizer is not the actor's: {len(wrong)} of the actor's {len(ours)} tokens have "
         "another id here, the first being"
-        f" {shown(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; "
+        f" {short_repr(token)}, {token_id} for the actor and {theirs.get(token, 'none')} here; "
         "use a model with the actor's tokenizer, or take the"
         " tokenizer's files out of this folder if its ids mean the same"
     ]

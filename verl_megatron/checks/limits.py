@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_origin
 
-from parallel.runtime.refusal import nearest, shown
+from parallel.runtime.refusal import nearest, short_repr
 
 
 def inside(value: float, interval: str) -> bool:
@@ -21,13 +21,16 @@ def check_types(config: Any) -> list[str]:
     for section in fields(config):
         values = getattr(config, section.name)
         if type(values) is not section.type:
-            problems.append(f"{section.name}={shown(values)} is no section; give a {section.type.__name__}")
+            problems.append(
+                f"{section.name}={short_repr(values)} is no section; give a {section.type.__name__}"
+            )
             continue
         for field in fields(values):
             value = getattr(values, field.name, None)
             if not _has_type(value, field.type):
                 problems.append(
-                    f"{section.name}.{field.name}={shown(value)} has a wrong type ({type(value).__name__}); "
+                    f"{section.name}.{field.name}={short_repr(value)} has a wrong type "
+                    f"({type(value).__name__}); "
                     f"give {TYPES[field.type]}"
                 )
     return problems
@@ -70,9 +73,10 @@ def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> list[str]:
     within, choices = limits["within"], limits["choices"]
     numbers = value if isinstance(value, list | tuple) else [value]
     if within and not all(inside(number, within) for number in numbers):
-        return [f"{name}={shown(value)} lies outside {within}; choose a value inside"]
+        return [f"{name}={short_repr(value)} lies outside {within}; choose a value inside"]
     if choices and value not in choices:
         return [
-            f"{name}={shown(value)} is not known{nearest(value, choices)}; choose one of {', '.join(choices)}"
+            f"{name}={short_repr(value)} is not known{nearest(value, choices)}; choose one of "
+            f"{', '.join(choices)}"
         ]
     return []

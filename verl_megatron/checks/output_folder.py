@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from parallel.runtime.refusal import short_repr
 from verl_megatron.config import RunConfig
 
 _FOLDERS = ("checkpoint", "validation", "stacks", "tensorboard", "profile")
@@ -13,15 +14,18 @@ _WEIGHTS = re.compile(r"model.*\.safetensors|\.model.*\.partial")
 
 
 def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
-    """Return conflicts between `run.output_dir` and what a run writes there; empty if there are none.
+    """Return why `run.output_dir` cannot be written, or its conflicts with what a run writes there.
 
     Args:
         exported: source folder of the weights of each trainable role, by role.
     """
     folder, problems = Path(run.output_dir), []
-    if not run.output_dir or not os.path.isdir(
-        folder
-    ):  # also False for invalid names, which the settings checks refuse
+    if reason := _why_no_folder(run.output_dir):
+        return [
+            f"run.output_dir={short_repr(run.output_dir)} {reason}; name a folder that can be written (it is "
+            "made if need be)"
+        ]
+    if not folder.is_dir():
         return []
     try:
         problems += [
@@ -40,6 +44,27 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
             "make it readable or name another folder"
         )
     return [problem for problem in problems if problem]
+
+
+def _why_no_folder(path: str) -> str:
+    """Return why `path` is no writable folder, or an empty string."""
+    if not path or not path.isprintable():
+        return "is no name of a folder"
+    existing = Path(path).absolute()
+    try:
+        while not existing.exists():
+            if existing.is_symlink():
+                return f"leads to {existing}, a link to what does not exist"
+            if len(os.fsencode(existing.name)) > 255:
+                return "has a name of more than 255 bytes"
+            existing = existing.parent
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
+    if not existing.is_dir():
+        return "is a file" if existing == Path(path).absolute() else f"is below the file {existing}"
+    if not os.access(existing, os.W_OK | os.X_OK) or existing.parts[1:2] in (("proc",), ("sys",)):
+        return f"cannot be written: {existing} is read-only"
+    return ""
 
 
 def _kind_problem(path: Path, *, is_folder: bool) -> str | None:

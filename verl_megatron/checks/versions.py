@@ -116,11 +116,12 @@ def _text(version: Version) -> str:
 
 
 def _advice() -> str:
-    tested = (
-        f"on {each.device} " + ", ".join(f"{name} {version}" for name, version in each.packages.items())
-        for each in TESTED
-    )
-    return "tested are " + " and ".join(tested)
+    return "tested are " + " and ".join(map(_packages_on, TESTED))
+
+
+def _packages_on(tested: Combination) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in tested.packages.items())
+    return f"on {tested.device} {packages}"
 
 
 # ---- optional packages -------------------------------------------------------------------------------------

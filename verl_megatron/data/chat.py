@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from verl_megatron.data.json_lines import shown
+from parallel.runtime.refusal import short_repr
 
 RENDER_S = 5.0  # CPU-time limit of one prompt; typical templates take under a thousandth of it
 RENDER_BYTES = 1 << 30  # memory limit of one prompt
@@ -68,7 +68,7 @@ def checked(messages: Any, template: str) -> Messages:
     if not (
         isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     ):
-        raise ValueError(f"{_NO_PROMPT}, got {shown(messages)}")
+        raise ValueError(f"{_NO_PROMPT}, got {short_repr(messages)}")
     return [
         _checked(message, f"message {number}", template) for number, message in enumerate(messages, start=1)
     ]
@@ -77,12 +77,12 @@ def checked(messages: Any, template: str) -> Messages:
 def _checked(message: Message, which: str, template: str) -> Message:
     role = message.get("role")
     if "role" not in message or not ("content" in message or message.get("tool_calls")):
-        raise ValueError(f"{_NO_PROMPT}, and {which} is {shown(message)}")
+        raise ValueError(f"{_NO_PROMPT}, and {which} is {short_repr(message)}")
     if not isinstance(role, str) or not (
         role in _USUAL_ROLES or f"'{role}'" in template or f'"{role}"' in template
     ):
         raise ValueError(
-            f"{which} has role {shown(role)}, which the chat template does not know;"
+            f"{which} has role {short_repr(role)}, which the chat template does not know;"
             f" use {', '.join(_USUAL_ROLES)}"
         )
     kept = {key: value for key, value in message.items() if key == "content" or value not in (None, [], {})}
@@ -102,13 +102,15 @@ def text_of(content: Any, which: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{which} has content {shown(content)}; it must be a string or a list of text parts")
+        raise ValueError(
+            f"{which} has content {short_repr(content)}; it must be a string or a list of text parts"
+        )
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
         if not isinstance(text, str):
             raise ValueError(
-                f"{which} has the part {shown(part)};"
+                f"{which} has the part {short_repr(part)};"
                 " only parts such as {'type': 'text', 'text': ...} are read"
             )
         texts.append(text)
@@ -172,14 +174,15 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
     if not whole.startswith(before):
         same = next((at for at, (a, b) in enumerate(zip(before, whole)) if a != b), len(whole))
         raise ValueError(
-            f"the chat template writes {shown(before[same:])} before an answer is generated and"
-            f" {shown(whole[same:])} once it is there, so that the answer does not continue the prompt;"
+            f"the chat template writes {short_repr(before[same:])} before an answer is generated and"
+            f" {short_repr(whole[same:])} once it is there, so that the answer does not continue the prompt;"
             " write prompt and response as strings, or mend the template"
         )
     behind = whole[len(before) :]
     if not contains(behind, answer.get("content") or ""):
         raise ValueError(
-            f"the chat template changes the answer: of {shown(answer['content'])} it writes {shown(behind)};"
+            f"the chat template changes the answer: of {short_repr(answer['content'])} it writes "
+            f"{short_repr(behind)};"
             " write prompt and response as strings, or mend the template"
         )
     return before, behind

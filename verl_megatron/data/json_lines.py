@@ -3,11 +3,12 @@
 import io
 import json
 import os
-import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from parallel.runtime.refusal import short_repr
 
 MAX_LINE_BYTES = 16 << 20  # a row is parsed, stored and sent to reward workers as a whole
 MAX_DEPTH = 64  # pickle and json recurse, and the stack may already be deep
@@ -55,16 +56,6 @@ _KINDS = (
     (stat.S_ISSOCK, "is a socket"),
     (stat.S_ISREG, ""),
 )
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 120
-_short.maxlong = 40
-
-
-def shown(value: Any) -> str:
-    """Return the repr of `value` for an error message, cut to one line."""
-    text = _short.repr(value)
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def file_problem(path: str | Path) -> str:
@@ -140,7 +131,7 @@ def _said(error: OSError | ValueError) -> str:
 
 def _name(path: str | Path) -> str:
     text = str(path)
-    return text if len(text) <= 300 else shown(text)
+    return text if len(text) <= 300 else short_repr(text)
 
 
 def _other_format(path: str | Path, head: bytes) -> str:
@@ -164,7 +155,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {shown(twice)} stands twice in an object; keep one of them")
+        raise ValueError(f"key {short_repr(twice)} stands twice in an object; keep one of them")
     return row
 
 

@@ -7,9 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, SFTDataConfig
 from verl_megatron.data.chat import Message, Messages, split_answer, text_of
-from verl_megatron.data.json_lines import numbered_rows, shown
+from verl_megatron.data.json_lines import numbered_rows
 from verl_megatron.data.tokenizer import Tokenizer
 
 
@@ -51,7 +52,7 @@ class _Rows(Sequence):
         max_rows: int | None = None,
     ):
         if config.overlong not in ("error", "drop"):
-            raise ValueError(f"data.overlong={shown(config.overlong)} is unknown; choose error or drop")
+            raise ValueError(f"data.overlong={short_repr(config.overlong)} is unknown; choose error or drop")
         if not config.prompt_key:
             raise ValueError("data.prompt_key is empty; name the key of a row's prompt")
         self.path, self._tokenizer, self._config, self._vocab_size = path, tokenizer, config, vocab_size
@@ -108,9 +109,9 @@ class _Rows(Sequence):
     def _value(self, row: dict, setting: str) -> Any:
         key = getattr(self._config, setting)
         if key not in row:
-            names = ", ".join(map(shown, islice(row, 20))) or "no keys"
+            names = ", ".join(map(short_repr, islice(row, 20))) or "no keys"
             raise ValueError(
-                f"no key {shown(key)} (data.{setting}); the row has {names}{', ...' * (len(row) > 20)}"
+                f"no key {short_repr(key)} (data.{setting}); the row has {names}{', ...' * (len(row) > 20)}"
             )
         return row[key]
 
@@ -141,7 +142,7 @@ class PromptDataset(_Rows):
     def __init__(self, path: str | Path, tokenizer: Tokenizer, config: DataConfig, **options: int | None):
         if config.answer_key and config.answer_key == config.prompt_key:
             raise ValueError(
-                f"data.prompt_key and data.answer_key are both {shown(config.answer_key)};"
+                f"data.prompt_key and data.answer_key are both {short_repr(config.answer_key)};"
                 " name two keys, or leave answer_key empty"
             )
         super().__init__(path, tokenizer, config, **options)
@@ -194,23 +195,25 @@ class DemonstrationDataset(_Rows):
         """Return the target response of a row, as text or assistant turn; every row must have one."""
         prompt_key, key = self._config.prompt_key, self._config.response_key
         if len(answers) > 1:
-            raise ValueError(f"{shown(prompt_key)} ends in {len(answers)} assistant turns; join them to one")
+            raise ValueError(
+                f"{short_repr(prompt_key)} ends in {len(answers)} assistant turns; join them to one"
+            )
         if answers:
             given = row.get(key) if key != prompt_key else None
             if given is not None and given != text_of(answers[0].get("content"), "the assistant turn"):
                 raise ValueError(
-                    f"{shown(prompt_key)} ends in an assistant turn, and {shown(key)} (data.response_key)"
-                    " is another response; remove one of them"
+                    f"{short_repr(prompt_key)} ends in an assistant turn, and {short_repr(key)} "
+                    "(data.response_key) is another response; remove one of them"
                 )
             return answers[0]
         if key == prompt_key:
             raise ValueError(
-                f"data.prompt_key and data.response_key are both {shown(key)},"
+                f"data.prompt_key and data.response_key are both {short_repr(key)},"
                 " which holds no messages that end in an assistant turn"
             )
         response = self._value(row, "response_key")
         if not isinstance(response, str):
-            raise ValueError(f"{shown(key)} must be a string, got {shown(response)}")
+            raise ValueError(f"{short_repr(key)} must be a string, got {short_repr(response)}")
         return response
 
 

@@ -4,9 +4,9 @@ import functools
 import json
 from pathlib import Path
 
+from parallel.runtime.refusal import short_repr
 from parallel.weights.json_files import read_object, reason_of
 from verl_megatron.data.chat import Message, Messages, checked, continuation, render
-from verl_megatron.data.json_lines import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # transformers may silently ignore a broken one of these.
@@ -125,7 +125,9 @@ class Tokenizer:
         while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
             ids.pop()
         if self._special.issuperset(ids):
-            raise ValueError(f"the prompt {shown(text)} has special or unknown tokens only; give it text")
+            raise ValueError(
+                f"the prompt {short_repr(text)} has special or unknown tokens only; give it text"
+            )
         return ids
 
     def encode_response(self, response: str) -> list[int]:
@@ -154,9 +156,9 @@ class Tokenizer:
         end = next((at for at, token in enumerate(ids) if token in stops), len(ids))
         rest = [token for token in ids[end:] if token not in stops]
         if rest and (text := self.decode(rest)).strip():
-            stop = shown(self.hf.decode(ids[end]))
+            stop = short_repr(self.hf.decode(ids[end]))
             raise ValueError(
-                f"the response has {stop}, which ends generation, before {shown(text)}; remove it"
+                f"the response has {stop}, which ends generation, before {short_repr(text)}; remove it"
             )
         if self._special.issuperset(ids[:end]):
             raise ValueError("the response is empty; give one, or leave the row out")
@@ -172,7 +174,7 @@ class Tokenizer:
         except Exception as error:  # transformers, tokenizers and sentencepiece raise various types
             said = type(error).__name__
             raise ValueError(
-                f"the tokenizer cannot encode {shown(text)} ({said}); remove what is no text"
+                f"the tokenizer cannot encode {short_repr(text)} ({said}); remove what is no text"
             ) from None
 
     def decode(self, ids: list[int]) -> str:

@@ -22,7 +22,7 @@ from parallel.runtime.refusal import (
     let_others_speak,
     nearest,
     readable,
-    shown,
+    short_repr,
     tell_torchrun,
 )
 from verl_megatron.launch.recipe import check_recipe
@@ -156,7 +156,7 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
     for argument in arguments:
         if any("\ud800" <= letter <= "\udfff" for letter in argument):
             raise ValueError(
-                f"argument {shown(argument)} is no UTF-8 text; type it again in a UTF-8 terminal"
+                f"argument {short_repr(argument)} is no UTF-8 text; type it again in a UTF-8 terminal"
             )
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
@@ -166,16 +166,16 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
         )
     for argument in rest:
         if argument.startswith("="):
-            raise ValueError(f"{shown(argument)} cannot be read (it names no setting); {FORM}")
+            raise ValueError(f"{short_repr(argument)} cannot be read (it names no setting); {FORM}")
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise ValueError(
-                f"unrecognized arguments: {shown(name)[1:-1]}{nearest(name, parser.names())}; "
+                f"unrecognized arguments: {short_repr(name)[1:-1]}{nearest(name, parser.names())}; "
                 f"options are {', '.join(parser.names())}"
             )
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
         raise ValueError(
-            f"--config-name has no recipe after it but {shown(known.config_name)}; name one, "
+            f"--config-name has no recipe after it but {short_repr(known.config_name)}; name one, "
             "such as --config-name ppo_toy_cpu"
         )
     known.overrides = [_override(argument) for argument in rest] + [
@@ -237,7 +237,7 @@ def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig],
             .split(" expecting ")[0]
         )
         raise ValueError(
-            f"{shown(error.override.removeprefix('++'))} cannot be read ({reason}); {FORM}"
+            f"{short_repr(error.override.removeprefix('++'))} cannot be read ({reason}); {FORM}"
         ) from None
     except MissingConfigException as error:
         recipes = ", ".join(sorted(path.stem for path in Path(folder).glob("*.yaml"))) or "none"
@@ -247,7 +247,7 @@ def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig],
             if missing in (None, known.config_name)
             else f"--config-name {known.config_name}, defaults"
         )
-        raise ValueError(f"{asked}: {folder} has no recipe {shown(missing)}; it has {recipes}") from None
+        raise ValueError(f"{asked}: {folder} has no recipe {short_repr(missing)}; it has {recipes}") from None
     except HydraException as error:
         raise ValueError(_about_overrides(error)) from None
     except OmegaConfBaseException as error:

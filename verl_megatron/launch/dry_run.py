@@ -9,14 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import compile_plan
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
-from verl_megatron.checks.settings import batch_arithmetic, refuse, structured
+from verl_megatron.checks.batches import batch_arithmetic
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SFTConfig, TrainerConfig
+from verl_megatron.model_specs import layout_of
 from verl_megatron.planner import Case, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
@@ -63,11 +66,7 @@ def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
         config = structured(complete, SFTConfig)
         inputs = Inputs()
         refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
-        layout = Layout.parse(
-            config.actor.layout,
-            parse_devices(config.actor.devices, world_size),
-            tuple(config.actor.stage_layers),
-        )
+        layout = layout_of(config.actor, world_size)
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
     samples = config.data.samples_per_step
     share = f"actor {layout}: {samples} samples a step, about {samples / layout.dp:.1f} a data-parallel rank"
@@ -111,7 +110,7 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
                 continue
             if name not in SHAPES:
                 raise ValueError(
-                    f"{role}.path={shown(name)} is neither a folder nor a built-in shape; "
+                    f"{role}.path={short_repr(name)} is neither a folder nor a built-in shape; "
                     f"give a folder with a config.json or one of {', '.join(SHAPES)}"
                 )
             folder = Path(scratch) / name

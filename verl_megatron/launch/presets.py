@@ -1,7 +1,7 @@
 """Trainer configuration from a few numbers, for the Python interface."""
 
 from parallel.runtime.environment import MOST_RANKS
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
 
 MIXED_PRECISION = {
@@ -41,10 +41,10 @@ def get_trainer_config(
     for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= MOST_RANKS:
             raise ValueError(
-                f"{name}={shown(size)} must be a whole number of at least 1 and at most {MOST_RANKS}"
+                f"{name}={short_repr(size)} must be a whole number of at least 1 and at most {MOST_RANKS}"
             )
     if not isinstance(hybrid_engine, bool):
-        raise ValueError(f"hybrid_engine={shown(hybrid_engine)} must be True")
+        raise ValueError(f"hybrid_engine={short_repr(hybrid_engine)} must be True")
     if not hybrid_engine:
         raise ValueError(
             "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, "
@@ -52,12 +52,12 @@ def get_trainer_config(
         )
     if not isinstance(enable_recompute, bool | str) or enable_recompute not in RECOMPUTE:
         raise ValueError(
-            f"enable_recompute={shown(enable_recompute)} is not known; "
+            f"enable_recompute={short_repr(enable_recompute)} is not known; "
             f"choose one of {', '.join(map(str, RECOMPUTE))}"
         )
     if not isinstance(mixed_precision, bool | str) or mixed_precision not in MIXED_PRECISION:
         raise ValueError(
-            f"mixed_precision={shown(mixed_precision)} is not known; "
+            f"mixed_precision={short_repr(mixed_precision)} is not known; "
             f"choose one of {', '.join(map(str, MIXED_PRECISION))}"
         )
     layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"

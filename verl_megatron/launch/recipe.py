@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from parallel.runtime.refusal import shown
+from parallel.runtime.refusal import short_repr
 
 MOST_BYTES = 1 << 20
 TAGS = {
@@ -68,7 +68,7 @@ def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
     sizes[id(node)] = 1  # for recursive aliases, which Hydra refuses
     if node.tag not in TAGS:
         raise ValueError(
-            f"recipe {path}, line {node.start_mark.line + 1}: the tag {shown(node.tag)} is none of a "
+            f"recipe {path}, line {node.start_mark.line + 1}: the tag {short_repr(node.tag)} is none of a "
             "recipe's; write plain values"
         )
     if isinstance(node, MappingNode):
@@ -81,8 +81,8 @@ def _check(node: Node, path: Path, sizes: dict[int, int]) -> int:
                 )
             if key.value in names:
                 raise ValueError(
-                    f"recipe {path}, line {key.start_mark.line + 1}: {shown(key.value)} stands there twice; "
-                    "leave one of them"
+                    f"recipe {path}, line {key.start_mark.line + 1}: {short_repr(key.value)} stands there "
+                    "twice; leave one of them"
                 )
             names.add(key.value)
     children = (

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
 
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
-from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of
+from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
 
@@ -22,16 +23,19 @@ class PlannedRole:
     arch: Architecture
     layout: Layout
     head: Head
-    learns: bool
+    trainable: bool
     layers: tuple[int, ...]  # layers of a rank, by pipeline stage
     elements: tuple[int, ...]  # parameters of a rank, by pipeline stage; exact, including padding
 
     @classmethod
-    def of(cls, *, name: str, arch: Architecture, layout: Layout, head: Head, learns: bool) -> "PlannedRole":
+    def of(
+        cls, *, name: str, arch: Architecture, layout: Layout, head: Head, trainable: bool
+    ) -> "PlannedRole":
         """Build a role; ValueError if the architecture cannot be split over the layout."""
-        sizes, stages = part_elements(arch, layout.tp, head), range(layout.pp)
-        split = layout.layers_of(arch.num_layers)
-        layers = tuple(sum(len(split[stage, chunk]) for chunk in range(layout.vpp)) for stage in stages)
+        sizes, split = part_elements(arch, layout.tp, head), layout.layers_of(arch.num_layers)
+        layers = [0] * layout.pp
+        for (stage, _), chunk in split.items():
+            layers[stage] += len(chunk)
         elements = [count * sizes.layer for count in layers]
         elements[0] += sizes.embedding
         copied = (
@@ -43,8 +47,8 @@ class PlannedRole:
             arch=arch,
             layout=layout,
             head=head,
-            learns=learns,
-            layers=layers,
+            trainable=trainable,
+            layers=tuple(layers),
             elements=tuple(elements),
         )
 
@@ -112,39 +116,21 @@ class Case:
         Raises:
             ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
         """
-        roles = [_role("actor", config.actor, config.actor.path, "lm", True, world_size, read)]
-        if get_algorithm(config.algorithm.name).needs_critic:
-            roles.append(
-                _role(
-                    "critic",
-                    config.critic,
-                    config.critic.path or config.actor.path,
-                    "token",
-                    True,
-                    world_size,
-                    read,
-                )
-            )
+        specs = [spec for spec in models_of(config) if spec.name != "reference"]
+        roles = {spec.name: _planned(spec, read(spec.model.path), world_size) for spec in specs}
         if config.algorithm.kl_coef > 0:
-            roles.append(replace(roles[0], name="reference", learns=False))
-        if config.reward.path:
-            roles.append(
-                _role("reward", config.reward, config.reward.path, "sequence", False, world_size, read)
-            )
-        tp = config.rollout.tp
-        if tp < 1 or world_size % tp:
-            raise ValueError(f"rollout.tp={tp} must divide the {world_size} ranks; choose a divisor")
-        case = cls(
+            roles["reference"] = replace(roles["actor"], name="reference", trainable=False)
+        num_replicas(world_size=world_size, tp=config.rollout.tp)  # refuses what does not divide
+        try:
+            served_elements(roles["actor"].arch, config.rollout.tp)
+        except ValueError as error:
+            raise ValueError(f"rollout.tp={config.rollout.tp}: {error}") from None
+        return cls(
             config=config,
             world_size=world_size,
             ranks_per_host=min(ranks_per_host, world_size),
-            roles=tuple(roles),
+            roles=tuple(roles[spec.name] for spec in models_of(config)),
         )
-        try:
-            served_elements(case.actor.arch, tp)
-        except ValueError as error:
-            raise ValueError(f"rollout.tp={tp}: {error}") from None
-        return case
 
     @property
     def actor(self) -> PlannedRole:
@@ -168,6 +154,7 @@ class Case:
 
     @property
     def samples(self) -> int:
+        """Samples of an iteration."""
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
 
     @property
@@ -203,28 +190,17 @@ class Case:
 
         Follows verl_megatron/data/packing.py.
         """
-        layout, sample, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
-        together = min(samples, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // sample))
+        layout, length, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
+        together = min(samples, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // length))
         count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 
 
-def _role(
-    name: str,
-    model,
-    path: str,
-    head: Head,
-    learns: bool,
-    world_size: int,
-    read: Callable[[str], Architecture],
-) -> PlannedRole:
-    if not path:
-        raise ValueError(f"{name}.path has to be given; name a Hugging Face folder")
-    arch = read(path)
+def _planned(spec: ModelSpec, arch: Architecture, world_size: int) -> PlannedRole:
     try:
-        layout = Layout.parse(
-            model.layout, parse_devices(model.devices, world_size), tuple(getattr(model, "stage_layers", ()))
+        layout = layout_of(spec.model, world_size)
+        return PlannedRole.of(
+            name=spec.name, arch=arch, layout=layout, head=spec.head, trainable=spec.trainable
         )
-        return PlannedRole.of(name=name, arch=arch, layout=layout, head=head, learns=learns)
     except ValueError as error:
-        raise ValueError(f"{name}.layout={model.layout!r}: {error}") from None
+        raise ValueError(f"{spec.section}.layout={spec.model.layout!r}: {error}") from None

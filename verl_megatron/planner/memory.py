@@ -6,9 +6,10 @@ the distributed optimizer the state is divided by dp·cp. In float32 the weights
 master weights. Frozen models have weights only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from parallel.layout import Layout
 from verl_megatron.planner.activations import fp8_weight_bytes, inference_bytes, training_bytes
 from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine
@@ -17,12 +18,12 @@ from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes,
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
 PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
 UPDATES = ("critic_update", "actor_update")
-AT_REST, KV_CACHE = "the models at rest", "KV cache"
+IDLE, KV_CACHE = "the idle models", "KV cache"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StaticBytes:
     """Bytes that a model keeps on a rank for the whole run."""
 
     weights: float
@@ -52,6 +53,11 @@ class RankKind:
     def fullest(self) -> str:
         return max(self.phases, key=self.total)
 
+    @property
+    def idle_bytes(self) -> float:
+        """Bytes in use while nothing is computed and vLLM sleeps."""
+        return sum(size for part, size in self.phases["weights_awake"].items() if part not in SERVING)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -74,12 +80,9 @@ class MemoryPlan:
         return tuple(self.kinds[0].phases)
 
     @property
-    def resting_bytes(self) -> float:
+    def idle_bytes(self) -> float:
         """Bytes in use on the fullest rank while nothing is computed and vLLM sleeps."""
-        return max(
-            sum(size for part, size in kind.phases["weights_awake"].items() if part not in SERVING)
-            for kind in self.kinds
-        )
+        return max(kind.idle_bytes for kind in self.kinds)
 
     def phase_bytes(self, phase: str) -> float:
         """Bytes in use at the end of a phase on the fullest rank, including PyTorch's cached blocks.
@@ -94,18 +97,34 @@ class MemoryPlan:
         return min(kind.kv_cache_bytes for kind in self.kinds)
 
 
-def held(case: Case, role: PlannedRole, stage: int) -> Held:
+def static_bytes(case: Case, role: PlannedRole, stage: int) -> StaticBytes:
     """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
     count, mixed = role.elements[stage], case.element_bytes == 2
-    if not role.learns:
-        return Held(count * case.element_bytes)
+    if not role.trainable:
+        return StaticBytes(count * case.element_bytes)
     replicas = role.layout.dp * role.layout.cp if case.config.engine.distributed_optimizer else 1
-    return Held(count * case.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas)
+    return StaticBytes(
+        count * case.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOnRank:
+    """A model's part on one kind of rank."""
+
+    role: PlannedRole
+    stage: int  # pipeline stage
+    static: StaticBytes
+
+
+def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None = None) -> float:
+    """Sum the bytes of `part` over the models called `names`; None: over all."""
+    return sum(getattr(model.static, part) for model in models if names is None or model.role.name in names)
 
 
 def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
     """Predict the memory of every phase on every kind of rank."""
-    kinds = tuple(_rank_kind(case, machine, ranks, standing) for ranks, standing in _standings(case))
+    kinds = tuple(_rank_kind(case, machine, ranks, parts) for ranks, parts in _rank_groups(case))
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
     for rank, size in host_of.items():
@@ -113,36 +132,33 @@ def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
     return MemoryPlan(kinds, max(hosts.values()))
 
 
-def _standings(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
+def _rank_groups(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
     """Group world ranks that have the same stages of the same models; yield the ranks with these stages."""
-    stages = [
-        {
-            rank: index * role.layout.pp // len(role.layout.ranks)
-            for index, rank in enumerate(role.layout.ranks)
-        }
-        for role in case.roles
-    ]
+    stages = [_stage_of_rank(role.layout) for role in case.roles]
     found: dict[tuple, list[int]] = {}
     for rank in range(case.world_size):
         found.setdefault(tuple(stage.get(rank) for stage in stages), []).append(rank)
-    for standing, ranks in found.items():
+    for parts, ranks in found.items():
         yield (
             tuple(ranks),
-            tuple((role, stage) for role, stage in zip(case.roles, standing) if stage is not None),
+            tuple((role, stage) for role, stage in zip(case.roles, parts) if stage is not None),
         )
 
 
+def _stage_of_rank(layout: Layout) -> dict[int, int]:
+    """Return the pipeline stage of each of the layout's ranks."""
+    ranks_of_stage = len(layout.ranks) // layout.pp
+    return {rank: index // ranks_of_stage for index, rank in enumerate(layout.ranks)}
+
+
 def _rank_kind(
-    case: Case, machine: Machine, ranks: tuple[int, ...], standing: tuple[tuple[PlannedRole, int], ...]
+    case: Case, machine: Machine, ranks: tuple[int, ...], parts: tuple[tuple[PlannedRole, int], ...]
 ) -> RankKind:
-    models = [(role, stage, held(case, role, stage)) for role, stage in standing]
-    own = own_rollout_bytes(case, next((stage for role, stage in standing if role is case.actor), None))
+    models = [RoleOnRank(role, stage, static_bytes(case, role, stage)) for role, stage in parts]
+    own = own_rollout_bytes(case, next((stage for role, stage in parts if role is case.actor), None))
     request = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes
     settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(case)}
-    settled |= {
-        part: sum(getattr(model, part) for *_, model in models)
-        for part in ("weights", "gradients", "optimizer")
-    }
+    settled |= {part: _sum_of(part, models) for part in ("weights", "gradients", "optimizer")}
     host = machine.process_host_bytes + _offloaded_to_host(case, models) + _saved_from_host(case, models)
     return RankKind(
         ranks=ranks,
@@ -154,12 +170,7 @@ def _rank_kind(
 
 
 def _phases(
-    case: Case,
-    models: list[tuple[PlannedRole, int, Held]],
-    settled: dict[str, float],
-    *,
-    own: float,
-    request: float,
+    case: Case, models: list[RoleOnRank], settled: dict[str, float], *, own: float, request: float
 ) -> Phases:
     """Bytes by phase and part, in the order of a run.
 
@@ -170,60 +181,62 @@ def _phases(
     """
     config, window = case.config, case.config.reshard.window_mib << 20
     awake = {"vllm weights": own, "kv cache": request - own}
+    asleep = {} if config.rollout.sleep else awake  # what vLLM keeps during training
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
-    phases: Phases = {}
-    if config.reshard.mode == "keep":  # vLLM starts on an empty GPU
-        phases["start"] = {"process": settled["process"]} | awake
-    else:  # vLLM starts next to the actor, which has no moments yet; sharing needs vLLM's whole memory share
-        actor = next((model for role, _, model in models if role is case.actor), Held(0))
-        resting = {
-            part: 0.0 if part in freed else size
-            for part, size in (("gradients", actor.gradients), ("optimizer", actor.masters))
-        }
-        phases["start"] = {"process": settled["process"], "weights": actor.weights} | resting | awake
-    # Models are built one after the other.
-    built = {
-        "gradients": [model.gradients for *_, model in models],
-        "optimizer": [model.masters for *_, model in models],
-    }
-    phases["build"] = (
-        settled
-        | {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
-        | ({} if config.rollout.sleep else awake)
-    )
     staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
-    phases["weights_awake"] = (
-        settled | freed | ({"vllm weights": own} if config.rollout.sleep else awake) | {"window": staged}
-    )
-    phases["rollout"] = settled | freed | awake
-    # The model trained first: its optimizer state returns after rollout.
-    first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"
-    resting = settled if config.rollout.sleep else settled | awake
-    activations = 0.0
-    for phase, names, measure in _WORK:
-        working = [(role, stage) for role, stage, _ in models if role.name in names]
-        if any(role.name in names for role in case.roles):
-            # Models alternate within a pass and keep their fp8 copies.
-            waiting = sum(fp8_weight_bytes(case, role, stage, copies=1) for role, stage in working[1:])
-            activations = max(
-                [activations] + [measure(case, role, stage) + waiting for role, stage in working[:1]]
-            )
-            there = {
-                "gradients": names if phase in UPDATES else (),
-                "optimizer": ("actor",) if phase == UPDATES[-1] else (first,),
-            }
-            kept = {
-                part: sum(getattr(model, part) for role, _, model in models if role.name in there[part])
-                for part in freed
-            }
-            phases[phase] = resting | {"activations": activations} | kept
+    phases = {
+        "start": {"process": settled["process"]} | _built_before_vllm(case, models, freed) | awake,
+        "build": settled | _while_building(models, freed) | asleep,
+        "weights_awake": settled | freed | (asleep or {"vllm weights": own}) | {"window": staged},
+        "rollout": settled | freed | awake,
+    }
+    for phase, parts in _training_phases(case, models, freed).items():
+        phases[phase] = settled | asleep | parts
     return phases
 
 
-_OFFLOADED = {
-    "gradients": ("grads", "all"),
-    "optimizer": ("optimizer", "all"),
-}  # modes that offload each part
+def _built_before_vllm(case: Case, models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
+    """Bytes by part when vLLM starts: on an empty GPU with `keep`, else next to the actor without moments."""
+    if case.config.reshard.mode == "keep":
+        return {}
+    actor = next((model.static for model in models if model.role is case.actor), StaticBytes(0))
+    built = {"weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters}
+    return {part: 0.0 if part in freed else size for part, size in built.items()}
+
+
+def _while_building(models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
+    """Bytes by part when the last model has been built; models are built one after the other."""
+    built = {
+        "gradients": [model.static.gradients for model in models],
+        "optimizer": [model.static.masters for model in models],
+    }
+    return {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
+
+
+def _training_phases(case: Case, models: list[RoleOnRank], freed: Collection[str]) -> Phases:
+    """Bytes by phase of activations, and of what was offloaded and is back."""
+    # The optimizer state of the model that is trained first returns after rollout.
+    first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"
+    phases: Phases = {}
+    activations = 0.0
+    for phase, names, measure in _WORK:
+        if not any(role.name in names for role in case.roles):
+            continue
+        if working := [model for model in models if model.role.name in names]:
+            # Models alternate within a pass and keep their fp8 copies.
+            waiting = sum(fp8_weight_bytes(case, each.role, each.stage, copies=1) for each in working[1:])
+            activations = max(activations, measure(case, working[0].role, working[0].stage) + waiting)
+        there = {
+            "gradients": names if phase in UPDATES else (),
+            "optimizer": ("actor",) if phase == UPDATES[-1] else (first,),
+        }
+        phases[phase] = {"activations": activations}
+        phases[phase] |= {part: _sum_of(part, models, there[part]) for part in freed}
+    return phases
+
+
+# Values of reshard.offload that offload each part.
+_OFFLOADED = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}
 _WORK = (
     ("reward", ("reward",), inference_bytes),
     ("log_probs", ("actor", "reference"), inference_bytes),
@@ -249,14 +262,14 @@ def communicators(case: Case) -> int:
     return len(groups) + (1 + vllm) * (case.world_size > 1)
 
 
-def _offloaded_to_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
+def _offloaded_to_host(case: Case, models: list[RoleOnRank]) -> float:
     """Pinned host bytes of a rank."""
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
-    return sum(model.optimizer for *_, model in models)
+    return _sum_of("optimizer", models)
 
 
-def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) -> float:
+def _saved_from_host(case: Case, models: list[RoleOnRank]) -> float:
     """Host bytes of the copies from which a checkpoint is written, for all models.
 
     They are float32 weights and moments, divided among data-parallel ranks.
@@ -264,9 +277,9 @@ def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) ->
     if not case.config.run.save_interval:
         return 0.0
     return sum(
-        12 * role.elements[stage] / (role.layout.dp * role.layout.cp)
-        for role, stage, _ in models
-        if role.learns
+        12 * model.role.elements[model.stage] / (model.role.layout.dp * model.role.layout.cp)
+        for model in models
+        if model.role.trainable
     )
 
 
@@ -274,7 +287,7 @@ def _saved_from_host(case: Case, models: list[tuple[PlannedRole, int, Held]]) ->
 class Problem:
     """A memory need that does not fit."""
 
-    cause: str  # a phase, AT_REST, "KV cache" or "host memory"
+    cause: str  # a phase, IDLE, "KV cache" or "host memory"
     needed_bytes: float
     room_bytes: float
 
@@ -298,7 +311,7 @@ def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: flo
             by that share.
     """
     room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
-    needs = {AT_REST: memory.resting_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
+    needs = {IDLE: memory.idle_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
     found = [
         Problem(cause, needed, min(room, machine.gpu_bytes))
         for cause, needed in needs.items()

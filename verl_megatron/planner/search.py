@@ -14,12 +14,12 @@ from math import ceil, floor, inf
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.checks.settings import shares_dtype
+from verl_megatron.checks.rollout import shares_dtype
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
-from verl_megatron.planner.memory import AT_REST, MemoryPlan, Problem, plan_memory, problems_of
+from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
 from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
@@ -113,21 +113,21 @@ def search(
     reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
     for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
-        for saver in _savers(base):
+        for option in _memory_options(base):
             try:
-                training = make.training(layout | saver)
+                training = make.training(layout | option)
             except ValueError as error:
                 impossible, training = error, None
             if training is None:
                 break
             if training.problems:
                 result.refused.append(training)
-                if training.problems[0].cause == AT_REST:
+                if training.problems[0].cause == IDLE:
                     break  # fewer activations would not help
                 continue
             work = plan_work(training.case, machine)
             for tp in sizes:
-                found = make.with_rollout(layout | saver, tp, work)
+                found = make.with_rollout(layout | option, tp, work)
                 if found.problems:
                     result.refused.append(found)
                 elif tp not in best or _seconds(found) < _seconds(best[tp]):
@@ -184,7 +184,7 @@ class _Maker:
         if any(
             role.layout.dp > case.samples // case.config.algorithm.num_mini_batches
             for role in case.roles
-            if role.learns
+            if role.trainable
         ):
             return None
         memory = plan_memory(case, self.machine)
@@ -319,14 +319,14 @@ def uneven_stages(layers: int, pp: int) -> list[int]:
     return [ceil(ends / 2)] + [middle] * (pp - 2) + [ends // 2]
 
 
-def _savers(base: TrainerConfig) -> Iterator[Settings]:
+def _memory_options(base: TrainerConfig) -> Iterator[Settings]:
     """Yield ways to reduce activation memory.
 
     These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
     """
-    tokens, sample = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
+    tokens, length = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
     for parts in (1, 2, 4):
-        if parts == 1 or tokens // parts >= sample:
+        if parts == 1 or tokens // parts >= length:
             yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": tokens // parts}
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}
 

@@ -1,13 +1,13 @@
-"""Predicted seconds of each phase of an iteration (verl_megatron/iteration.py), and model FLOPs utilization."""
+"""Predicted seconds of each phase of an iteration, and model FLOPs utilization."""
 
 from dataclasses import dataclass
 
 from verl_megatron.planner.case import Case
 from verl_megatron.planner.decoding import rollout_seconds
-from verl_megatron.planner.handover import leaving_seconds, reshard_seconds, return_seconds
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
+from verl_megatron.planner.weight_sync import leaving_seconds, reshard_seconds, return_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def plan_work(case: Case, machine: Machine) -> Work:
         if roles := [role for role in case.roles if role.name in names]:
             seconds[phase] = machine.phase_s + infer_seconds(case, machine, roles)
             flops[phase] = sum(forward_flops(case, role) for role in roles)
-    for role in reversed([role for role in case.roles if role.learns]):  # the critic comes first
+    for role in reversed([role for role in case.roles if role.trainable]):  # the critic comes first
         phase = f"{role.name}_update"
         seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role)
         flops[phase] = 3 * case.config.algorithm.epochs * forward_flops(case, role)

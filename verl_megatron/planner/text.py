@@ -1,5 +1,6 @@
 """Text reports of plans."""
 
+from collections.abc import Iterable
 from math import ceil
 
 from parallel.weights.architecture import read_architecture
@@ -78,29 +79,33 @@ def headline(case: Case, machine: Machine) -> str:
 def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
     """Format the fullest rank by phase and part, all kinds of ranks by phase, and the host."""
     peak = memory.peak
-    used = [part for part in PARTS if any(phase.get(part) for phase in peak.phases.values())]
+    present = {part for parts in peak.phases.values() for part, size in parts.items() if size}
+    used = [part for part in PARTS if part in present]
     lines = [
-        f"{f'GiB on {named(peak)}':<26}"
-        + "".join(f"{part:>14}" for part in used)
-        + f"{'together':>12}{'of ' + format(machine.gpu_bytes / GIB, '.1f'):>12}"
+        f"{f'GiB on {named(peak)}':<26}{_cells(used, 14)}"
+        f"{'together':>12}{'of ' + format(machine.gpu_bytes / GIB, '.1f'):>12}"
     ]
     for phase, parts in peak.phases.items():
-        cells = "".join(f"{parts.get(part, 0) / GIB:>14.1f}" for part in used)
+        sizes = _cells((f"{parts.get(part, 0) / GIB:.1f}" for part in used), 14)
         lines.append(
-            f"{phase:<26}{cells}{peak.total(phase) / GIB:>12.1f}"
+            f"{phase:<26}{sizes}{peak.total(phase) / GIB:>12.1f}"
             f"{peak.total(phase) / machine.gpu_bytes:>12.0%}"
         )
     if len(memory.kinds) > 1:
-        lines += ["", f"{'GiB by rank':<26}" + "".join(f"{phase:>15}" for phase in peak.phases)]
-        lines += [
-            f"{named(kind):<26}" + "".join(f"{kind.total(phase) / GIB:>15.1f}" for phase in kind.phases)
-            for kind in memory.kinds
-        ]
+        lines += ["", f"{'GiB by rank':<26}{_cells(peak.phases, 15)}"]
+        for kind in memory.kinds:
+            totals = (f"{kind.total(phase) / GIB:.1f}" for phase in kind.phases)
+            lines.append(f"{named(kind):<26}{_cells(totals, 15)}")
     return lines + [
         "",
         f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB;"
         f" KV cache {max(0.0, memory.kv_cache_bytes) / GIB:.1f} GiB a rank",
     ]
+
+
+def _cells(texts: Iterable[str], width: int) -> str:
+    """Format columns of a table, right-aligned."""
+    return "".join(text.rjust(width) for text in texts)
 
 
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
@@ -139,7 +144,7 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
         phases = [phase for phase in PHASES_SHOWN if phase in shown[0].time.seconds]
         head = (
             f"{'':>3} {'actor layout':<18}{'rollout':<11}"
-            + "".join(f"{phase:>14}" for phase in phases)
+            + _cells(phases, 14)
             + f"{'iteration s':>13}{'MFU':>7}{'GiB':>7}  {'fullest':<14}also set"
         )
         lines += [
@@ -220,7 +225,7 @@ def comparison_lines(compared: list[Compared]) -> list[str]:
 def _row(candidate: Candidate, phases: list[str]) -> str:
     case, time, peak = candidate.case, candidate.time, candidate.memory.peak
     rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
-    seconds = "".join(f"{time.seconds[phase]:>14.1f}" for phase in phases)
+    seconds = _cells((f"{time.seconds[phase]:.1f}" for phase in phases), 14)
     rest = " ".join(
         f"{name}={spelled(value)}"
         for name, value in candidate.settings.items()

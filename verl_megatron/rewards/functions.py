@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from parallel.runtime.refusal import short_repr
+
 RewardFunction = Callable[[str, str, Any, dict[str, Any]], float | dict[str, float]]
 
 # Remedy of an error message.
@@ -56,7 +58,7 @@ def load_reward(spec: str) -> RewardFunction:
     """
     if spec in REWARDS:
         return REWARDS[spec]
-    setting = f"reward.function={shown(spec)}"
+    setting = f"reward.function={short_repr(spec)}"
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name:
         raise ValueError(f"{setting} is unknown; choose {', '.join(REWARDS)} or path.py:function")
@@ -67,11 +69,11 @@ def load_reward(spec: str) -> RewardFunction:
     function = getattr(module, name, None)
     if function is None:
         raise ValueError(
-            f"{setting}: the file has no function {shown(name)} at its top level{_others(module)}"
+            f"{setting}: the file has no function {short_repr(name)} at its top level{_others(module)}"
         )
     problem = _unfit(function)
     if problem:
-        raise ValueError(f"{setting}: {shown(name)} {problem}")
+        raise ValueError(f"{setting}: {short_repr(name)} {problem}")
     return function
 
 
@@ -84,11 +86,11 @@ def _import(path: str) -> ModuleType:
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     if problem:
-        raise ValueError(f"file {shown(path)} {problem}; name a Python file")
+        raise ValueError(f"file {short_repr(path)} {problem}; name a Python file")
     name = f"reward_file_{file.stem}"  # json.py must not stand in for the module of that name
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"{shown(path)} is not a Python file; its name must end in .py")
+        raise ValueError(f"{short_repr(path)} is not a Python file; its name must end in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
@@ -105,9 +107,7 @@ def _others(module: ModuleType) -> str:
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    return (
-        f"; it has {', '.join(shown(name, quotes=False) for name in names[:10])}" if names else "; define one"
-    )
+    return f"; it has {', '.join(one_line(name) for name in names[:10])}" if names else "; define one"
 
 
 def _unfit(function: Any) -> str:
@@ -115,7 +115,7 @@ def _unfit(function: Any) -> str:
     if inspect.isclass(function):
         return "is a class; name a function"
     if not callable(function):
-        return f"is of type {shown(type(function).__name__)}; name a function"
+        return f"is of type {short_repr(type(function).__name__)}; name a function"
     for code in (function, type(function).__call__):
         if (
             inspect.iscoroutinefunction(code)
@@ -130,7 +130,7 @@ def _unfit(function: Any) -> str:
     try:
         signature.bind("prompt", "response", "ground_truth", {})
     except TypeError as error:
-        taken = shown(str(signature), quotes=False)
+        taken = one_line(str(signature))
         return f"takes {taken} and is called with (prompt, response, ground_truth, extra): {error}"
     return ""
 
@@ -141,14 +141,13 @@ def described(error: BaseException) -> str:
         text = str(error)
     except BaseException as worse:
         text = f"(no text: {type(worse).__name__})"
-    name = shown(type(error).__name__, quotes=False)
-    return f"{name}: {shown(text, quotes=False)}" if text else name
+    name = one_line(type(error).__name__)
+    return f"{name}: {one_line(text)}" if text else name
 
 
-def shown(text: str, *, limit: int = 500, quotes: bool = True) -> str:
+def one_line(text: str, *, limit: int = 500) -> str:
     """Format `text` in one line of printable characters, cut after `limit` characters."""
     cut = text[:limit] + "..." * (len(text) > limit)
-    written = "".join(
+    return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut
     )
-    return f"'{written}'" if quotes else written

@@ -16,7 +16,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, described, shown
+from parallel.runtime.refusal import short_repr
+from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, described
 from verl_megatron.rewards.sandbox import KILLED
 from verl_megatron.rewards.worker import DIED, EXCEPTION, MAX_METRICS, NOT_FINITE, TIMEOUT, WRONG_TYPE
 
@@ -62,7 +63,8 @@ class Failure:
     response: str
 
     def __str__(self) -> str:
-        example = f"\n  prompt: {shown(self.prompt)}\n  response: {shown(self.response)}"
+        prompt, response = short_repr(self.prompt, limit=500), short_repr(self.response, limit=500)
+        example = f"\n  prompt: {prompt}\n  response: {response}"
         return f"reward {self.kind} on sample {self.sample_id}: {self.error}{example}"
 
 
@@ -178,12 +180,12 @@ class RewardPool:
 
         `failed` and `calls` count the samples of all ranks.
         """
-        setting = f"reward.function={shown(self.spec)}"
+        setting = f"reward.function={short_repr(self.spec)}"
         if 0 < calls == failed and self.first_failure is not None:
             problem = f"{setting} failed on all {calls} samples, so nothing can be learnt from them"
             return f"{problem}; {REMEDIES[self.first_failure.kind]}; {self.first_failure}"
         if len(self.metric_names) > MAX_METRICS:
-            few = ", ".join(shown(name) for name in sorted(self.metric_names)[:3])
+            few = ", ".join(short_repr(name) for name in sorted(self.metric_names)[:3])
             problem = f"{setting} reports metrics of {len(self.metric_names)} names ({few}, ...)"
             return f"{problem}; use at most {MAX_METRICS} names, the same for all samples"
         return ""
@@ -290,7 +292,7 @@ class _Worker:
 
     def __init__(self, spec: str, *, output_bytes: int):
         self.refused = ""  # why it has no own namespaces
-        self._setting = f"reward.function={shown(spec)}"
+        self._setting = f"reward.function={short_repr(spec)}"
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
         command = _MAIN.format(

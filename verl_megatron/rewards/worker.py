@@ -10,13 +10,13 @@ import json
 import math
 import os
 import pickle
-import reprlib
 import socket
 import sys
 import time
 from typing import Any, NoReturn
 
-from verl_megatron.rewards.functions import RewardFunction, described, load_reward, shown
+from parallel.runtime.refusal import short_repr
+from verl_megatron.rewards.functions import RewardFunction, described, load_reward
 from verl_megatron.rewards.sandbox import enter
 
 EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = (
@@ -47,9 +47,8 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     except ValueError as error:
         answer = {"problem": str(error)}
     except BaseException as error:  # a file with attributes that raise
-        answer = {
-            "problem": f"reward.function={shown(spec)} cannot be looked at: {described(error)}; mend the file"
-        }
+        setting = f"reward.function={short_repr(spec)}"
+        answer = {"problem": f"{setting} cannot be looked at: {described(error)}; mend the file"}
     with trainer.makefile("rb") as requests, contextlib.suppress(EOFError, OSError):
         while os.getpid() == own_id:  # a reward that forks and returns twice answers once
             trainer.sendall(json.dumps(answer).encode() + b"\n")
@@ -97,9 +96,9 @@ def _wrong(text: str) -> Answer:
 
 def _shown(value: Any) -> str:
     try:
-        return shown(reprlib.repr(value), quotes=False)
+        return short_repr(value)
     except BaseException:  # its `__repr__` may even exit the process
-        return f"an object of type {shown(type(value).__name__)}"
+        return f"an object of type {short_repr(type(value).__name__)}"
 
 
 def _number(entry: Any) -> float | None:

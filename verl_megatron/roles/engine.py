@@ -17,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 from parallel import device, megatron
+from parallel.checkpoint import optimizer_shards
 from parallel.checkpoint import training_state as checkpoint
 from parallel.export import ShardedModel, export_folder
 from parallel.groups import ProcessGroups
@@ -348,7 +349,9 @@ class Engine:
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
-        norms = checkpoint.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}
+        norms = (
+            optimizer_shards.norms(self.chunks, self.optimizer, self.groups) if self.groups.is_member else {}
+        )
         return self._from_first_member(norms)
 
     def _from_first_member(self, value: dict) -> dict:

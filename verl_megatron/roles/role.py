@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout
 from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import Normalizer
@@ -133,11 +133,6 @@ def infer_together(
         [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.sample_id, table.owner_B, batch
     )
     return [{name: returned[f"{name}_{place}"] for name in names} for place in range(len(roles))]
-
-
-def layout_of(model: ModelConfig, world: RankSet) -> Layout:
-    """Return the layout from the settings, with ranks in the default order."""
-    return Layout.parse(model.layout, parse_devices(model.devices, world.size), tuple(model.stage_layers))
 
 
 def make_role(

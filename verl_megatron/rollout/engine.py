@@ -14,6 +14,21 @@ Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")  # memory that sleeps, in wake-up order
 
 
+def num_replicas(*, world_size: int, tp: int) -> int:
+    """Return the number of rollout replicas of `tp` ranks each.
+
+    Raises:
+        ValueError: they do not fill the world.
+    """
+    if tp < 1 or world_size % tp:
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"rollout.tp={tp} must divide the {world_size} ranks that were started; "
+            f"choose one of {divisors} or start another number"
+        )
+    return world_size // tp
+
+
 class RolloutEngine(Protocol):
     """A rollout replica, or this rank's part of it.
 

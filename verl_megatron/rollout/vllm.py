@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device, rank_set
-from parallel.weights.architecture import read_config
-from parallel.weights.json_files import is_count
+from parallel.weights.architecture import read_architecture
+from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
-from verl_megatron.rollout.engine import TAGS, Tag
+from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
 
@@ -83,7 +83,9 @@ class VLLMActor:
         if self._in_world:  # vLLM builds its groups over torch's default group
             self.world = rank_set.world()
         rank, world = (self.world.rank, self.world.size) if self._in_world else (0, 1)
-        _check_split(self.model_name, self.tp, world)
+        self.num_replicas = num_replicas(world_size=world, tp=self.tp)
+        if problems := vllm_tp_problems(read_architecture(self.model_name), self.tp):
+            raise ValueError(f"rollout.tp={self.tp}: {problems[0]}")
         self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
         if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
             raise ValueError(
@@ -95,7 +97,6 @@ class VLLMActor:
                 "shared_weights would be overwritten by the files' weights; "
                 "pass load_weights=False and write them yourself"
             )
-        self.num_replicas = world // self.tp
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
         self._asleep: set[Tag] = set()
         self._running: dict[int, Request] = {}
@@ -401,17 +402,6 @@ def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
                 f"write {sorted(replica)}"
             )
     return tuple(ranks)
-
-
-def _check_split(model_name: str, tp: int, world: int) -> None:
-    if tp < 1 or world % tp:
-        raise ValueError(
-            f"rollout.tp={tp} must divide the world of {world} ranks; "
-            "choose a divisor or start vLLM in a torchrun world of tp ranks"
-        )
-    heads = read_config(model_name).get("num_attention_heads", tp)
-    if is_count(heads) and heads % tp:
-        raise ValueError(f"rollout.tp={tp} must divide the model's {heads} attention heads; choose a divisor")
 
 
 def _resolve_dtype(*wishes: str) -> str:

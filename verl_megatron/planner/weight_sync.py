@@ -2,7 +2,7 @@
 
 from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import Machine
-from verl_megatron.planner.memory import held
+from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.serving import own_rollout_bytes
 
 
@@ -60,4 +60,7 @@ def leaving_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
     """
     if case.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
-    return max(held(case, role, stage).optimizer for stage in range(role.layout.pp)) / machine.pinned_rate
+    return (
+        max(static_bytes(case, role, stage).optimizer for stage in range(role.layout.pp))
+        / machine.pinned_rate
+    )

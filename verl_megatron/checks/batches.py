@@ -1,0 +1,70 @@
+"""Division of an iteration's samples into mini-batches and data-parallel ranks."""
+
+from parallel.layout import Layout
+from parallel.runtime.refusal import short_repr
+from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import layout_of, models_of
+
+MOST_SAMPLES = 1_000_000  # per iteration: every rank has a table of all
+
+
+def check_batch(config: TrainerConfig, layouts: dict[str, Layout | None]) -> list[str]:
+    """Check that the samples of an iteration divide into mini-batches and data-parallel ranks."""
+    data, algorithm = config.data, config.algorithm
+    samples, parts = data.prompts_per_iteration * data.samples_per_prompt, algorithm.num_mini_batches
+    product = (
+        f"data.prompts_per_iteration={data.prompts_per_iteration} x "
+        f"data.samples_per_prompt={data.samples_per_prompt} = {samples} samples"
+    )
+    if parts < 1 or samples < 1:
+        return []  # reported by their intervals
+    if samples > MOST_SAMPLES:
+        return [
+            f"{short_repr(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
+            "lower one of them and raise run.iterations"
+        ]
+    if samples % parts:
+        return [
+            f"{product} do not split into algorithm.num_mini_batches={parts}; choose a divisor of {samples}"
+        ]
+    return [
+        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} "
+        f"data-parallel ranks of {name}.layout={layout} without a sample; "
+        "use fewer mini-batches, more samples or a layout with less dp"
+        for name, layout in layouts.items()
+        if layout is not None and samples // parts < layout.dp
+    ]
+
+
+def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
+    """Describe the batch division of an iteration in one line; `config` must have passed `check_config`."""
+    data, algorithm, engine = config.data, config.algorithm, config.engine
+    samples = data.prompts_per_iteration * data.samples_per_prompt
+    mini_batch = samples // algorithm.num_mini_batches
+    shares = []
+    for spec in models_of(config):
+        if spec.trainable:
+            layout = layout_of(spec.model, world_size)
+            share = _about(mini_batch, layout.dp)
+            shares.append(f"{spec.name} {layout}: {share} of a mini-batch a data-parallel rank")
+    steps = algorithm.epochs * algorithm.num_mini_batches
+    return (
+        f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
+        f"{_count(samples, 'sample')}"
+        f" = {_count(algorithm.num_mini_batches, 'mini-batch', 'mini-batches')} of "
+        f"{mini_batch}; {'; '.join(shares)};"
+        f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; "
+        f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
+        f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of "
+        f"tp{config.rollout.tp}"
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _about(samples: int, parts: int) -> str:
+    return (
+        _count(samples // parts, "sample") if samples % parts == 0 else f"about {samples / parts:.1f} samples"
+    )

@@ -1,0 +1,67 @@
+"""Checks of a model section: layout and devices on the ranks, the folder's sizes, and how they split."""
+
+from dataclasses import dataclass, field
+
+from parallel.layout import Layout
+from parallel.runtime.refusal import short_repr
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import tp_problems
+from verl_megatron.checks.problems import problem_of
+from verl_megatron.config import EngineConfig, ModelConfig, RewardConfig
+from verl_megatron.model_specs import layout_of
+
+
+@dataclass
+class CheckedModel:
+    """A model section's layout and architecture, as far as they are valid, and what is wrong."""
+
+    layout: Layout | None = None
+    arch: Architecture | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def check_model(
+    name: str, model: ModelConfig | RewardConfig, engine: EngineConfig, *, world_size: int
+) -> CheckedModel:
+    """Check the section `name`: its layout on `world_size` ranks, and its folder if it has a path."""
+    found = CheckedModel()
+    try:
+        found.layout = layout_of(model, world_size)
+    except ValueError as error:
+        found.problems.append(
+            f"{name}.layout={short_repr(model.layout)}, {name}.devices={short_repr(model.devices)}, "
+            f"{world_size} ranks started: {error}"
+        )
+    if model.path:
+        try:
+            found.arch = read_architecture(model.path)
+        except ValueError as error:
+            found.problems.append(f"{name}.path={short_repr(model.path)}: {error}")
+    if found.layout is not None and found.arch is not None:
+        found.problems += [
+            f"{name}.layout={model.layout!r}: {problem}"
+            for problem in _check_split(found.arch, found.layout, engine.dtype)
+        ]
+    return found
+
+
+def _check_split(arch: Architecture, layout: Layout, dtype: str) -> list[str]:
+    """Return what prevents the model from being split by this layout."""
+    problems = tp_problems(arch, layout.tp) + problem_of(layout.layers_of, arch.num_layers)
+    if len(set(layout.stage_layers[1:-1])) > 1:
+        problems.append(
+            f"stage_layers={list(layout.stage_layers)}: only the first and the last pipeline stage may "
+            "differ from the others; make those between alike"
+        )
+    if dtype == "fp8":
+        widths = {
+            "hidden size": arch.hidden_size,
+            "heads' channels": arch.num_heads * arch.head_dim // layout.tp,
+            "feed-forward channels": arch.intermediate_size // layout.tp,
+        }
+        wrong = " and ".join(f"{width} {name}" for name, width in widths.items() if width % 16)
+        problems += [
+            f"engine.dtype=fp8 multiplies matrices whose sides are multiples of 16, and a rank has {wrong}; "
+            "use another tp, or bfloat16"
+        ] * bool(wrong)
+    return problems

@@ -1,0 +1,83 @@
+"""Settings from a recipe and a command line: names and types, all wrong ones reported together."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel.runtime.refusal import nearest, short_repr
+from verl_megatron.checks.problems import refuse
+from verl_megatron.config import present_name
+
+Schema = TypeVar("Schema")
+
+
+def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
+    """Return the settings of `schema` (TrainerConfig or SFTConfig) with `overrides` applied.
+
+    Raises:
+        ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.
+    """
+    given = _resolved(overrides)
+    merged = OmegaConf.structured(schema)
+    problems = []
+    for section, values in given.items():
+        if section not in merged:
+            problems.append(
+                f"{short_repr(section)[1:-1]} is no section{nearest(section, merged)}; "
+                f"the sections are {', '.join(merged)}"
+            )
+        elif not isinstance(values, dict):
+            problems.append(
+                f"{section}={short_repr(values)} is no section with settings; give its settings one by one, "
+                f"such as {section}.{next(iter(merged[section]))}"
+            )
+        else:
+            problems += [
+                problem
+                for name, value in values.items()
+                if (problem := _put(merged[section], section, name, value))
+            ]
+    problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
+    refuse(problems)
+    return OmegaConf.to_object(merged)
+
+
+def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(
+            overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)),
+            resolve=True,
+        )
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); "
+            f"give the value itself, or a ${{section.setting}} that exists"
+        ) from None
+
+
+def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
+    """Set one setting; return its problem, or an empty string."""
+    known = list(section.keys())
+    if new := present_name(name, known):
+        return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
+    if name not in known:
+        return (
+            f"{section_name}.{short_repr(name)[1:-1]} is no setting{nearest(name, known)}; "
+            f"{section_name} has {', '.join(known)}"
+        )
+    try:
+        section[name] = value
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        return (
+            f"{section_name}.{name}={short_repr(value)} has a wrong type ({reason}); "
+            f"give a value like {_example(section, name)}"
+        )
+    return ""
+
+
+def _example(section: DictConfig, name: str) -> str:
+    default = getattr(OmegaConf.get_type(section)(), name)
+    return f"{default!r}" if default != [] else "[a, b]"

@@ -1,0 +1,121 @@
+"""Checks of vLLM's section against the model, the sampling of the run, and the host's memory."""
+
+from parallel import device
+from parallel.runtime.refusal import short_repr
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import vllm_tp_problems
+from verl_megatron.checks.problems import problem_of
+from verl_megatron.config import LEAST_TEMPERATURE, RolloutConfig, TrainerConfig
+from verl_megatron.rollout.engine import num_replicas
+
+MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
+
+
+def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: int) -> list[str]:
+    """Return the problems of vLLM's section; `arch` is the actor's, None if it cannot be read."""
+    rollout = config.rollout
+    if rollout.tp < 1:
+        return []  # reported by its interval
+    problems = problem_of(num_replicas, world_size=world_size, tp=rollout.tp)
+    if rollout.min_tokens > rollout.max_tokens:
+        problems.append(
+            f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; "
+            "lower it"
+        )
+    if rollout.top_k == 0:
+        problems.append("rollout.top_k=0 keeps no token; use -1 for all or at least 1")
+    problems += _check_stops(rollout, arch) + _check_host_memory(config, arch)
+    if 0 < config.data.validation_temperature < LEAST_TEMPERATURE:
+        problems.append(
+            f"data.validation_temperature={config.data.validation_temperature} is below {LEAST_TEMPERATURE}, "
+            "which vLLM takes for it; use 0 (greedy) or more"
+        )
+    if config.reshard.offload != "none" and not rollout.sleep:
+        problems.append(
+            f"reshard.offload={config.reshard.offload} makes room for vLLM to wake in, "
+            "and with rollout.sleep=false it never sleeps; set one of them otherwise"
+        )
+    if config.reshard.mode != "keep" and not shares_dtype(config):
+        problems.append(
+            f"reshard.mode={config.reshard.mode} lets vLLM use the actor's memory, "
+            f"and rollout.dtype={rollout.dtype} is not"
+            f" engine.dtype={config.engine.dtype}; make them alike or use keep"
+        )
+    if arch is None:
+        return problems
+    problems += [f"rollout.tp={rollout.tp}: {problem}" for problem in vllm_tp_problems(arch, rollout.tp)]
+    tokens = config.data.max_prompt_tokens + rollout.max_tokens
+    if tokens > arch.served_positions:
+        problems.append(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+            f"rollout.max_tokens={rollout.max_tokens} make samples of {tokens} tokens, "
+            f"more than the model's {arch.served_positions} positions; lower one of them"
+        )
+    return problems
+
+
+def _check_stops(rollout: RolloutConfig, arch: Architecture | None) -> list[str]:
+    """Check stop strings and stop tokens, which vLLM would refuse only after the run is built."""
+    problems = []
+    if "" in rollout.stop:
+        problems.append("rollout.stop has an empty string, at which every response would end; take it out")
+    vocab_size = arch.vocab_size if arch else MOST_STOP_IDS
+    if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < vocab_size]:
+        problems.append(
+            f"rollout.stop_token_ids has {short_repr(wrong)}, outside the model's vocabulary of {vocab_size} "
+            "tokens; take them out"
+        )
+    for name, entries in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids)):
+        if len(entries) > MOST_STOPS:
+            problems.append(
+                f"rollout.{name} has {len(entries):,} entries, each of which is looked for at every token; "
+                f"give at most {MOST_STOPS}"
+            )
+    return problems
+
+
+def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list[str]:
+    """Check rollout settings that exceed the total memory of this host."""
+    memory, rollout, problems = device.host_memory_bytes(), config.rollout, []
+    if not device.is_gpu() and (rollout.kv_cache_mib << 20) * device.ranks_per_host() > memory:
+        problems.append(
+            f"rollout.kv_cache_mib={rollout.kv_cache_mib} of each rank is more than this host has: "
+            f"{memory >> 20} MiB; lower it"
+        )
+    tokens = min(config.data.max_prompt_tokens + rollout.max_tokens, arch.max_positions if arch else 0)
+    if rollout.max_num_seqs * tokens * 4 > memory:  # vLLM stores token ids as int32
+        problems.append(
+            f"rollout.max_num_seqs={short_repr(rollout.max_num_seqs)} samples of {tokens} tokens do not fit "
+            f"this host's memory of {memory >> 20} MiB; lower it"
+        )
+    return problems
+
+
+def shares_dtype(config: TrainerConfig) -> bool:
+    """Whether vLLM's weights have the actor's dtype."""
+    return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))
+
+
+def check_importance(config: TrainerConfig) -> list[str]:
+    """Refuse importance weights over a truncated distribution.
+
+    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
+    weight would contain the probability mass of the kept tokens.
+    """
+    rollout, cap = config.rollout, config.algorithm.tis_cap
+    truncated = [
+        f"rollout.{name}={getattr(rollout, name)}"
+        for name, is_set in (
+            ("top_p", rollout.top_p < 1),
+            ("top_k", rollout.top_k > 0),
+            ("min_tokens", rollout.min_tokens > 0),
+        )
+        if is_set
+    ]
+    if not cap or not truncated:
+        return []
+    return [
+        f"algorithm.tis_cap={cap} with {' and '.join(truncated)} would scale the loss by the "
+        "probability mass that the sampler keeps;"
+        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set tis_cap=0"
+    ]
