@@ -231,7 +231,7 @@ class Corrupting(Resharder):
         super().move()
         self.moved += 1
         if self.rank == 2 and self.moved == 2:
-            next(iter(self.writes.values())).view(torch.int32)[0, 0] ^= 1
+            next(iter(self.slices.writes.values())).view(torch.int32)[0, 0] ^= 1
 
 
 def corruption_reaches_every_rank() -> None:
@@ -248,7 +248,7 @@ def corruption_reaches_every_rank() -> None:
     else:
         assert rank.versions.adopt() == 1
         found = {error_of(rank.versions.adopt, ReshardError), error_of(rank.versions.ready, ReshardError)}
-        assert rank.holds(1)  # nothing unproved reaches the front
+        assert rank.holds(1)  # nothing unverified reaches the front
     found.add(error_of(rank.versions.close, ReshardError))
     assert len(found) == 1 and "to rank 2" in found.pop() and rank.versions.closed
     dist.barrier()
