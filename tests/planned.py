@@ -39,6 +39,7 @@ def run_config(
     )
     config.data.max_prompt_tokens, config.data.prompts_per_iteration = tokens, samples
     config.algorithm.num_mini_batches, config.algorithm.kl_coef = 4, 0.01
+    config.algorithm.reuse_logprobs = False  # as in the measured runs
     config.engine = replace(config.engine, **engine)
     return config
 

@@ -19,6 +19,14 @@ COUNT, POSITIVE = "[0, 1000000000]", "[1, 1000000000]"  # iterations, steps, tok
 SHARE = "[0, 1000000]"  # coefficients and norms: far below float32 overflow of a loss
 LEAST_TEMPERATURE = 0.01  # vLLM takes lower ones above 0 for this one
 
+ALGORITHM_NAMES = (
+    *("ppo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "distillation"),
+)
+OBJECTIVE_NAMES = ("clip", "gspo", "gspo_token", "cispo", "reinforce")
+NORMALIZER_NAMES = ("token_mean", "sequence_mean", "sequence_sum")
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
+
 RENAMED = {  # former name -> name; the former one is refused with the new one in the message
     "data.rows_per_step": "data.samples_per_step",
     "data.validation_rows": "data.validation_samples",
@@ -27,7 +35,8 @@ RENAMED = {  # former name -> name; the former one is refused with the new one i
     "engine.warmup_steps": "engine.lr_warmup_steps",
     "algorithm.clip_high": "algorithm.clip_ratio_high",
     "algorithm.clip_low": "algorithm.clip_ratio_low",
-    "algorithm.importance_cap": "algorithm.tis_cap",
+    "algorithm.importance_cap": "algorithm.correction_high",
+    "algorithm.tis_cap": "algorithm.correction_high",
     "algorithm.kl_horizon": "algorithm.kl_ctrl_horizon",
     "algorithm.kl_target": "algorithm.kl_ctrl_target",
     "algorithm.lam": "algorithm.gae_lambda",
@@ -211,12 +220,27 @@ class RewardConfig(Section):
     )
     timeout_s: float = setting(10.0, "time limit of one call, seconds", within="(0, 10000000]")
     workers: int = setting(1, "reward worker processes per vLLM replica", within="[1, 1024]")
+    overlong_tokens: int = setting(
+        0, "last tokens before rollout.max_tokens in which the score falls; 0: off", within=COUNT
+    )
+    overlong_penalty: float = setting(
+        1.0, "largest deduction from the score, at rollout.max_tokens", within=SHARE
+    )
     failure_score: float = setting(
         0.0, "score of a call that raised, timed out or returned no finite number", within="[-1e30, 1e30]"
     )  # float32
     path: str = setting("", "Hugging Face sequence-classification folder; empty: no reward model")
     layout: str = setting("tp1", "layout of the reward model, as actor.layout")
     devices: str = setting("", "ranks of the reward model, as actor.devices")
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(Section):
+    """Frozen model of on-policy distillation."""
+
+    path: str = setting("", "Hugging Face folder with the actor's tokenizer; empty: no teacher")
+    layout: str = setting("tp1", "layout of the teacher, as actor.layout")
+    devices: str = setting("", "ranks of the teacher, as actor.devices")
 
 
 @dataclass(kw_only=True)
@@ -267,7 +291,13 @@ class AlgorithmConfig(Section):
     """Policy-gradient algorithm; advantages.py, losses.py and kl.py give the formulas and their sources."""
 
     name: str = setting(
-        "ppo", "ppo: critic and GAE; grpo: group-relative scores, no critic", choices=("ppo", "grpo")
+        "ppo", "advantages, with their usual objective and normalizer", choices=ALGORITHM_NAMES
+    )
+    objective: str = setting(
+        "auto", "loss of a response token; auto: the algorithm's", choices=("auto", *OBJECTIVE_NAMES)
+    )
+    normalizer: str = setting(
+        "auto", "divisor of the policy loss; auto: the algorithm's", choices=("auto", *NORMALIZER_NAMES)
     )
     gamma: float = setting(1.0, "discount factor", within="(0, 1]")
     gae_lambda: float = setting(0.95, "lambda of generalized advantage estimation (GAE)", within="[0, 1]")
@@ -281,6 +311,9 @@ class AlgorithmConfig(Section):
     clip_ratio_high: float = setting(
         0.2, "upper bound of the clipped ratio: 1 + clip_ratio_high", within="(0, 1000000]"
     )
+    dual_clip: float = setting(
+        0.0, "largest loss of a token with a negative advantage, divided by it; 0: off", within=SHARE
+    )
     cliprange_value: float = setting(0.2, "clip range of the value loss; 0: off", within=SHARE)
     entropy_coef: float = setting(0.0, "coefficient of the entropy bonus in the policy loss", within=SHARE)
     kl_coef: float = setting(
@@ -288,8 +321,8 @@ class AlgorithmConfig(Section):
     )
     kl_in: str = setting(
         "reward",
-        "where the KL penalty is added: token rewards (reward) or policy loss (loss)",
-        choices=("reward", "loss"),
+        "where the KL penalty is added: token rewards (reward), policy loss (loss) or nowhere (none)",
+        choices=("reward", "loss", "none"),
     )
     kl_estimator: str = setting(
         "k1", "with x = log p - log q: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x", choices=("k1", "k2", "k3")
@@ -298,11 +331,32 @@ class AlgorithmConfig(Section):
         0.0, "target KL per sample (sum over tokens) of the adaptive coefficient; 0: fixed", within=SHARE
     )
     kl_ctrl_horizon: int = setting(10_000, "horizon of the adaptive coefficient, in samples", within=POSITIVE)
-    tis_cap: float = setting(
-        0.0, "cap of the truncated importance weight, sampler -> trainer; 0: off", within=SHARE
+    kl_unbiased: bool = setting(
+        False, "multiply the KL in the loss by p / p_old, which makes its gradient unbiased"
+    )
+    correction: str = setting(
+        "none",
+        "importance weights against the gap between sampler and trainer: truncate (TIS) or mask (IcePop, MIS)",
+        choices=("none", "truncate", "mask"),
+    )
+    correction_level: str = setting(
+        "token", "ratio of a token, of a sequence, or its geometric mean", choices=CORRECTION_LEVELS
+    )
+    correction_low: float = setting(0.0, "lower bound of the importance weight", within="[0, 1]")
+    correction_high: float = setting(2.0, "upper bound of the importance weight", within="[1, 1000000]")
+    reuse_logprobs: bool = setting(
+        True, "take the old log-probs of an iteration's first step from its own forward pass if possible"
+    )
+    check_logprobs_interval: int = setting(
+        50, "iterations between comparisons of reused log-probs with a separate pass; 0: never", within=COUNT
     )
     target_kl: float = setting(
         0.0, "skip the iteration's remaining updates above this approximate KL; 0: off", within=SHARE
+    )
+    dynamic_sampling: bool = setting(False, "replace prompts whose samples all have the same score")
+    max_sampling_rounds: int = setting(10, "maximum number of rounds of dynamic sampling", within="[1, 1000]")
+    teacher_coef: float = setting(
+        1.0, "coefficient of the log-prob gap to the teacher in the advantages", within=SHARE
     )
     critic_warmup: int = setting(0, "number of first iterations that train only the critic", within=COUNT)
 
@@ -344,6 +398,7 @@ class TrainerConfig(Section):
     critic: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

@@ -27,13 +27,16 @@ def collect(run: Run, step: int) -> Collected:
     with clock.phase("reshard"):
         version = run.channel.adopt()
     with clock.phase("rollout"):
-        batch = run.sampler.collect(run.source, run.draw, iteration=step, version=version)
+        batch = run.sampler.collect(
+            run.source, run.draw, iteration=step, version=version, keep_group=run.keep_group
+        )
         clock.own_work_ends()
         table = run.table_of(batch)  # waits for the slowest replica
     with clock.phase("return"):
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):
         batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, table)
+        batch, table = run.shape_rewards(batch, table, sums)
     return Collected(
         batch=batch,
         table=table,

@@ -5,15 +5,19 @@ layout only dispatch their samples.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from verl_megatron.algorithms import Algorithm
+from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective, reuses_logprobs
+from verl_megatron.algorithms.correction import add_sample_size
 from verl_megatron.algorithms.diagnostics import batch_sums
+from verl_megatron.algorithms.distillation import add_teacher
 from verl_megatron.algorithms.kl import KLController
-from verl_megatron.algorithms.losses import PolicyTokens, value_loss
+from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import token_mean
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
@@ -21,17 +25,19 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, Outputs
-from verl_megatron.roles.role import DispatchedBatch, Role, infer_together
+from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together
 
 POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 VALUE_FIELDS = ("values", "returns")
+LOGPROBS_OF = {"actor": "logprobs", "reference": "ref_logprobs"}  # fields of the batch
 
 
 class Learner:
     """The models of a run, trained by an algorithm.
 
     Args:
-        roles: "actor", and if the run has them "critic", "reference" and "reward".
+        roles: "actor", and if the run has them "critic", "reference", "teacher" and "reward".
+        max_tokens: limit of a response, the constant of the normalizer `sequence_sum`.
         residency: loads the training state of the next model to update onto the GPU.
     """
 
@@ -39,20 +45,15 @@ class Learner:
         self,
         roles: Mapping[str, Role],
         *,
-        algorithm: Algorithm,
         config: AlgorithmConfig,
+        max_tokens: int,
         kl: KLController,
         residency: Residency,
         clock: PhaseTimer,
     ):
-        self.roles, self.algorithm, self.config, self.kl, self.residency, self.clock = (
-            roles,
-            algorithm,
-            config,
-            kl,
-            residency,
-            clock,
-        )
+        self.roles, self.config, self.kl, self.residency, self.clock = roles, config, kl, residency, clock
+        self.algorithm, self.objective = get_algorithm(config), get_objective(config)
+        self.normalizer = partial(get_normalizer(config), max_tokens=max_tokens)
         self.actor, self.critic = roles["actor"], roles.get("critic")
         self.world = self.actor.world
 
@@ -83,9 +84,11 @@ class Learner:
         Returns:
             Training metrics of the iteration, the same on every rank.
         """
-        clock = self.clock
+        clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
+        reuses = trains_actor and reuses_logprobs(config, self.roles)
         with clock.phase("log_probs"):
-            for_actor = self._log_probs(batch, table)
+            checks = reuses and self._is_checked(step)
+            for_actor = self._log_probs(batch, table, skip_first=reuses and not checks)
         if self.critic is not None:
             with clock.phase("values"):
                 for_critic = self.critic.dispatch(batch, table)
@@ -94,60 +97,114 @@ class Learner:
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
                 batch,
-                self.config,
+                config,
                 kl_coef=self.kl.coef,
                 num_groups=table.num_groups,
                 all_sum=self.world.all_sum,
             )
-            sums.merge(batch_sums(batch, kl_estimator=self.config.kl_estimator))
+            if batch.teacher_logprobs is not None:
+                batch = add_teacher(batch, coef=config.teacher_coef)
         if self.critic is not None:
             with clock.phase("critic_update"):
                 sums.merge(self._update_critic(for_critic, batch, table))
-        if step > self.config.critic_warmup:
+        if trains_actor:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
-                sums.merge(self._update_actor(for_actor, batch, table))
+                update_sums, first_BT = self._update_actor(for_actor, batch, table, reuses=reuses)
+                sums.merge(update_sums)
+        if reuses:
+            is_first_B = batch.sample_id < table.mini_batches[0].stop
+            if checks and is_first_B.any():
+                sums.max("policy/reuse_error", (batch.logprobs - first_BT)[is_first_B].abs().max())
+            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.logprobs)
+        sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
         metrics = sums.reduce(self.world)
+        add_sample_size(metrics)
         if "kl/ref" in metrics:
             self.kl.update(metrics["kl/ref"], len(table.lengths_B))
             metrics["kl/coef"] = self.kl.coef
         return metrics
 
-    def _log_probs(self, batch: RolloutBatch, table: SampleTable) -> DispatchedBatch:
-        """Compute old and reference log-probs in one pass; the update reuses the dispatched samples."""
-        roles = [self.roles[name] for name in ("actor", "reference") if name in self.roles]
+    def _is_checked(self, step: int) -> bool:
+        """Whether iteration `step` compares reused log-probs with those of a separate pass."""
+        interval = self.config.check_logprobs_interval
+        return interval > 0 and step % interval == 0
+
+    def _log_probs(self, batch: RolloutBatch, table: SampleTable, *, skip_first: bool) -> DispatchedBatch:
+        """Set the log-probs of actor, reference and teacher; the update reuses the dispatched samples.
+
+        Models of the actor's layout run in one pass.
+
+        Args:
+            skip_first: leave the actor's log-probs of the first mini-batch at 0.
+        """
         dispatched = self.actor.dispatch(batch, table)
-        results = infer_together(roles, dispatched, batch, table, ("logprobs",))
-        batch.logprobs = results[0]["logprobs"]
-        if "reference" in self.roles:
-            batch.ref_logprobs = results[1]["logprobs"]
+        frozen = {name: self.roles[name] for name in ("reference", "teacher") if name in self.roles}
+        together = ["actor", "reference"] if "reference" in frozen else ["actor"]
+        if skip_first:
+            batch.logprobs = torch.zeros(batch.generated_ids.shape)
+            together.remove("actor")
+            if len(table.mini_batches) > 1:
+                (results,) = infer_together(
+                    [self.actor], dispatched, batch, table, ("logprobs",), first_mini_batch=1
+                )
+                batch.logprobs = results["logprobs"]
+        if together:
+            results = infer_together(
+                [self.roles[name] for name in together], dispatched, batch, table, ("logprobs",)
+            )
+            for name, result in zip(together, results):
+                setattr(batch, LOGPROBS_OF[name], result["logprobs"])
+        if "teacher" in frozen:
+            batch.teacher_logprobs = frozen["teacher"].infer(batch, table, ("logprobs",))["logprobs"]
         return dispatched
 
-    def _update_actor(self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable) -> Sums:
-        """Run the epochs and mini-batches of the policy loss."""
+    def _update_actor(
+        self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable, *, reuses: bool
+    ) -> tuple[Sums, Tensor | None]:
+        """Run the epochs and mini-batches of the policy loss.
+
+        Returns:
+            Metrics, and with `reuses` the log-probs [B, T] of the first step's forward pass, 0 elsewhere.
+        """
         config, kl_coef = self.config, self.kl.coef
+        groups, num_samples = self.actor.engine.groups, len(dispatched.batch)
+        own: list[tuple[MicroBatch, Outputs]] = []
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
-            return self.algorithm.loss(
-                outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), config, kl_coef
+            if "logprobs" not in micro.fields:
+                own.append((micro, {"logprobs": outputs["logprobs"].detach()}))
+            tokens = PolicyTokens.of(
+                micro, num_samples=num_samples, cp_group=groups.cp if groups.layout.cp > 1 else None
             )
+            return policy_loss(
+                outputs["logprobs"], outputs["entropy"], tokens, self.objective, config, kl_coef
+            )
+
+        def keep_own() -> None:
+            """Set the first mini-batch's old log-probs for the steps of later epochs."""
+            for micro, outputs in own if config.epochs > 1 else ():
+                place = micro.sample.cpu(), micro.offset.cpu()
+                dispatched.batch.logprobs[place] = outputs["logprobs"].cpu()
 
         def too_far(metrics: Sums) -> bool:
             return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl
 
         self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
-        stop = too_far if config.target_kl else None
-        sums, steps = self.actor.update(
-            dispatched,
-            table,
-            loss,
-            self.algorithm.normalizer,
+        update = Update(
+            loss=loss,
+            normalizer=self.normalizer,
             fields=POLICY_FIELDS,
+            first_fields=POLICY_FIELDS[1:] if reuses else POLICY_FIELDS,
+            after_first=keep_own,
             epochs=config.epochs,
-            stop=stop,
+            stop=too_far if config.target_kl else None,
         )
+        sums, steps = self.actor.update(dispatched, table, update)
         sums.add("policy/steps", steps, 1)
-        return sums
+        if not reuses:
+            return sums, None
+        return sums, self.actor.to_owner(dispatched, own, batch, table, ("logprobs",))["logprobs"]
 
     def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable) -> Sums:
         """Run the epochs and mini-batches of the value loss."""
@@ -156,6 +213,6 @@ class Learner:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
         self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
-        return self.critic.update(
-            dispatched, table, loss, token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
-        )[0]
+        normalizer = partial(token_mean, max_tokens=0)
+        update = Update(loss=loss, normalizer=normalizer, fields=VALUE_FIELDS, epochs=self.config.epochs)
+        return self.critic.update(dispatched, table, update)[0]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from parallel.layout import Layout, parse_devices
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.config import ModelConfig, RewardConfig, TrainerConfig
+from verl_megatron.config import ModelConfig, RewardConfig, TeacherConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class ModelSpec:
     trainable: bool = False
 
 
-def layout_of(model: ModelConfig | RewardConfig, world_size: int) -> Layout:
+def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int) -> Layout:
     """Return the layout of a model section on `world_size` ranks, with its ranks in the default order.
 
     Raises:
@@ -32,14 +32,18 @@ def layout_of(model: ModelConfig | RewardConfig, world_size: int) -> Layout:
 def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
     """Return the models of a run with these settings, the actor first."""
     specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
-    if get_algorithm(config.algorithm.name).needs_critic:
+    if "critic" in get_algorithm(config.algorithm).needs:
         critic = replace(config.critic, path=config.critic.path or config.actor.path)
         specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
     if config.algorithm.kl_coef > 0:
         specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
+    if config.teacher.path:
+        specs.append(ModelSpec(name="teacher", section="teacher", model=_frozen(config.teacher), head="lm"))
     if config.reward.path:
-        reward = ModelConfig(
-            path=config.reward.path, layout=config.reward.layout, devices=config.reward.devices
-        )
+        reward = _frozen(config.reward)
         specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
     return tuple(specs)
+
+
+def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:
+    return ModelConfig(path=section.path, layout=section.layout, devices=section.devices)

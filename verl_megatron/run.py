@@ -26,14 +26,15 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
-from verl_megatron.observe.metrics import PhaseTimer
+from verl_megatron.observe.metrics import PhaseTimer, Sums
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
+from verl_megatron.rewards.shaping import has_variance, overlong_penalty, take_baselines
 from verl_megatron.roles.engine import compute_of
 from verl_megatron.roles.role import Role, make_role
 from verl_megatron.rollout.engine import RolloutEngine
-from verl_megatron.rollout.sampler import Draw, Sampler
+from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
@@ -48,6 +49,7 @@ class Run:
     tokenizer: Tokenizer
     source: TrainingPrompts
     draw: Draw  # sampling plan of an iteration
+    keep_group: KeepGroup | None  # dynamic sampling: which prompts to train on; None: all
     validation: PromptDataset | None
     engine: RolloutEngine
     sampler: Sampler
@@ -61,6 +63,25 @@ class Run:
     def table_of(self, batch: RolloutBatch) -> SampleTable:
         """Gather the table of the iteration's samples from all ranks. Collective over `world`."""
         return SampleTable.gather(batch, self.world, num_mini_batches=self.config.algorithm.num_mini_batches)
+
+    def shape_rewards(
+        self, batch: RolloutBatch, table: SampleTable, sums: Sums
+    ) -> tuple[RolloutBatch, SampleTable]:
+        """Apply the overlong penalty and take the greedy samples out. Collective over the world."""
+        reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
+        if reward.overlong_tokens:
+            penalty_B = reward.overlong_penalty * overlong_penalty(
+                batch.response_mask.sum(1), max_tokens=max_tokens, overlong_tokens=reward.overlong_tokens
+            )
+            batch.rewards = batch.rewards + penalty_B
+            sums.add("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
+        if self.draw.with_greedy:
+            size, num_groups = self.draw.group_size, table.num_groups
+            batch = take_baselines(
+                batch, sums, num_groups=num_groups, group_size=size, all_sum=self.world.all_sum
+            )
+            table = self.table_of(batch)
+        return batch, table
 
     def used_memory(self) -> dict[str, int]:
         """Return bytes in use after each phase, maximum over ranks. Collective over `world`."""
@@ -114,8 +135,8 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     )
     learner = Learner(
         roles,
-        algorithm=get_algorithm(config.algorithm.name),
         config=config.algorithm,
+        max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
         residency=residency,
         clock=clock,
@@ -133,7 +154,10 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
             num_prompts=data.prompts_per_iteration,
             samples_per_prompt=data.samples_per_prompt,
             sampling=Sampling.from_config(config.rollout),
+            max_rounds=config.algorithm.max_sampling_rounds,
+            with_greedy="greedy" in get_algorithm(config.algorithm).needs,
         ),
+        keep_group=has_variance if config.algorithm.dynamic_sampling else None,
         validation=inputs.validation,
         engine=engine,
         sampler=Sampler(

@@ -1,6 +1,7 @@
 """Supervised fine-tuning on the same engine as RL."""
 
 import gc
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from verl_megatron.observe.tracking import MetricsTracker
 from verl_megatron.planner import machine_here
 from verl_megatron.preflight import Inputs, inspect_supervised
 from verl_megatron.roles.engine import compute_of
-from verl_megatron.roles.role import Role, make_role
+from verl_megatron.roles.role import Role, Update, make_role
 
 
 class SFTTrainer:
@@ -125,14 +126,11 @@ class SFTTrainer:
     def _step(self, actor: Role, demonstrations: list[Demonstration]) -> dict[str, float]:
         batch, table = spread(demonstrations, self.world)
         dispatched = actor.dispatch(batch, table)
-        sums, _ = actor.update(
-            dispatched,
-            table,
-            lambda outputs, micro: cross_entropy(outputs["logprobs"]),
-            token_mean,
-            fields=(),
-            epochs=1,
+        update = Update(
+            loss=lambda outputs, micro: cross_entropy(outputs["logprobs"]),
+            normalizer=partial(token_mean, max_tokens=0),
         )
+        sums, _ = actor.update(dispatched, table, update)
         return sums.reduce(self.world)
 
     def _loss(self, actor: Role, demonstrations: list[Demonstration]) -> float:

@@ -1,4 +1,7 @@
-"""Four ranks exchange samples and objects, together and as two sets of two, as one process computes it."""
+"""Four ranks exchange samples and objects, together and as two sets of two, as one process computes it.
+
+So they do with losses of samples that are spread over context-parallel ranks.
+"""
 
 import os
 import signal
@@ -12,8 +15,13 @@ from parallel.rank_set import RankSet, agree, rank_set, world
 from parallel.redistribute import exchange_samples
 from parallel.runtime.preemption import Preemption
 from parallel.runtime.refusal import RefusalError
+from verl_megatron.algorithms.losses import policy_loss
+from verl_megatron.algorithms.objectives import OBJECTIVES
+from verl_megatron.algorithms.tokens import PolicyTokens
+from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector
+from verl_megatron.data.micro_batch import pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8)
 
@@ -167,6 +175,52 @@ def check_collector(ranks: RankSet, layout: Layout) -> None:
     )
 
 
+def loss_gradient(
+    batch: RolloutBatch,
+    samples: list[int],
+    config: AlgorithmConfig,
+    *,
+    cp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Gradient of the loss's token sum in the log-probs [B, T] of this context-parallel rank's tokens."""
+    cp, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    fields = ("logprobs", "advantages", "rollout_logprobs")
+    micro = pack(batch, samples, fields=fields, cp=cp, cp_rank=cp_rank)
+    noise_BT = torch.randn(batch.generated_ids.shape, generator=torch.Generator().manual_seed(7))
+    logprobs_BT = (batch.logprobs + 0.2 * noise_BT).requires_grad_()
+    tokens = PolicyTokens.of(micro, num_samples=len(batch), cp_group=cp_group)
+    logprobs_N = logprobs_BT[micro.sample, micro.offset]
+    loss_N, _ = policy_loss(logprobs_N, None, tokens, OBJECTIVES[config.objective], config, 0.0)
+    return torch.autograd.grad(loss_N.sum(), logprobs_BT)[0]
+
+
+def check_context_parallel_loss(rank: int) -> None:
+    """Two context-parallel ranks that hold parts of samples have the gradient that one rank has.
+
+    The other two have no samples. A sample has no response, and one a token that only one rank holds.
+    """
+    cp_groups = [rank_set(ranks).cpu_group for ranks in ((0, 1), (2, 3))]
+    samples = [] if rank > 1 else [4, 0, 3, 1, 5, 2]
+    lengths, generator = [9, 0, 1, 17, 4, 30], torch.Generator().manual_seed(3)
+    batch = RolloutBatch.from_lists(
+        list(range(6)), [[1] * (2 + n % 3) for n in lengths], [[2] * n for n in lengths]
+    )
+    for name in ("logprobs", "advantages", "rollout_logprobs"):
+        noise_BT = torch.randn(batch.generated_ids.shape, generator=generator)
+        setattr(batch, name, 0.3 * noise_BT.double() * batch.response_mask)
+    for objective in ("gspo", "gspo_token", "clip"):
+        for level in ("token", "sequence", "geometric"):
+            config = AlgorithmConfig(
+                objective=objective, correction="truncate", correction_level=level, correction_high=1.2
+            )
+            expected_BT = loss_gradient(batch, samples, config)
+            found_BT = loss_gradient(batch, samples, config, cp_group=cp_groups[rank // 2])
+            parts_BT = found_BT.clone()
+            dist.all_reduce(parts_BT, group=cp_groups[rank // 2])
+            assert_close(parts_BT, expected_BT, rtol=1e-9, atol=1e-12)
+            assert rank > 1 or (parts_BT.any() and (found_BT != parts_BT).any()), "samples lie on both ranks"
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     everyone, halves = world(), [rank_set((3, 1)), rank_set((0, 2))]
@@ -188,6 +242,7 @@ def main() -> None:
         check_collector(everyone, Layout.parse(text, ranks))
     check_collector(half, Layout.parse("tp2", half.ranks))
     check_collector(half, Layout.parse("tp1", half.ranks[1:]))
+    check_context_parallel_loss(everyone.rank)
     print(f"rank {everyone.rank} agrees", flush=True)
     dist.destroy_process_group()
 

@@ -196,6 +196,8 @@ def await_moment(running: Running, name: str, draw: random.Random) -> None:
         running.wait_for(r"step \d+", within_s=120)
     elif draw.random() < 0.7:
         running.wait_for("KV cache", within_s=120)
+    while not running.targets(name) and running.process.poll() is None:
+        time.sleep(0.01)  # ranks start seconds after the launcher
     end = time.monotonic() + (0 if name == "reward worker" else draw.uniform(0, 4))
     while time.monotonic() < end and running.process.poll() is None:
         time.sleep(0.01)

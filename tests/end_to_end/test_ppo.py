@@ -222,7 +222,7 @@ def test_critic_warmup_and_early_stop(toy, tmp_path):
         "algorithm.epochs=2",
         "algorithm.num_mini_batches=2",
         "algorithm.target_kl=1e-7",
-        "algorithm.tis_cap=2",
+        "algorithm.correction=truncate",
     ]
     job = [
         "actor.layout=tp2",

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from tests.simulated_ranks import Ranks
 from verl_megatron.algorithms.advantages import gae, group_advantages, token_rewards, whiten
 
 
@@ -70,34 +71,6 @@ def test_token_rewards_put_the_score_last_and_the_kl_everywhere():
             expected[sample, t] = -0.3 * kl[sample, t] + (scores[sample] if t == positions[-1] else 0.0)
     torch.testing.assert_close(got, expected)
     assert torch.equal(token_rewards(scores, mask, None, 0.3).sum(-1), scores * mask.any(-1))
-
-
-class Ranks:
-    """Runs a function once per simulated rank and gives every call the sum over the ranks' calls, in order.
-
-    Each pass records what the ranks put into one more collective; in the last pass all sums are true.
-    """
-
-    def __init__(self, parts):
-        self.parts = parts
-
-    def run(self, function):
-        sums: list[torch.Tensor] = []
-        while True:
-            records, results = [], []
-            for part in self.parts:
-                record: list[torch.Tensor] = []
-
-                def all_sum(x, record=record):
-                    record.append(x)
-                    return sums[len(record) - 1] if len(record) <= len(sums) else x
-
-                results.append(function(part, all_sum))
-                records.append(record)
-            assert len({len(record) for record in records}) == 1, "all ranks take part in every collective"
-            if len(sums) == len(records[0]):
-                return results
-            sums.append(torch.stack([record[len(sums)] for record in records]).sum(0))
 
 
 SPLITS = [[6], [3, 3], [1, 4, 1], [0, 6], [2, 0, 1, 3]]

@@ -1,111 +1,241 @@
-"""The two algorithms on a small batch, against their definitions sample by sample."""
+"""Advantages of every algorithm against plain float64 formulas, written down from the papers."""
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
+import numpy as np
 import pytest
 import torch
 
+from tests.simulated_ranks import Ranks
 from verl_megatron.algorithms import ALGORITHMS, get_algorithm
 from verl_megatron.algorithms.advantages import own_samples
+from verl_megatron.algorithms.distillation import add_teacher
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 
-SPANS = [(2, 6), (1, 3), (4, 8), (3, 4), (2, 8), (1, 7)]  # of the responses
+WIDTH, KL_COEF, GAMMA, LAMBDA = 9, 0.1, 0.9, 0.8
+OWN = [  # positions of the model's own tokens; others between them are a tool's output
+    [2, 3, 4, 5],
+    [1, 2],
+    [4, 5, 7, 8],
+    [3],
+    [],
+    [1, 2, 3, 6, 7],
+    [2, 4, 6, 8],
+    [5, 6, 7],
+    [2, 3],
+    [1, 5],
+]
+SAMPLE = [4, 0, 9, 5, 3, 2, 7, 1, 8, 6]  # samples are out of order
+GROUP = [1, 0, 3, 1, 0, 0, 2, 0, 2, 1]  # of 4, 3, 2 and 1 samples
+SPLITS = [[10], [3, 4, 3], [0, 10], [5, 0, 1, 4]]
 
 
 @pytest.fixture
 def batch() -> RolloutBatch:
-    """Three prompts with two samples each, samples out of order."""
+    """Scored samples with log-probs and values; 100 where no algorithm may look."""
     generator = torch.Generator().manual_seed(0)
-    response = torch.zeros(6, 8, dtype=torch.bool)
-    attention = torch.zeros(6, 8, dtype=torch.bool)
-    for sample, (begin, end) in enumerate(SPANS):
-        response[sample, begin:end] = True
-        attention[sample, :end] = True
-    logprobs, ref_logprobs, values = (torch.randn(6, 8, generator=generator) * response for _ in range(3))
+    mask = torch.zeros(len(OWN), WIDTH, dtype=torch.bool)
+    for b, own in enumerate(OWN):
+        mask[b, own] = True
+
+    def per_token() -> torch.Tensor:  # exact in float32, so that both computations start from the same
+        values = torch.randint(-64, 64, mask.shape, generator=generator) / 64
+        return values.masked_fill(~mask, 100.0)
+
     return RolloutBatch(
-        sample_id=torch.tensor([4, 0, 1, 5, 3, 2]),
-        group_id=torch.tensor([4, 0, 1, 5, 3, 2]) // 2,
-        input_ids=torch.zeros(6, 4, dtype=torch.int64),
-        generated_ids=torch.zeros(6, 8, dtype=torch.int64),
-        attention_mask=attention,
-        response_mask=response,
-        rewards=torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 1.0]),
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        values=values,
+        sample_id=torch.tensor(SAMPLE),
+        group_id=torch.tensor(GROUP),
+        input_ids=torch.zeros(len(OWN), 4, dtype=torch.int64),
+        generated_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        rewards=torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 1.0, 0.25, -1.0, 0.25, 0.0]),
+        baselines=torch.tensor([0.5, 1.0, -1.0, 0.5, 1.0, 1.0, 0.75, 1.0, 0.75, 0.5]),
+        logprobs=per_token(),
+        ref_logprobs=per_token(),
+        teacher_logprobs=per_token(),
+        values=per_token(),
     )
 
 
-def run(batch, config, kl_coef=0.1):
-    return get_algorithm(config.name).advantages(
-        batch, config, kl_coef=kl_coef, num_groups=3, all_sum=own_samples
-    )
+@dataclass
+class Case:
+    """A batch sample by sample, in float64."""
+
+    batch: RolloutBatch
+    config: AlgorithmConfig
+
+    def own(self, name: str, b: int) -> np.ndarray:
+        """A per-token field at the sample's own tokens."""
+        return getattr(self.batch, name)[b].numpy().astype(np.float64)[OWN[b]]
+
+    def kl(self, b: int) -> np.ndarray:
+        x = self.own("logprobs", b) - self.own("ref_logprobs", b)
+        terms = {"k1": x, "k2": x * x / 2, "k3": np.exp(-x) - 1 + x}
+        return terms[self.config.kl_estimator] * (self.config.kl_in == "reward")
+
+    def rewards(self, b: int) -> np.ndarray:
+        """r_t = score [t = n] - beta KL_t."""
+        rewards = -KL_COEF * self.kl(b)
+        rewards[-1:] += self.batch.rewards[b].item()
+        return rewards
+
+    def score(self, b: int) -> float:
+        return self.batch.rewards[b].item() - KL_COEF * self.kl(b).sum()
+
+    def scores_of_group(self, b: int, *, without: int = -1) -> np.ndarray:
+        members = [i for i in range(len(OWN)) if GROUP[i] == GROUP[b] and i != without]
+        return np.array([self.score(i) for i in members])
 
 
-def penalized_rewards(batch, sample, kl_coef):
-    begin, end = SPANS[sample]
-    rewards = [
-        -kl_coef * (batch.logprobs[sample, t] - batch.ref_logprobs[sample, t]).item()
-        for t in range(begin, end)
-    ]
-    rewards[-1] += batch.rewards[sample].item()
-    return rewards
+Advantages = list[np.ndarray]  # of the own tokens of each sample
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-@pytest.mark.parametrize("whiten", [False, True])
-def test_ppo(batch, kl_in, whiten):
-    config = AlgorithmConfig(name="ppo", gamma=0.9, gae_lambda=0.8, whiten=whiten, kl_in=kl_in)
-    result = run(batch, config)
-    advantages, returns = torch.zeros(6, 8), torch.zeros(6, 8)
-    for sample, (begin, end) in enumerate(SPANS):
-        rewards = penalized_rewards(batch, sample, 0.1 if kl_in == "reward" else 0.0)
-        torch.testing.assert_close(result.token_rewards[sample, begin:end], torch.tensor(rewards))
-        next_value = next_advantage = 0.0
-        for t in reversed(range(begin, end)):
-            value = batch.values[sample, t].item()
-            next_advantage = rewards[t - begin] + 0.9 * next_value - value + 0.9 * 0.8 * next_advantage
-            advantages[sample, t], returns[sample, t], next_value = (
-                next_advantage,
-                next_advantage + value,
-                value,
-            )
-    if whiten:
-        tokens = advantages[batch.response_mask]
-        advantages = (advantages - tokens.mean()) / tokens.std(correction=0) * batch.response_mask
-    torch.testing.assert_close(result.advantages, advantages)
-    torch.testing.assert_close(result.returns, returns)
+def discounted(x: np.ndarray, rate: float) -> np.ndarray:
+    """sum_k rate^k x_{t+k} for each t."""
+    powers = rate ** np.arange(len(x))
+    return np.array([np.dot(x[t:], powers[: len(x) - t]) for t in range(len(x))])
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-@pytest.mark.parametrize("scale_by_std", [False, True])
-def test_grpo(batch, kl_in, scale_by_std):
-    config = AlgorithmConfig(name="grpo", scale_by_std=scale_by_std, kl_in=kl_in)
-    batch.values = None
-    result = run(batch, config)
-    scores = {
-        batch.sample_id[sample].item(): sum(
-            penalized_rewards(batch, sample, 0.1 if kl_in == "reward" else 0.0)
-        )
-        for sample in range(6)
-    }
-    for sample, (begin, end) in enumerate(SPANS):
-        sample_id = batch.sample_id[sample].item()
-        own, other = scores[sample_id], scores[sample_id ^ 1]  # samples 2p and 2p + 1 share prompt p
-        advantage = (own - other) / 2
-        if scale_by_std:
-            advantage /= abs(own - other) / 2**0.5 + 1e-6  # standard deviation of two over n - 1
-        expected = torch.zeros(8)
-        expected[begin:end] = advantage
-        torch.testing.assert_close(result.advantages[sample], expected, rtol=1e-5, atol=1e-6)
-    assert result.returns is None and not get_algorithm("grpo").needs_critic
+def whitened(parts: Advantages) -> Advantages:
+    tokens = np.concatenate(parts)
+    return [(part - tokens.mean()) / np.sqrt(tokens.var() + 1e-8) for part in parts]
+
+
+def constant(case: Case, advantage: Callable[[Case, int], float]) -> Advantages:
+    """The sample's advantage at each of its tokens."""
+    return [np.full(len(own), advantage(case, b)) for b, own in enumerate(OWN)]
+
+
+def gae_of_sample(case: Case, b: int) -> np.ndarray:
+    """sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (Schulman 2016, eq. 16)."""
+    values = case.own("values", b)
+    delta = case.rewards(b) + GAMMA * np.append(values[1:], 0.0)[: len(values)] - values
+    return discounted(delta, GAMMA * LAMBDA)
+
+
+def gae(case: Case) -> Advantages:
+    return [gae_of_sample(case, b) for b in range(len(OWN))]
+
+
+def ppo(case: Case) -> Advantages:
+    return whitened(gae(case)) if case.config.whiten else gae(case)
+
+
+def centered_score(case: Case, b: int) -> float:
+    """Score minus the group's mean (Dr. GRPO, Liu et al. 2025)."""
+    return case.score(b) - case.scores_of_group(b).mean()
+
+
+def group_score(case: Case, b: int) -> float:
+    """(r - mean) / std (Shao et al. 2024, section 4.1.2)."""
+    scores = case.scores_of_group(b)
+    std = scores.std(ddof=1) if len(scores) > 1 else 0.0
+    return (case.score(b) - scores.mean()) / (std + 1e-6)
+
+
+def leave_one_out(case: Case, b: int) -> float:
+    """r_i - mean of r_j, j != i (Ahmadian et al. 2024); a sample alone has no baseline, so 0."""
+    others = case.scores_of_group(b, without=b)
+    return case.score(b) - others.mean() if len(others) else 0.0
+
+
+def grpo(case: Case) -> Advantages:
+    return constant(case, group_score if case.config.scale_by_std else centered_score)
+
+
+def returns(case: Case) -> Advantages:
+    return [discounted(case.rewards(b), GAMMA) for b in range(len(OWN))]
+
+
+def remax(case: Case) -> Advantages:
+    """sum of later rewards - r(greedy) (Li et al. 2024)."""
+    return [part - case.batch.baselines[b].item() for b, part in enumerate(returns(case))]
+
+
+PAPER: dict[str, Callable[[Case], Advantages]] = {
+    "ppo": ppo,
+    "grpo": grpo,
+    "dr_grpo": lambda case: constant(case, centered_score),
+    "gspo": grpo,
+    "cispo": grpo,
+    "rloo": lambda case: constant(case, leave_one_out),
+    "reinforce_plus_plus": lambda case: whitened(returns(case)),
+    "reinforce_plus_plus_baseline": lambda case: whitened(constant(case, centered_score)),
+    "remax": remax,
+    "distillation": lambda case: constant(case, lambda *_: 0.0),
+}
+
+
+def run(batch: RolloutBatch, config: AlgorithmConfig, split: list[int] | None = None) -> RolloutBatch:
+    """The algorithm's result with the samples on simulated ranks."""
+    starts = np.cumsum([0, *(split or [len(batch)])])
+    parts = [batch.select(torch.arange(start, end)) for start, end in zip(starts, starts[1:])]
+
+    def one_rank(part: RolloutBatch, all_sum) -> RolloutBatch:
+        return get_algorithm(config).advantages(part, config, kl_coef=KL_COEF, num_groups=4, all_sum=all_sum)
+
+    results = Ranks(parts).run(one_rank)
+    joined = {}
+    for name in results[0].tensors():
+        joined[name] = torch.cat([getattr(part, name) for part in results])
+    return RolloutBatch(**joined)
+
+
+def config_of(name: str, **settings) -> AlgorithmConfig:
+    return AlgorithmConfig(name=name, gamma=GAMMA, gae_lambda=LAMBDA, **settings)
+
+
+def assert_matches(found_BT: torch.Tensor, expected: Advantages) -> None:
+    """Equal to 1e-6 at the own tokens, and 0 elsewhere."""
+    for b, own in enumerate(OWN):
+        others = [t for t in range(WIDTH) if t not in own]
+        assert not found_BT[b, others].any()
+        np.testing.assert_allclose(found_BT[b, own].double().numpy(), expected[b], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(("kl_in", "estimator"), [("reward", "k1"), ("reward", "k3"), ("loss", "k2")])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_advantages_are_those_of_the_paper_wherever_samples_lie(batch, name, kl_in, estimator, split):
+    config = config_of(name, kl_in=kl_in, kl_estimator=estimator)
+    result, case = run(batch, config, split), Case(batch, config)
+    assert_matches(result.advantages, PAPER[name](case))
+    if name == "ppo":
+        whole = [part + case.own("values", b) for b, part in enumerate(gae(case))]
+        assert_matches(result.returns, whole)
+    else:
+        assert result.returns is None
+    if name != "distillation":
+        assert_matches(result.token_rewards, [case.rewards(b) for b in range(len(OWN))])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"name": "ppo", "whiten": False}, {"name": "grpo", "scale_by_std": False}]
+)
+def test_advantages_without_their_scaling(batch, settings):
+    config = config_of(**settings)
+    assert_matches(run(batch, config).advantages, PAPER[config.name](Case(batch, config)))
+
+
+@pytest.mark.parametrize("name", ["distillation", "grpo", "ppo"])
+def test_a_teacher_adds_its_log_prob_gap(batch, name):
+    """A token's reward is log q(t) - log p(t), with mean -KL(p, q) of the next-token distributions."""
+    config = config_of(name)
+    case, result = Case(batch, config), add_teacher(run(batch, config), coef=0.5)
+    gaps = [case.own("teacher_logprobs", b) - case.own("logprobs", b) for b in range(len(OWN))]
+    expected = [part + 0.5 * gap for part, gap in zip(PAPER[name](case), gaps)]
+    assert_matches(result.advantages, expected)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_new_batch_comes_back_and_the_old_one_stays(batch, name):
     before = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    result = run(batch, AlgorithmConfig(name=name))
+    result = get_algorithm(config_of(name)).advantages(
+        batch, config_of(name), kl_coef=KL_COEF, num_groups=4, all_sum=own_samples
+    )
     assert all(getattr(batch, name) is value for name, value in before.items())
     assert result.advantages.dtype == result.token_rewards.dtype == torch.float32
     assert result.sample_id is batch.sample_id and batch.advantages is None
@@ -114,40 +244,12 @@ def test_a_new_batch_comes_back_and_the_old_one_stays(batch, name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_without_a_reference_there_is_no_penalty(batch, name):
     batch.ref_logprobs = None
-    result = run(batch, AlgorithmConfig(name=name))
-    torch.testing.assert_close(result.token_rewards.sum(-1), batch.rewards)
+    rewards_BT = run(batch, config_of(name)).token_rewards
+    torch.testing.assert_close(rewards_BT.sum(-1), batch.rewards * batch.response_mask.any(-1))
 
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are():
     with pytest.raises(
         ValueError, match=r"algorithm\.name='reinforce' is not known; choose one of ppo, grpo"
     ):
-        get_algorithm("reinforce")
-
-
-def spread_out(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
-    """Per-token values [B, T] at other positions of samples of `width` tokens."""
-    wide = torch.zeros(len(values), width, dtype=values.dtype)
-    wide[:, places] = values
-    return wide
-
-
-@pytest.mark.parametrize(
-    "config",
-    [AlgorithmConfig(name="ppo", gamma=0.9, gae_lambda=0.8), AlgorithmConfig(name="grpo")],
-    ids=lambda config: config.name,
-)
-def test_tokens_that_are_not_the_models_own_take_no_part(batch, config):
-    """Samples with gaps, in which values and log-probs are not 0, give what the same samples without gaps give."""
-    places = torch.tensor([0, 1, 2, 5, 6, 9, 11, 12])  # of the eight tokens among thirteen
-    gaps = torch.ones(13, dtype=torch.bool).index_fill(0, places, False)
-    wide = {
-        name: spread_out(value, places, 13) if value.dim() > 1 and value.size(1) == 8 else value
-        for name, value in batch.tensors().items()
-    }
-    for name in ("logprobs", "ref_logprobs", "values"):
-        wide[name][:, gaps] = 100.0
-    found, expected = run(RolloutBatch(**wide), config), run(batch, config)
-    for name in ("advantages", "token_rewards", *(("returns",) if config.name == "ppo" else ())):
-        assert torch.equal(getattr(found, name)[:, places], getattr(expected, name)), name
-        assert not getattr(found, name)[:, gaps].any(), name
+        get_algorithm(AlgorithmConfig(name="reinforce"))

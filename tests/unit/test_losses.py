@@ -1,135 +1,137 @@
+"""The policy loss's parts together, its KL term by exact enumeration, and the value loss."""
+
 import math
 
 import pytest
 import torch
 
-from tests.one_rank import ONE_RANK
-from verl_megatron.algorithms.losses import (
-    PolicyTokens,
-    cross_entropy,
-    importance_weights,
-    policy_loss,
-    value_loss,
-)
+from tests.policy_case import policy_case, reduced
+from verl_megatron.algorithms.losses import cross_entropy, policy_loss, value_loss
+from verl_megatron.algorithms.objectives import OBJECTIVES
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 
-
-def reduced(sums):
-    return sums.reduce(ONE_RANK)
-
-
-def policy_case(count: int = 40, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(scale):
-        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
-
-    old = -1.5 + normal(0.5)
-    tokens = PolicyTokens(
-        torch.arange(count),
-        old,
-        normal(1.0),
-        ref_logprobs_N=old + normal(0.4),
-        rollout_logprobs_N=old + normal(0.5),
-    )
-    return (old + normal(0.4)).requires_grad_(), normal(0.1).add(1.0).requires_grad_(), tokens
-
-
-def naive_policy_loss(logprobs, entropy, tokens, config, kl_coef):
-    """Token by token with Python's branches, as the papers write it."""
-    total = 0.0
-    for i in range(len(logprobs)):
-        advantage = tokens.advantages_N[i].item()
-        ratio = torch.exp(logprobs[i] - tokens.old_logprobs_N[i])
-        if ratio > 1 + config.clip_ratio_high:
-            limited = torch.tensor(1 + config.clip_ratio_high, dtype=torch.float64)
-        elif ratio < 1 - config.clip_ratio_low:
-            limited = torch.tensor(1 - config.clip_ratio_low, dtype=torch.float64)
-        else:
-            limited = ratio
-        objective = (
-            ratio * advantage
-            if (ratio * advantage).item() < (limited * advantage).item()
-            else limited * advantage
-        )
-        weight = 1.0
-        if config.tis_cap > 0:
-            weight = min(math.exp(tokens.old_logprobs_N[i] - tokens.rollout_logprobs_N[i]), config.tis_cap)
-        total = total - weight * objective - config.entropy_coef * entropy[i]
-        if config.kl_in == "loss":
-            d = logprobs[i] - tokens.ref_logprobs_N[i]
-            total = (
-                total + kl_coef * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl_estimator]
-            )
-    return total
-
-
-def test_a_log_ratio_beyond_float32_leaves_loss_and_gradient_finite():
-    logprobs = torch.tensor([-1.0, -100.0, -0.5], requires_grad=True)
-    old = torch.tensor(
-        [-1.0, -1.0, -120.0]
-    )  # exp(119.5) is infinite in float32, and infinity times 0 is no number
-    tokens = PolicyTokens(
-        torch.zeros(3, dtype=torch.int64), old, torch.tensor([1.0, 0.0, 0.0]), ref_logprobs_N=old.flip(0)
-    )
-    for estimator in ("k2", "k3"):
-        loss_N, _ = policy_loss(
-            logprobs, None, tokens, AlgorithmConfig(kl_in="loss", kl_estimator=estimator), 0.1
-        )
-        (gradient,) = torch.autograd.grad(loss_N.sum(), logprobs)
-        assert torch.isfinite(loss_N).all() and torch.isfinite(gradient).all()
-
-
+CLIP, KL_COEF = OBJECTIVES["clip"], 0.05
 CONFIGS = [
-    AlgorithmConfig(),
-    AlgorithmConfig(clip_ratio_low=0.1, clip_ratio_high=0.3),
-    AlgorithmConfig(entropy_coef=0.02),
-    AlgorithmConfig(kl_in="loss", kl_estimator="k2"),
-    AlgorithmConfig(kl_in="loss", kl_estimator="k3", entropy_coef=0.01, tis_cap=1.2),
-    AlgorithmConfig(kl_in="loss", kl_estimator="k1", tis_cap=2.0),
+    AlgorithmConfig(entropy_coef=0.02, kl_in="none"),
+    AlgorithmConfig(kl_in="loss", kl_estimator="k1"),
+    AlgorithmConfig(kl_in="loss", kl_estimator="k2", entropy_coef=0.01),
+    AlgorithmConfig(kl_in="loss", kl_estimator="k3", kl_unbiased=True),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_policy_loss_and_gradients_match_a_loop(config):
-    logprobs, entropy, tokens = policy_case()
-    loss = policy_loss(logprobs, entropy, tokens, config, 0.05)[0].sum()
-    expected = naive_policy_loss(logprobs, entropy, tokens, config, 0.05)
-    torch.testing.assert_close(loss, expected)
-    gradients = torch.autograd.grad(loss, (logprobs, entropy), materialize_grads=True)
-    expected_gradients = torch.autograd.grad(expected, (logprobs, entropy), materialize_grads=True)
-    torch.testing.assert_close(gradients, expected_gradients)
+def rest_by_loop(case, config):
+    """All but the objective, token by token: -c H + beta KL, times p / p_old if unbiased."""
+    losses = []
+    for i, entropy in enumerate(case.entropy_N):
+        loss = -config.entropy_coef * entropy
+        if config.kl_in == "loss":
+            x = case.logprobs_N[i] - case.tokens.ref_logprobs_N[i]
+            kl = {"k1": x, "k2": x * x / 2, "k3": torch.exp(-x) - 1 + x}[config.kl_estimator]
+            ratio = torch.exp(case.logprobs_N[i] - case.tokens.old_logprobs_N[i])
+            loss = loss + KL_COEF * kl * (ratio if config.kl_unbiased else 1.0)
+        losses.append(loss)
+    return torch.stack(losses)
 
 
-def test_policy_loss_does_not_depend_on_the_micro_batches():
-    config = CONFIGS[4]
-    logprobs, entropy, tokens = policy_case()
-    whole_N, sums = policy_loss(logprobs, entropy, tokens, config, 0.05)
-    whole = whole_N.sum()
-    parts = 0.0
-    merged = None
-    for piece in torch.arange(40).split([1, 0, 25, 14]):
-        part = PolicyTokens(*(getattr(tokens, name)[piece] for name in PolicyTokens.__dataclass_fields__))
-        loss_N, part_sums = policy_loss(logprobs[piece], entropy[piece], part, config, 0.05)
-        parts = parts + loss_N.sum()
-        if merged is None:
-            merged = part_sums
-        else:
-            merged.merge(part_sums)
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(
-        torch.autograd.grad(parts, logprobs)[0], torch.autograd.grad(whole, logprobs)[0]
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.kl_in}-{config.kl_estimator}")
+def test_policy_loss_is_the_objective_less_entropy_plus_kl(config):
+    case = policy_case()
+    loss_N, _ = policy_loss(case.logprobs_N, case.entropy_N, case.tokens, CLIP, config, KL_COEF)
+    objective_N, _ = CLIP(case.logprobs_N, case.tokens, config)
+    expected_N = objective_N + rest_by_loop(case, config)
+    torch.testing.assert_close(loss_N, expected_N)
+    inputs = (case.logprobs_N, case.entropy_N)
+    gradients, expected = (
+        torch.autograd.grad(x_N.sum(), inputs, retain_graph=True, materialize_grads=True)
+        for x_N in (loss_N, expected_N)
     )
-    assert reduced(merged) == pytest.approx(reduced(sums))
+    torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_policy_loss_and_metrics_do_not_depend_on_the_micro_batches(name):
+    case, config = policy_case(), AlgorithmConfig(kl_in="loss", kl_estimator="k3", entropy_coef=0.01)
+
+    def loss_of(part):
+        return policy_loss(part.logprobs_N, part.entropy_N, part.tokens, OBJECTIVES[name], config, KL_COEF)
+
+    whole_N, sums = loss_of(case)
+    parts = [loss_of(case.part(samples)) for samples in ([4], [], [2], [5, 0], [1, 3])]
+    total = sum(loss_N.sum() for loss_N, _ in parts)
+    torch.testing.assert_close(total, whole_N.sum())
+    gradients = [torch.autograd.grad(loss, case.logprobs_N)[0] for loss in (total, whole_N.sum())]
+    torch.testing.assert_close(*gradients)
+    assert reduced(*(part_sums for _, part_sums in parts)) == pytest.approx(reduced(sums))
+
+
+# ---- KL by exact enumeration ----------------------------------------------------------
+
+
+def log_softmax(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+
+def expected_gradient(estimator, *, unbiased, old):
+    """Gradient in the logits of the expected KL term, over tokens drawn from softmax(old)."""
+    logits = log_softmax(0).clone().requires_grad_()
+    count = len(logits)
+    tokens = PolicyTokens(
+        torch.arange(count), old, torch.zeros(count, dtype=torch.float64), ref_logprobs_N=log_softmax(1)
+    )
+    config = AlgorithmConfig(kl_in="loss", kl_estimator=estimator, kl_unbiased=unbiased)
+    loss_N, _ = policy_loss(logits.log_softmax(-1), None, tokens, CLIP, config, 1.0)
+    return torch.autograd.grad((old.exp() * loss_N).sum(), logits)[0]
+
+
+def divergence_gradient(*, forward=False):
+    """Gradient in p's logits of KL(p, q) = sum p log p / q; of KL(q, p) if forward."""
+    logits, q = log_softmax(0).clone().requires_grad_(), log_softmax(1)
+    p = logits.log_softmax(-1)
+    divergence = (q.exp() * (q - p)).sum() if forward else (p.exp() * (p - q)).sum()
+    return torch.autograd.grad(divergence, logits)[0]
+
+
+@pytest.mark.parametrize("old", [0, 2], ids=["on_policy", "after_steps"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_unbiased_kl_has_the_gradient_of_the_divergence(estimator, old):
+    found = expected_gradient(estimator, unbiased=True, old=log_softmax(old))
+    torch.testing.assert_close(found, divergence_gradient(), rtol=0, atol=1e-12)
+
+
+def test_expected_gradients_without_the_ratio():
+    """That of k1 is 0, that of k2 is right on policy, and that of k3 is the gradient of KL(q, p)."""
+    found = {name: expected_gradient(name, unbiased=False, old=log_softmax(0)) for name in ("k1", "k2", "k3")}
+    torch.testing.assert_close(found["k1"], torch.zeros(7, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found["k2"], divergence_gradient(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found["k3"], divergence_gradient(forward=True), rtol=0, atol=1e-12)
+    assert (found["k3"] - divergence_gradient()).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("log_ratio", [-1000.0, 1000.0])
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_no_log_ratio_makes_a_kl_or_gradient_that_is_no_number(estimator, unbiased, log_ratio):
+    logprobs_N = torch.full((3,), -1001.0, requires_grad=True)
+    far_N, near_N, none_N = torch.full((3,), -1001.0 + log_ratio), torch.full((3,), -1001.0), torch.zeros(3)
+    config = AlgorithmConfig(kl_in="loss", kl_estimator=estimator, kl_unbiased=unbiased)
+    for old_N, ref_N in ((far_N, near_N), (near_N, far_N), (far_N, far_N)):
+        tokens = PolicyTokens(torch.zeros(3, dtype=torch.int64), old_N, none_N, ref_logprobs_N=ref_N)
+        loss_N, _ = policy_loss(logprobs_N, None, tokens, CLIP, config, 0.1)
+        (gradient,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
+        assert torch.isfinite(loss_N).all() and torch.isfinite(gradient).all()
+
+
+# ---- metrics ----------------------------------------------------------
 
 
 def test_policy_metrics():
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    new = old + torch.tensor(
-        [0.0, 0.5, -0.5, 0.5]
-    )  # inside; clipped; lowered where the advantage is positive: no clip; no clip
+    # Inside; clipped; lowered where the advantage is positive: no clip; no clip.
+    new = old + torch.tensor([0.0, 0.5, -0.5, 0.5])
     tokens = PolicyTokens(torch.arange(4), old, torch.tensor([1.0, 1.0, 1.0, -1.0]))
-    _, sums = policy_loss(new, torch.full((4,), 2.0), tokens, AlgorithmConfig(), 0.0)
+    _, sums = policy_loss(new, torch.full((4,), 2.0), tokens, CLIP, AlgorithmConfig(), 0.0)
     metrics = reduced(sums)
     ratio = [1.0, math.exp(0.5), math.exp(-0.5), math.exp(0.5)]
     assert metrics["policy/clip_fraction"] == 0.25
@@ -140,37 +142,24 @@ def test_policy_metrics():
     assert "kl/loss" not in metrics and "policy/importance_weight" not in metrics
 
 
-def test_before_the_first_update_the_ratio_is_one_and_the_gradient_the_policy_gradient():
-    logprobs, entropy, tokens = policy_case()
-    tokens.old_logprobs_N = logprobs.detach().clone()
-    loss_N, sums = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(), 0.0)
-    loss_N.sum().backward()
-    torch.testing.assert_close(logprobs.grad, -tokens.advantages_N)
+def test_before_the_first_update_the_ratio_is_one_and_nothing_is_clipped():
+    case = policy_case()
+    case.tokens.old_logprobs_N = case.logprobs_N.detach().clone()
+    _, sums = policy_loss(case.logprobs_N, case.entropy_N, case.tokens, CLIP, AlgorithmConfig(), 0.0)
     metrics = reduced(sums)
-    assert (
-        metrics["policy/ratio_max"] == 1
-        and metrics["policy/clip_fraction"] == 0
-        and metrics["policy/approx_kl"] == 0
-    )
+    assert metrics["policy/ratio_max"] == 1
+    assert metrics["policy/clip_fraction"] == 0 and metrics["policy/approx_kl"] == 0
 
 
-def test_kl_in_the_reward_leaves_the_loss_alone():
-    logprobs, entropy, tokens = policy_case()
-    with_reference, _ = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(kl_in="reward"), 10.0)
-    tokens.ref_logprobs_N = None
-    assert torch.equal(
-        with_reference, policy_loss(logprobs, None, tokens, AlgorithmConfig(kl_in="reward"), 10.0)[0]
-    )
+@pytest.mark.parametrize("kl_in", ["reward", "none"])
+def test_kl_that_is_not_in_the_loss_leaves_it_alone(kl_in):
+    case, config = policy_case(), AlgorithmConfig(kl_in=kl_in)
+    with_reference, _ = policy_loss(case.logprobs_N, None, case.tokens, CLIP, config, 10.0)
+    case.tokens.ref_logprobs_N = None
+    assert torch.equal(with_reference, policy_loss(case.logprobs_N, None, case.tokens, CLIP, config, 10.0)[0])
 
 
-def test_importance_weights_are_truncated_and_carry_no_gradient():
-    old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    tokens = PolicyTokens(
-        torch.arange(3), old, torch.ones(3), rollout_logprobs_N=torch.tensor([-1.0, -200.0, 0.0])
-    )
-    weights = importance_weights(tokens, cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, math.exp(-1.0)]))
-    assert not weights.requires_grad
+# ---- other losses ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("cliprange_value", [0.0, 0.2, 0.7])

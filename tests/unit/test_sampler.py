@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from parallel.reshard.execute import ReshardReport
+from tests.one_rank import ONE_RANK
 from tests.scripted_engine import ScriptedEngine
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import Reward
+from verl_megatron.rewards.shaping import has_variance, take_baselines
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.sampler import Draw, Sampler
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
@@ -79,33 +81,88 @@ def test_samples_are_numbered_prompt_by_prompt_and_scored():
     )
 
 
-def test_groups_that_are_not_kept_are_replaced_and_numbers_stay_dense():
-    sampler, source = sampler_of(ScriptedEngine(lengths), FirstToken()), Endless()
-    draw = Draw(num_prompts=4, samples_per_prompt=2, sampling=Sampling(max_tokens=5))
-    asked = []
-
-    def keep_odd(scores):
-        asked.append(scores)
-        return int(scores[0]) % 2 == 1
-
-    batch = sampler.collect(source, draw, iteration=1, version=0, keep_group=keep_odd)
-    assert batch.sample_id.tolist() == list(range(8)) and batch.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert batch.input_ids[:, 0].tolist() == [2, 2, 4, 4, 6, 6, 8, 8], "prompts 1, 3, 5 and 7"
-    assert sampler.score(batch, Sums()).int().tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
-    assert source.drawn == 4 + 2 + 1 + 1 and all(len(scores) == 2 for scores in asked)
+# ---- dynamic sampling and greedy samples ----------------------------------------------------------
 
 
-def test_rounds_are_bounded_and_a_batch_may_be_smaller():
-    sampler = sampler_of(ScriptedEngine(lengths), FirstToken())
-    draw = Draw(num_prompts=4, samples_per_prompt=2, sampling=Sampling(max_tokens=5), max_rounds=2)
-    batch = sampler.collect(Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 3)
-    assert batch.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and sampler.score(
-        batch, Sums()
-    ).int().tolist() == [3, 3, 4, 4, 5, 5, 6, 6]
-    batch = sampler.collect(
-        Endless(), draw, iteration=2, version=0, keep_group=lambda scores: int(scores[0]) == 1
+def odd_vary(request):
+    """Responses of 10 + prompt number; lengths vary within groups of odd numbers only, greedy ones have 7."""
+    number = request.prompt_token_ids[0] - 1
+    further = 6 if request.sampling.greedy else request.sample_id % 2
+    return [10 + number] * (1 + number % 2 * further)
+
+
+def draw_of(num_prompts, **options):
+    return Draw(num_prompts=num_prompts, samples_per_prompt=2, sampling=Sampling(max_tokens=9), **options)
+
+
+def collect_varied(sampler, source, draw, *, iteration=1):
+    """Collect with dynamic sampling and check the numbering; the prompts' numbers, the batch, the metrics."""
+    batch = sampler.collect(source, draw, iteration=iteration, version=0, keep_group=has_variance)
+    assert batch.sample_id.tolist() == list(range(draw.num_prompts * draw.group_size))
+    assert torch.equal(batch.group_id, batch.sample_id // draw.group_size)
+    batch.rewards = sampler.score(batch, sums := Sums())
+    prompts = (batch.input_ids[:: draw.group_size, 0] - 1).tolist()
+    assert torch.equal(batch.generated_ids[:, 2] - 10, batch.input_ids[:, 0] - 1), (
+        "responses follow their prompts"
     )
-    assert batch.sample_id.tolist() == [0, 1]
+    expected_B = batch.input_ids[:, 0] - 1 + batch.response_mask.sum(1) / 100
+    torch.testing.assert_close(batch.rewards, expected_B)  # rewards follow their samples
+    return prompts, batch, sums.reduce(ONE_RANK)
+
+
+def test_prompts_without_variance_are_replaced_by_further_ones():
+    engine, source = ScriptedEngine(odd_vary), Endless()
+    prompts, _, metrics = collect_varied(sampler_of(engine, FirstToken()), source, draw_of(4))
+    assert prompts == [1, 3, 5, 7] and source.drawn == 4 + 2 + 1 + 1
+    assert metrics["rollout/groups_sampled"] == 8 and metrics["rollout/groups_without_variance"] == 4
+    seeds = [request.seed for request in engine.submitted]
+    assert seeds == [sample_seed(3, 1, i) for i in range(16)], (
+        "also the samples of later rounds have their own"
+    )
+
+
+def test_missing_prompts_are_filled_with_the_last_ones_without_variance():
+    sampler, source = sampler_of(ScriptedEngine(odd_vary), FirstToken()), Endless()
+    prompts, _, metrics = collect_varied(sampler, source, draw_of(4, max_rounds=2))
+    assert prompts == [1, 3, 4, 5] and source.drawn == 6
+    assert metrics["rollout/groups_sampled"] == 6 and metrics["rollout/groups_without_variance"] == 3
+    prompts, _, _ = collect_varied(sampler, source, draw_of(3, max_rounds=1), iteration=2)
+    assert prompts == [6, 7, 8], "the source goes on: no prompt is left out, and none comes twice"
+    batch = sampler.collect(source, draw_of(2), iteration=3, version=0)
+    sampler.score(batch, sums := Sums())
+    assert "rollout/groups_sampled" not in sums.reduce(ONE_RANK), "every prompt is kept"
+
+
+def test_nothing_is_drawn_beyond_a_full_batch():
+    source = GivenPrompts([prompt_of(number) for number in (1, 3, 5)])
+    prompts, _, metrics = collect_varied(
+        sampler_of(ScriptedEngine(odd_vary), FirstToken()), source, draw_of(3)
+    )
+    assert prompts == [1, 3, 5] and metrics["rollout/groups_without_variance"] == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_last_sample_of_each_prompt_is_greedy_and_its_score_the_baseline(dynamic):
+    engine, draw = ScriptedEngine(odd_vary), draw_of(3, with_greedy=True)
+    sampler = sampler_of(engine, FirstToken())
+    if dynamic:
+        prompts, batch, _ = collect_varied(sampler, Endless(), draw)
+    else:
+        batch = sampler.collect(Endless(), draw, iteration=1, version=0)
+        batch.rewards, prompts = sampler.score(batch, Sums()), [0, 1, 2]
+    temperatures = [request.sampling.temperature for request in engine.submitted]
+    assert temperatures == [1.0, 1.0, 0.0] * (len(temperatures) // 3)
+    greedy_lengths = [1 + number % 2 * 6 for number in prompts]
+    assert batch.response_mask.sum(1)[2::3].tolist() == greedy_lengths
+    assert prompts == ([1, 3, 5] if dynamic else [0, 1, 2])
+    part = take_baselines(batch, Sums(), num_groups=3, group_size=3, all_sum=lambda x: x)
+    assert part.sample_id.tolist() == list(range(6)) and part.group_id.tolist() == [0, 0, 1, 1, 2, 2]
+    expected = [number + length / 100 for number, length in zip(prompts, greedy_lengths)]
+    assert part.baselines.tolist() == pytest.approx([score for score in expected for _ in range(2)])
+    assert part.response_mask.sum(1).max() < 7, "no greedy sample is trained on"
+
+
+# ---- turns ----------------------------------------------------------
 
 
 def test_a_turn_goes_on_after_a_tools_answer_which_is_not_the_models():
@@ -149,7 +206,7 @@ def test_what_was_generated_before_an_abort_is_there():
     assert partial.token_ids == [7] and partial.finish_reason == "abort"
 
 
-# ---- residency -------------------------------------------------------------------------------------------
+# ---- residency ----------------------------------------------------------
 
 
 class Recorded:
@@ -221,3 +278,13 @@ def test_engine_and_models_take_turns(sleeps):
     assert channel.adopt() == 1 and ("weights" in calls) == sleeps, (
         "who slept has to be given its weights again"
     )
+
+
+def test_a_quota_drops_surplus_prompts():
+    sampler = sampler_of(ScriptedEngine(lengths), FirstToken())
+    draw = Draw(num_prompts=6, samples_per_prompt=2, sampling=Sampling(max_tokens=5))
+    batch = sampler.collect(
+        Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 2, quota=3
+    )
+    assert batch.group_id.tolist() == [0, 0, 1, 1, 2, 2]
+    assert sampler.score(batch, Sums()).int().tolist() == [2, 2, 3, 3, 4, 4]

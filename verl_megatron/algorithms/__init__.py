@@ -1,17 +1,27 @@
-"""RL algorithms: one file with one advantage function each, and one entry in the table `ALGORITHMS`."""
+"""RL algorithms: one file with one advantage function each, and one entry in the table `ALGORITHMS`.
 
-from collections.abc import Callable
+The objective and the normalizer of an algorithm are entries of tables, too; settings may choose others.
+"""
+
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from verl_megatron.algorithms import grpo, ppo
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
-from verl_megatron.algorithms.normalizers import Normalizer, token_mean
+from verl_megatron.algorithms import (
+    distillation,
+    dr_grpo,
+    grpo,
+    ppo,
+    reinforce_plus_plus,
+    remax,
+    rloo,
+)
+from verl_megatron.algorithms.normalizers import NORMALIZERS, Normalizer
+from verl_megatron.algorithms.objectives import OBJECTIVES, Objective
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.observe.metrics import Sums
 
 
 class AdvantageFunction(Protocol):
@@ -31,49 +41,65 @@ class AdvantageFunction(Protocol):
     ) -> RolloutBatch: ...
 
 
-class PolicyLoss(Protocol):
-    """Computes the loss of each of N response tokens, [N] float32, and metrics.
-
-    `tokens.sample_N` gives the sample of each token.
-    """
-
-    def __call__(
-        self,
-        logprobs_N: Tensor,
-        entropy_N: Tensor | None,
-        tokens: PolicyTokens,
-        config: AlgorithmConfig,
-        kl_coef: float,
-    ) -> tuple[Tensor, Sums]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An RL algorithm: its advantage function and its policy loss."""
+    """An RL algorithm: its advantages, and the objective and normalizer of its policy loss."""
 
-    name: str
     advantages: AdvantageFunction
-    loss: PolicyLoss = policy_loss
-    normalizer: Normalizer = token_mean  # of the policy loss
-    needs: frozenset[str] = frozenset()  # models besides the actor: "critic"
+    objective: str = "clip"  # of OBJECTIVES
+    normalizer: str = "token_mean"  # of NORMALIZERS
+    # Besides the actor: "critic", "teacher"; "greedy", a greedy sample of each prompt; "logprobs", the actor's
+    # before the update.
+    needs: frozenset[str] = frozenset()
     min_samples: int = 1  # per prompt
 
-    @property
-    def needs_critic(self) -> bool:
-        return "critic" in self.needs
 
-
-ALGORITHMS = {
-    algorithm.name: algorithm
-    for algorithm in (
-        Algorithm(name="ppo", advantages=ppo.advantages, needs=frozenset({"critic"})),
-        Algorithm(name="grpo", advantages=grpo.advantages, min_samples=2),
-    )
+ALGORITHMS: dict[str, Algorithm] = {
+    "ppo": Algorithm(advantages=ppo.advantages, needs=frozenset({"critic"})),
+    "grpo": Algorithm(advantages=grpo.advantages, min_samples=2),
+    "dr_grpo": Algorithm(advantages=dr_grpo.advantages, normalizer="sequence_sum", min_samples=2),
+    "gspo": Algorithm(
+        advantages=grpo.advantages, objective="gspo", normalizer="sequence_mean", min_samples=2
+    ),
+    "cispo": Algorithm(advantages=grpo.advantages, objective="cispo", min_samples=2),
+    "rloo": Algorithm(advantages=rloo.advantages, min_samples=2),
+    "reinforce_plus_plus": Algorithm(advantages=reinforce_plus_plus.advantages),
+    "reinforce_plus_plus_baseline": Algorithm(
+        advantages=reinforce_plus_plus.baseline_advantages, min_samples=2
+    ),
+    "remax": Algorithm(advantages=remax.advantages, objective="reinforce", needs=frozenset({"greedy"})),
+    "distillation": Algorithm(advantages=distillation.advantages, needs=frozenset({"teacher"})),
 }
 
 
-def get_algorithm(name: str) -> Algorithm:
-    """Return the algorithm called `name`; ValueError with the known names if there is none."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm.name={name!r} is not known; choose one of {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+def get_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """Return the algorithm of the settings; ValueError with the known names if there is none."""
+    if config.name not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        raise ValueError(f"algorithm.name={config.name!r} is not known; choose one of {known}")
+    return ALGORITHMS[config.name]
+
+
+def reuses_logprobs(config: AlgorithmConfig, models: Collection[str]) -> bool:
+    """Whether the first optimizer step of an iteration takes the old log-probs from its own forward pass.
+
+    They are the same numbers, as no update lies between. Advantages must not need them.
+
+    Args:
+        models: names of the run's models.
+    """
+    penalizes = "reference" in models and config.kl_in == "reward"
+    needed = penalizes or "teacher" in models or "logprobs" in get_algorithm(config).needs
+    return config.reuse_logprobs and not needed
+
+
+def get_objective(config: AlgorithmConfig) -> Objective:
+    """Return the objective of the settings; for auto that of the algorithm."""
+    name = config.objective if config.objective != "auto" else get_algorithm(config).objective
+    return OBJECTIVES[name]
+
+
+def get_normalizer(config: AlgorithmConfig) -> Normalizer:
+    """Return the normalizer of the settings; for auto that of the algorithm."""
+    name = config.normalizer if config.normalizer != "auto" else get_algorithm(config).normalizer
+    return NORMALIZERS[name]

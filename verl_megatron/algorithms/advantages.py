@@ -13,6 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from verl_megatron.algorithms.kl import reference_kl
+from verl_megatron.config import AlgorithmConfig
+from verl_megatron.data.batch import RolloutBatch
+
 AllSum = Callable[[Tensor], Tensor]
 
 STD_EPSILON = 1e-6  # added to a group's standard deviation: a group of equal scores gets advantage 0
@@ -36,6 +40,29 @@ def token_rewards(rewards_B: Tensor, mask_BT: Tensor, kl_BT: Tensor | None, kl_c
     if kl_BT is not None:
         rewards_BT = rewards_BT - kl_coef * kl_BT.masked_fill(~mask_BT, 0.0)
     return rewards_BT
+
+
+def penalized_token_rewards(batch: RolloutBatch, config: AlgorithmConfig, kl_coef: float) -> Tensor:
+    """Per-token rewards [B, T] float32 of a scored batch, with the KL penalty for `kl_in=reward`."""
+    assert batch.rewards is not None, "advantages need rewards"
+    return token_rewards(batch.rewards, batch.response_mask, _reward_kl(batch, config), kl_coef)
+
+
+def penalized_scores(batch: RolloutBatch, config: AlgorithmConfig, kl_coef: float) -> Tensor:
+    """Scores [B] float32, for `kl_in=reward` minus kl_coef times the KL summed over the response."""
+    assert batch.rewards is not None, "advantages need rewards"
+    kl_BT = _reward_kl(batch, config)
+    return batch.rewards if kl_BT is None else batch.rewards - kl_coef * kl_BT.sum(-1)
+
+
+def _reward_kl(batch: RolloutBatch, config: AlgorithmConfig) -> Tensor | None:
+    return reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
+
+
+def returns_to_go(token_rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) -> Tensor:
+    """Discounted sum of a token's reward and those after it, [B, T] float32, 0 outside the response."""
+    no_values_BT = torch.zeros_like(token_rewards_BT)
+    return gae(token_rewards_BT, no_values_BT, mask_BT, gamma=gamma, lam=1.0)[0]
 
 
 def gae(
@@ -71,18 +98,27 @@ def group_advantages(
     num_groups), the sample's group. Only per-group sums are communicated, so a group's samples may be on any
     ranks.
     """
-    rewards_B = rewards_B.double()
-
-    def group_sum(x_B: Tensor) -> Tensor:
-        return x_B.new_zeros(num_groups).index_add_(0, group_B, x_B)
-
-    total_G, count_G = all_sum(torch.stack([group_sum(rewards_B), group_sum(torch.ones_like(rewards_B))]))
-    deviation_B = rewards_B - (total_G / count_G.clamp(min=1))[group_B]
+    mean_B, count_B = group_statistics(rewards_B, group_B, num_groups, all_sum=all_sum)
+    deviation_B = rewards_B.double() - mean_B
     if not scale_by_std:
         return deviation_B.float()
-    square_G = all_sum(group_sum(deviation_B.square()))
-    std_G = (square_G / (count_G - 1).clamp(min=1)).sqrt()
-    return (deviation_B / (std_G[group_B] + STD_EPSILON)).float()
+    square_G = all_sum(_group_sum(deviation_B.square(), group_B, num_groups))
+    std_B = (square_G[group_B] / (count_B - 1).clamp(min=1)).sqrt()
+    return (deviation_B / (std_B + STD_EPSILON)).float()
+
+
+def group_statistics(
+    rewards_B: Tensor, group_B: Tensor, num_groups: int, *, all_sum: AllSum = own_samples
+) -> tuple[Tensor, Tensor]:
+    """Mean of the rewards and number of samples of each sample's group, both [B] float64."""
+    ones_B = torch.ones(len(rewards_B), dtype=torch.float64)
+    sums = [_group_sum(x_B, group_B, num_groups) for x_B in (rewards_B.double(), ones_B)]
+    total_G, count_G = all_sum(torch.stack(sums))
+    return (total_G / count_G.clamp(min=1))[group_B], count_G[group_B]
+
+
+def _group_sum(x_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
+    return x_B.new_zeros(num_groups).index_add_(0, group_B, x_B)
 
 
 def whiten(

@@ -7,72 +7,45 @@ Letters: N response tokens of a packed micro-batch. All tensors are float32; gra
 first argument (and the entropy).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from verl_megatron.algorithms.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
+from verl_megatron.algorithms.correction import importance_weights
+from verl_megatron.algorithms.kl import KL_ESTIMATORS, k3
+from verl_megatron.algorithms.objectives import Objective
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
-from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.observe.metrics import Sums
-
-
-@dataclass(slots=True)
-class PolicyTokens:
-    """Quantities of the response tokens that are fixed before the update."""
-
-    sample_N: Tensor  # int64, the sample that each token belongs to
-    old_logprobs_N: Tensor  # from the actor before the iteration's updates
-    advantages_N: Tensor
-    ref_logprobs_N: Tensor | None = None  # for KL in the loss
-    rollout_logprobs_N: Tensor | None = None  # from the sampler, for importance weights
-
-    @classmethod
-    def of(cls, micro: MicroBatch) -> "PolicyTokens":
-        """The target tokens of a micro-batch."""
-        fields = micro.fields
-        return cls(
-            micro.sample,
-            fields["logprobs"],
-            fields["advantages"],
-            fields.get("ref_logprobs"),
-            fields.get("rollout_logprobs"),
-        )
 
 
 def policy_loss(
     logprobs_N: Tensor,
     entropy_N: Tensor | None,
     tokens: PolicyTokens,
+    objective: Objective,
     config: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[Tensor, Sums]:
-    """Clipped surrogate (Schulman et al. 2017), minus the entropy bonus, plus the KL when `kl_in` is "loss".
+    """Policy loss: w objective - entropy_coef H, plus kl_coef KL for `kl_in=loss`.
 
-    Per token: -w min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A) - entropy_coef H + kl_coef KL, with
-    ratio = p / p_old and w = min(p_old / p_sampler, tis_cap) if the cap is above 0 (truncated
-    importance sampling, Yao et al. 2025), else 1. log ratio is clamped to +-MAX_LOG_RATIO, so that an
-    infinite ratio never multiplies an advantage of 0.
+    w is the importance weight of `algorithm.correction`, 1 without it. With `kl_unbiased` the KL of a token
+    is multiplied by p / p_old, so that its expected gradient is that of KL(p, q) with k1 and k3
+    (DeepSeek-V3.2, 2025).
 
     Returns:
         [N] losses and their metrics.
     """
-    log_ratio_N = (logprobs_N - tokens.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_N = log_ratio_N.exp()
-    surrogate_N = ratio_N * tokens.advantages_N
-    clipped_N = ratio_N.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high) * tokens.advantages_N
-    loss_N = -torch.minimum(surrogate_N, clipped_N)
-
-    sums = Sums()
-    count = loss_N.numel()
-    if config.tis_cap > 0:
-        weight_N = importance_weights(tokens, cap=config.tis_cap)
+    log_ratio_N, sums = tokens.log_ratio(logprobs_N), Sums()
+    count, ratio_N = log_ratio_N.numel(), log_ratio_N.exp()
+    old_logprobs_N = logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
+    loss_N, is_clipped_N = objective(logprobs_N, tokens, config)
+    if config.correction != "none":
+        weight_N, weight_sums = importance_weights(old_logprobs_N, tokens, config)
         loss_N = weight_N * loss_N
-        sums.add("policy/importance_weight", weight_N.sum(), count)
+        sums.merge(weight_sums)
     sums.add("policy/loss", loss_N.sum(), count)
-    sums.add("policy/clip_fraction", (clipped_N < surrogate_N).sum(), count)
-    sums.add("policy/approx_kl", k3(tokens.old_logprobs_N, logprobs_N.detach()).sum(), count)
+    sums.add("policy/clip_fraction", is_clipped_N.sum(), count)
+    sums.add("policy/approx_kl", k3(old_logprobs_N, logprobs_N.detach()).sum(), count)
     if count:
         sums.max("policy/ratio_max", ratio_N.max())
 
@@ -84,17 +57,8 @@ def policy_loss(
     if config.kl_in == "loss" and tokens.ref_logprobs_N is not None:
         kl_N = KL_ESTIMATORS[config.kl_estimator](logprobs_N, tokens.ref_logprobs_N)
         sums.add("kl/loss", kl_N.sum(), count)
-        loss_N = loss_N + kl_coef * kl_N
+        loss_N = loss_N + kl_coef * (ratio_N * kl_N if config.kl_unbiased else kl_N)
     return loss_N, sums
-
-
-def importance_weights(tokens: PolicyTokens, *, cap: float) -> Tensor:
-    """Importance weights [N] min(p_old / p_sampler, cap), without gradient.
-
-    They correct the gap between the sampler's and the trainer's probabilities.
-    """
-    assert tokens.rollout_logprobs_N is not None, "importance weights need the sampler's log-probs"
-    return (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().clamp(max=cap).detach()
 
 
 def value_loss(

@@ -3,8 +3,8 @@
 The sum runs over all ranks. Letters: B samples of the whole iteration.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,10 +17,33 @@ class LossScale:
     weight_B: Tensor | None = None  # float32, weight of the tokens of each sample; None: 1
 
 
-# (response tokens of every sample of the iteration [B] int64, samples of one optimizer step) → its scale.
-Normalizer = Callable[[Tensor, range], LossScale]
+class Normalizer(Protocol):
+    """Computes the loss scale of one optimizer step.
+
+    Args:
+        response_B: int64, response tokens of every sample of the iteration.
+        samples: the samples of the step.
+        max_tokens: the constant of `sequence_sum`.
+    """
+
+    def __call__(self, response_B: Tensor, samples: range, max_tokens: int) -> LossScale: ...
 
 
-def token_mean(response_B: Tensor, samples: range) -> LossScale:
+def token_mean(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
     """Weight every response token of the mini-batch equally (DAPO, Yu et al. 2025, equation 12)."""
     return LossScale(divisor=max(int(response_B[samples.start : samples.stop].sum()), 1))
+
+
+def sequence_mean(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
+    """Average the samples' token means: every sample weighs the same (GRPO, Shao et al. 2024, equation 3)."""
+    return LossScale(divisor=max(len(samples), 1), weight_B=1.0 / response_B.clamp(min=1))
+
+
+def sequence_sum(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
+    """Average the samples' token sums, divided by the constant `max_tokens` (Dr. GRPO, Liu et al. 2025)."""
+    return LossScale(divisor=float(max(len(samples), 1) * max_tokens))
+
+
+NORMALIZERS: dict[str, Normalizer] = {
+    normalizer.__name__: normalizer for normalizer in (token_mean, sequence_mean, sequence_sum)
+}

@@ -1,32 +1,22 @@
 """PPO (Schulman et al. 2017): critic values, generalized advantage estimation, advantage whitening."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor
-
-from verl_megatron.algorithms.advantages import gae, token_rewards, whiten
-from verl_megatron.algorithms.kl import reference_kl
+from verl_megatron.algorithms.advantages import AllSum, gae, penalized_token_rewards, whiten
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 
 
 def advantages(
-    batch: RolloutBatch,
-    config: AlgorithmConfig,
-    *,
-    kl_coef: float,
-    num_groups: int,
-    all_sum: Callable[[Tensor], Tensor],
+    batch: RolloutBatch, config: AlgorithmConfig, *, kl_coef: float, num_groups: int, all_sum: AllSum
 ) -> RolloutBatch:
     """Set token_rewards, advantages and returns.
 
     Needs rewards, values and, with a reference, logprobs and ref_logprobs. Advantages are whitened over the
     iteration; returns, the critic's targets, are not.
     """
-    assert batch.rewards is not None and batch.values is not None, "PPO needs rewards and values"
-    kl_BT = reference_kl(batch, estimator=config.kl_estimator) if config.kl_in == "reward" else None
-    rewards_BT = token_rewards(batch.rewards, batch.response_mask, kl_BT, kl_coef)
+    assert batch.values is not None, "PPO needs values"
+    rewards_BT = penalized_token_rewards(batch, config, kl_coef)
     advantages_BT, returns_BT = gae(
         rewards_BT, batch.values, batch.response_mask, gamma=config.gamma, lam=config.gae_lambda
     )

@@ -7,7 +7,7 @@ from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import tp_problems
 from verl_megatron.checks.problems import problem_of
-from verl_megatron.config import EngineConfig, ModelConfig, RewardConfig
+from verl_megatron.config import EngineConfig, ModelConfig, RewardConfig, TeacherConfig
 from verl_megatron.model_specs import layout_of
 
 
@@ -21,7 +21,7 @@ class CheckedModel:
 
 
 def check_model(
-    name: str, model: ModelConfig | RewardConfig, engine: EngineConfig, *, world_size: int
+    name: str, model: ModelConfig | RewardConfig | TeacherConfig, engine: EngineConfig, *, world_size: int
 ) -> CheckedModel:
     """Check the section `name`: its layout on `world_size` ranks, and its folder if it has a path."""
     found = CheckedModel()

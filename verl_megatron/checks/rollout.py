@@ -94,28 +94,3 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
 def shares_dtype(config: TrainerConfig) -> bool:
     """Whether vLLM's weights have the actor's dtype."""
     return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))
-
-
-def check_importance(config: TrainerConfig) -> list[str]:
-    """Refuse importance weights over a truncated distribution.
-
-    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
-    weight would contain the probability mass of the kept tokens.
-    """
-    rollout, cap = config.rollout, config.algorithm.tis_cap
-    truncated = [
-        f"rollout.{name}={getattr(rollout, name)}"
-        for name, is_set in (
-            ("top_p", rollout.top_p < 1),
-            ("top_k", rollout.top_k > 0),
-            ("min_tokens", rollout.min_tokens > 0),
-        )
-        if is_set
-    ]
-    if not cap or not truncated:
-        return []
-    return [
-        f"algorithm.tis_cap={cap} with {' and '.join(truncated)} would scale the loss by the "
-        "probability mass that the sampler keeps;"
-        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set tis_cap=0"
-    ]

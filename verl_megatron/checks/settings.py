@@ -3,18 +3,20 @@
 A problem names the setting, its value and a remedy.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.algorithm import algorithm_problems
 from verl_megatron.checks.batches import check_batch
 from verl_megatron.checks.limits import check_types, check_values
 from verl_megatron.checks.models import CheckedModel, check_model
 from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.problems import problem_of
-from verl_megatron.checks.rollout import check_importance, check_rollout
+from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.checks.versions import require
 from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
 from verl_megatron.data.json_lines import file_problem
@@ -28,11 +30,11 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
-    needs_critic = algorithm is not None and algorithm.needs_critic
+    needs = algorithm.needs if algorithm is not None else frozenset()
     actor = _check_actor(config, world_size)
     problems += actor.problems
     layouts = {"actor": actor.layout}
-    if needs_critic:
+    if "critic" in needs:
         path = config.critic.path or (config.actor.path if actor.arch is not None else "")
         critic = check_model(
             "critic", replace(config.critic, path=path), config.engine, world_size=world_size
@@ -41,9 +43,10 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
         layouts["critic"] = critic.layout
     problems += output_problems(config.run, {role: getattr(config, role).path for role in layouts})
     problems += _check_reward(config, world_size)
+    problems += _check_teacher(config, needs, world_size)
     problems += check_rollout(config, actor.arch, world_size)
     problems += check_batch(config, layouts)
-    problems += _check_algorithm(config, needs_critic)
+    problems += algorithm_problems(config, needs)
     return problems
 
 
@@ -79,7 +82,7 @@ def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) ->
     return (
         check_batch(config, {})
         + check_rollout(config, arch, world_size)
-        + _check_algorithm(config, ALGORITHMS[config.algorithm.name].needs_critic)
+        + algorithm_problems(config, ALGORITHMS[config.algorithm.name].needs)
     )
 
 
@@ -143,33 +146,22 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
     if not reward.function and not reward.path:
         return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
     problems = check_reward(reward.function) if reward.function else []
+    if reward.overlong_tokens > config.rollout.max_tokens:
+        problems.append(
+            f"reward.overlong_tokens={reward.overlong_tokens} exceeds "
+            f"rollout.max_tokens={config.rollout.max_tokens}; lower it"
+        )
     if reward.path:
         problems += check_model("reward", reward, config.engine, world_size=world_size).problems
     return problems
 
 
-def _check_algorithm(config: TrainerConfig, needs_critic: bool) -> list[str]:
-    algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
-    least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
-    if samples < least:
-        problems.append(
-            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with "
-            f"no other; use at least {least}"
-        )
-    if algorithm.critic_warmup and not needs_critic:
-        problems.append(
-            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, "
-            "which has no critic; leave it at 0"
-        )
-    if algorithm.kl_ctrl_target and not algorithm.kl_coef:
-        problems.append(
-            f"algorithm.kl_ctrl_target={algorithm.kl_ctrl_target} needs a coefficient to start from; "
-            "set algorithm.kl_coef above 0"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        problems.append(
-            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, "
-            "as the expected gradient of k1 is 0;"
-            " set kl_estimator=k2 or k3, or kl_in=reward"
-        )
-    return problems + check_importance(config)
+def _check_teacher(config: TrainerConfig, needs: Collection[str], world_size: int) -> list[str]:
+    if config.teacher.path:
+        return check_model("teacher", config.teacher, config.engine, world_size=world_size).problems
+    if "teacher" in needs:
+        return [
+            f"algorithm.name={config.algorithm.name} learns from a teacher, and teacher.path is empty; "
+            "name its Hugging Face folder"
+        ]
+    return []

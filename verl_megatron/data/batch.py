@@ -30,8 +30,10 @@ class RolloutBatch:
     policy_version: Tensor | None = None  # [B] int64, update count of the policy that generated the sample
     rollout_logprobs: Tensor | None = None  # [B, T] float32, from the sampler (vLLM)
     rewards: Tensor | None = None  # [B] float32, score of the sample
+    baselines: Tensor | None = None  # [B] float32, score of a greedy sample of the same prompt
     logprobs: Tensor | None = None  # [B, T] float32, from the actor before the iteration's updates
     ref_logprobs: Tensor | None = None  # [B, T] float32
+    teacher_logprobs: Tensor | None = None  # [B, T] float32
     values: Tensor | None = None  # [B, T] float32
     token_rewards: Tensor | None = None  # [B, T] float32, score on the last token minus the KL penalty
     advantages: Tensor | None = None  # [B, T] float32

@@ -8,6 +8,7 @@ from math import ceil, prod
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
+from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.rollout.engine import num_replicas
@@ -19,7 +20,7 @@ ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}
 class PlannedRole:
     """A Megatron-Core model of the run."""
 
-    name: str  # actor, critic, reference, reward
+    name: str  # actor, critic, reference, teacher, reward
     arch: Architecture
     layout: Layout
     head: Head
@@ -156,6 +157,18 @@ class Case:
     def samples(self) -> int:
         """Samples of an iteration."""
         return self.config.data.prompts_per_iteration * self.config.data.samples_per_prompt
+
+    @property
+    def generated_samples(self) -> int:
+        """Samples that vLLM generates in an iteration, greedy ones included."""
+        greedy = "greedy" in get_algorithm(self.config.algorithm).needs
+        return self.samples + greedy * self.config.data.prompts_per_iteration
+
+    @property
+    def old_logprob_share(self) -> float:
+        """Share of the samples whose old log-probs need a pass of their own."""
+        reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
+        return 1 - reuses / self.config.algorithm.num_mini_batches
 
     @property
     def prompt_tokens(self) -> int:

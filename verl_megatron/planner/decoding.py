@@ -18,7 +18,7 @@ def rollout_seconds(case: Case, machine: Machine, kv_cache_bytes: float) -> floa
 
     Each sample takes `response_tokens` steps.
     """
-    samples, at_once = ceil(case.samples / case.replicas), samples_at_once(case, kv_cache_bytes)
+    samples, at_once = ceil(case.generated_samples / case.replicas), samples_at_once(case, kv_cache_bytes)
     if at_once < 1:
         return float("inf")
     full, rest = divmod(samples, at_once)
@@ -35,7 +35,7 @@ def samples_at_once(case: Case, kv_cache_bytes: float) -> int:
 
     The limits are vLLM's settings, its cache and the queue (rollout/dispatch.py).
     """
-    most = min(ceil(case.samples / case.replicas), case.config.rollout.max_num_seqs)
+    most = min(ceil(case.generated_samples / case.replicas), case.config.rollout.max_num_seqs)
     return (
         most
         if kv_cache_bytes == inf

@@ -239,7 +239,7 @@ def _training_phases(case: Case, models: list[RoleOnRank], freed: Collection[str
 _OFFLOADED = {"gradients": ("grads", "all"), "optimizer": ("optimizer", "all")}
 _WORK = (
     ("reward", ("reward",), inference_bytes),
-    ("log_probs", ("actor", "reference"), inference_bytes),
+    ("log_probs", ("actor", "reference", "teacher"), inference_bytes),
     ("values", ("critic",), inference_bytes),
     ("critic_update", ("critic",), training_bytes),
     ("actor_update", ("actor",), training_bytes),

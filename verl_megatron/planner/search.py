@@ -26,7 +26,7 @@ from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vll
 MARGIN = 0.05  # share of a GPU that stays free: above most prediction errors of measured runs
 LONG_SAMPLE = 8192  # tokens of a sample from which context parallelism is tried
 MODES, OFFLOADS = ("keep", "share", "swap"), ("none", "grads", "optimizer", "all")  # simplest first
-REWARD_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
+FROZEN_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which stay there all the time
 # Memory given to vLLM beyond its samples: partially filled blocks, and what its own profiling run reserves.
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
@@ -110,8 +110,8 @@ def search(
         for tp in _tensor_sizes(ranks_per_host)
         if world_size % tp == 0 and _splits(served_elements, arch, tp)
     ]
-    reward, impossible = _reward_layout(base, machine, ranks_per_host, read), None
-    for layout in (layout | reward for layout in _layouts(base, world_size, ranks_per_host, read)):
+    frozen, impossible = _frozen_layouts(base, machine, ranks_per_host, read), None
+    for layout in (layout | frozen for layout in _layouts(base, world_size, ranks_per_host, read)):
         best: dict[int, Candidate] = {}  # keyed by vLLM's tensor-parallel size
         for option in _memory_options(base):
             try:
@@ -287,7 +287,7 @@ def _layouts(
     Tensor parallelism stays within a host and comes with sequence parallelism.
     """
     models = {"actor": base.actor.path}
-    if get_algorithm(base.algorithm.name).needs_critic:
+    if "critic" in get_algorithm(base.algorithm).needs:
         models["critic"] = base.critic.path or base.actor.path
     layers = {name: read(path).num_layers for name, path in models.items()}
     is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_SAMPLE
@@ -343,23 +343,33 @@ def _tensor_sizes(ranks_per_host: int) -> list[int]:
     return [2**power for power in range(ranks_per_host.bit_length()) if ranks_per_host % 2**power == 0]
 
 
-def _reward_layout(
+def _frozen_layouts(
     base: TrainerConfig, machine: Machine, ranks_per_host: int, read: Callable[[str], Architecture]
 ) -> Settings:
-    """A layout under which the reward model takes little of a GPU.
+    """Layouts under which reward model and teacher take little of a GPU, unless the user chose them."""
+    layouts = {}
+    for section, head in (("reward", "sequence"), ("teacher", "lm")):
+        model = getattr(base, section)
+        if model.path and model.layout == RewardConfig().layout:
+            arch, sizes = read(model.path), _tensor_sizes(ranks_per_host)
+            tp = _smallest_tp(
+                arch,
+                head,
+                [size for size in sizes if _splits(part_elements, arch, size, head)],
+                base,
+                machine,
+            )
+            layouts[f"{section}.layout"] = f"tp{tp}" + "sp" * (tp > 1)
+    return layouts
 
-    Empty without a reward model, or if the user chose a layout for it.
-    """
-    if not base.reward.path or base.reward.layout != RewardConfig().layout:
-        return {}
-    arch, sizes = read(base.reward.path), _tensor_sizes(ranks_per_host)
-    element_bytes = ELEMENT_BYTES[base.engine.dtype]
-    for tp in (size for size in sizes if _splits(part_elements, arch, size, "sequence")):
-        parts = part_elements(arch, tp, "sequence")
-        layout = {"reward.layout": f"tp{tp}" + "sp" * (tp > 1)}
-        if (
-            element_bytes * (parts.embedding + arch.num_layers * parts.layer + parts.output)
-            <= REWARD_SHARE * machine.gpu_bytes
-        ):
-            break
-    return layout
+
+def _smallest_tp(
+    arch: Architecture, head: Head, sizes: list[int], base: TrainerConfig, machine: Machine
+) -> int:
+    """Choose the least of `sizes` under which a model takes at most FROZEN_SHARE of a GPU, or the largest."""
+    for tp in sizes:
+        parts = part_elements(arch, tp, head)
+        elements = parts.embedding + arch.num_layers * parts.layer + parts.output
+        if ELEMENT_BYTES[base.engine.dtype] * elements <= FROZEN_SHARE * machine.gpu_bytes:
+            return tp
+    return sizes[-1]

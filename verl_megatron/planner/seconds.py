@@ -52,19 +52,29 @@ def plan_work(case: Case, machine: Machine) -> Work:
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
     steps = case.config.algorithm.epochs * case.config.algorithm.num_mini_batches
-    for phase, names in (
-        ("reward", ("reward",)),
-        ("log_probs", ("actor", "reference")),
-        ("values", ("critic",)),
+    for phase, passes in (
+        ("reward", [(["reward"], 1.0)]),
+        ("log_probs", _log_prob_passes(case)),
+        ("values", [(["critic"], 1.0)]),
     ):
-        if roles := [role for role in case.roles if role.name in names]:
-            seconds[phase] = machine.phase_s + infer_seconds(case, machine, roles)
-            flops[phase] = sum(forward_flops(case, role) for role in roles)
+        for names, share in passes:
+            if roles := [role for role in case.roles if role.name in names]:
+                known = seconds.get(phase, machine.phase_s)
+                seconds[phase] = known + share * infer_seconds(case, machine, roles)
+                done = share * sum(forward_flops(case, role) for role in roles)
+                flops[phase] = flops.get(phase, 0.0) + done
     for role in reversed([role for role in case.roles if role.trainable]):  # the critic comes first
         phase = f"{role.name}_update"
         seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role)
         flops[phase] = 3 * case.config.algorithm.epochs * forward_flops(case, role)
     return Work(seconds, flops)
+
+
+def _log_prob_passes(case: Case) -> list[tuple[list[str], float]]:
+    """Models of each log-prob pass, and the share of the samples in it; follows verl_megatron/learner.py."""
+    share = case.old_logprob_share
+    passes = [(["actor", "reference"], 1.0)] if share == 1 else [(["reference"], 1.0), (["actor"], share)]
+    return [each for each in passes + [(["teacher"], 1.0)] if each[1]]
 
 
 def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:

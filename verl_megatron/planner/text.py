@@ -111,7 +111,7 @@ def _cells(texts: Iterable[str], width: int) -> str:
 def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
     """Format an iteration's phases, its rollout throughput and its MFU."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
-    generated = case.samples * case.response_tokens / time.seconds["rollout"]
+    generated = case.generated_samples * case.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
@@ -122,7 +122,7 @@ def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
 
 def samples_together(case: Case, kv_cache_bytes: float) -> str:
     """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
-    samples, at_once = ceil(case.samples / case.replicas), samples_at_once(case, kv_cache_bytes)
+    samples, at_once = ceil(case.generated_samples / case.replicas), samples_at_once(case, kv_cache_bytes)
     text = f"{at_once} of a replica's {samples} samples at once"
     if at_once < min(samples, case.config.rollout.max_num_seqs):
         return (

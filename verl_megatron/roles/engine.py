@@ -439,21 +439,25 @@ def infer_models(
     if not groups.is_last_stage:
         return [None] * len(engines)
     return [
-        _filled(
+        filled(
             engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine], names
         )
         for engine in engines
     ]
 
 
-def _filled(
+def filled(
     engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]], names: Sequence[str]
 ) -> dict[str, Tensor]:
-    filled = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
+    """Scatter outputs of micro-batches to their samples: [B, T] float32 by name, 0 elsewhere, on the CPU.
+
+    Called on the last stage; collective over its context-parallel ranks.
+    """
+    scattered = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
     for micro, outputs in answers:
         for name in names:
-            filled[name][micro.sample, micro.offset] = outputs[name]
+            scattered[name][micro.sample, micro.offset] = outputs[name]
     if engine.layout.cp > 1:
-        for value in filled.values():
+        for value in scattered.values():
             dist.all_reduce(value, group=engine.groups.cp)
-    return {name: value.cpu() for name, value in filled.items()}
+    return {name: value.cpu() for name, value in scattered.items()}

@@ -11,14 +11,15 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
-from verl_megatron.algorithms.normalizers import Normalizer
+from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig, ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
+from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.models.build import Head
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.roles.engine import Engine, Loss, infer_models
+from verl_megatron.roles.engine import Engine, Loss, Outputs, filled, infer_models
 
 TOKENS = ("generated_ids", "attention_mask", "response_mask")  # fields that every pass needs
 
@@ -32,6 +33,22 @@ class DispatchedBatch:
     micro_batches: list[
         list[list[int]]
     ]  # per mini-batch; the same for forward passes and updates, so that ratios start at 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """Optimizer steps on the mini-batches of an iteration."""
+
+    loss: Loss
+    normalizer: Callable[
+        [Tensor, range], LossScale
+    ]  # response tokens of all samples [B], samples of the step
+    fields: Sequence[str] = ()  # per-token fields that the loss reads
+    first_fields: Sequence[str] | None = None  # those of the first step; None: the same
+    after_first: Callable[[], None] = lambda: None  # called after the first step, on every rank
+    epochs: int = 1  # passes over all mini-batches
+    # Called after each step with its metrics, on every rank; True skips the remaining steps.
+    stop: Callable[[Sums], bool] | None = None
 
 
 class Role:
@@ -80,35 +97,37 @@ class Role:
             [self], self.dispatch(batch, table), batch, table, names, last_token=last_token
         )[0]
 
-    def update(
-        self,
-        dispatched: DispatchedBatch,
-        table: SampleTable,
-        loss: Loss,
-        normalizer: Normalizer,
-        *,
-        fields: Sequence[str],
-        epochs: int,
-        stop: Callable[[Sums], bool] | None = None,
-    ) -> tuple[Sums, int]:
-        """Run optimizer steps over all mini-batches for `epochs`; return metrics and the number of steps.
-
-        Args:
-            normalizer: computes the loss scale of a mini-batch.
-            stop: called after each step with its metrics, on every rank; True skips the remaining steps.
-        """
+    def update(self, dispatched: DispatchedBatch, table: SampleTable, update: Update) -> tuple[Sums, int]:
+        """Run optimizer steps over all mini-batches for `epochs`; return metrics and the number of steps."""
         sums, steps = Sums(), 0
-        for _ in range(epochs):
+        for _ in range(update.epochs):
             for mini_batch, micro in zip(table.mini_batches, dispatched.micro_batches):
-                scale = normalizer(table.response_B, mini_batch)
+                fields = update.fields if steps or update.first_fields is None else update.first_fields
+                scale = update.normalizer(table.response_B, mini_batch)
                 metrics = self.engine.train_step(
-                    dispatched.batch, micro, loss, fields=tuple(fields), scale=scale
+                    dispatched.batch, micro, update.loss, fields=tuple(fields), scale=scale
                 )
                 sums.merge(metrics)
                 steps += 1
-                if stop is not None and stop(metrics):
+                if steps == 1:
+                    update.after_first()
+                if update.stop is not None and update.stop(metrics):
                     return sums, steps
         return sums, steps
+
+    def to_owner(
+        self,
+        dispatched: DispatchedBatch,
+        answers: list[tuple[MicroBatch, Outputs]],
+        batch: RolloutBatch,
+        table: SampleTable,
+        names: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Return outputs of micro-batches, kept on the last stage, to the owner ranks: [B, T] float32."""
+        groups = self.engine.groups
+        is_last = groups.is_member and groups.is_last_stage
+        sent = filled(self.engine, dispatched.batch, answers, names) if is_last else None
+        return self.collector.to_owner(names, sent, dispatched.batch.sample_id, table.owner_B, batch)
 
 
 def infer_together(
@@ -119,9 +138,13 @@ def infer_together(
     names: Sequence[str],
     *,
     last_token: bool = False,
+    first_mini_batch: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Run `Role.infer` of several roles under the same layout, in one pass and one exchange."""
-    flat = [micro for mini_batch in dispatched.micro_batches for micro in mini_batch]
+    """Run `Role.infer` of several roles under the same layout, in one pass and one exchange.
+
+    Samples of mini-batches before `first_mini_batch` are skipped and get 0.
+    """
+    flat = [micro for mini_batch in dispatched.micro_batches[first_mini_batch:] for micro in mini_batch]
     results = infer_models(
         [role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token
     )

@@ -38,8 +38,13 @@ class Draw:
     num_prompts: int
     samples_per_prompt: int
     sampling: Sampling
-    quota: int | None = None  # prompts to collect with `keep_group`; None: num_prompts
     max_rounds: int = 10  # maximum number of rounds with `keep_group`
+    with_greedy: bool = False  # generate one more sample of each prompt, the last, greedily
+
+    @property
+    def group_size(self) -> int:
+        """Samples of a prompt, the greedy one included."""
+        return self.samples_per_prompt + self.with_greedy
 
 
 class Sampler:
@@ -68,6 +73,8 @@ class Sampler:
             on_step,
         )
         self._results: dict[int, Reward] = {}  # known rewards of the last collected samples
+        self._latency_ms, self._calls = 0.0, 0  # of these
+        self._num_drawn = self._num_kept = 0  # prompts of the last collection with `keep_group`
         self._shown_failures: set[str] = set()
 
     def collect(
@@ -79,6 +86,7 @@ class Sampler:
         version: int,
         continue_turn: ContinueTurn | None = None,
         keep_group: KeepGroup | None = None,
+        quota: int | None = None,
     ) -> RolloutBatch:
         """Collect samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
 
@@ -86,45 +94,47 @@ class Sampler:
             iteration: number of the collection, from which the samples' seeds are derived.
             version: policy version of the engine.
             continue_turn: tokens to append after a turn, such as a tool's output.
-            keep_group: selects the prompts whose samples to keep; further prompts are drawn until
-                `draw.quota` or `draw.max_rounds` is reached.
+            keep_group: selects the prompts whose samples to keep; the others are replaced by further
+                prompts, in at most `draw.max_rounds` rounds. If prompts are then still missing, the last
+                of the others stay.
+            quota: number of prompts to keep with `keep_group`, where the first round draws more of them than
+                are needed; None: `draw.num_prompts`. Surplus prompts are dropped.
 
         Returns:
             The samples owned by this rank (the first of its replica; other ranks own none), ordered by
             number. Call `score` for their rewards.
         """
-        self._results = {}
-        wanted, num_drawn, parts, num_kept = draw.quota or draw.num_prompts, 0, [], 0
+        self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
+        wanted, num_drawn, parts, kept = quota or draw.num_prompts, 0, [], []
         for _ in range(draw.max_rounds):
-            prompts = source.draw(draw.num_prompts if not num_drawn else wanted - num_kept)
+            prompts = source.draw(wanted - len(kept) if parts else draw.num_prompts)
             requests = self._requests(prompts, draw, iteration=iteration, first_group=num_drawn)
             samples = self._generate(requests, prompts, draw, continue_turn)
-            batch = _batch_of(samples, samples_per_prompt=draw.samples_per_prompt, policy_version=version)
+            parts.append(_batch_of(samples, group_size=draw.group_size, policy_version=version))
             num_drawn += len(prompts)
             if keep_group is None:
-                return batch
-            kept = self._kept_groups(batch, keep_group)[: wanted - num_kept]
-            parts.append(
-                self._renumbered(
-                    batch, kept, first_group=num_kept, samples_per_prompt=draw.samples_per_prompt
-                )
-            )
-            num_kept += len(kept)
-            if num_kept == wanted:
+                return parts[0]
+            kept += self._kept_groups(parts[-1], keep_group)
+            if len(kept) >= wanted:
                 break
-        return RolloutBatch.concatenate(parts)
+        self._num_drawn, self._num_kept = num_drawn, len(kept)
+        others = sorted(set(range(num_drawn)) - set(kept))
+        missing = max(wanted - len(kept), 0)
+        chosen = kept[:wanted] + others[len(others) - missing :]
+        return self._renumbered(RolloutBatch.concatenate(parts), sorted(chosen), draw.group_size)
 
     def _requests(
         self, prompts: list[Prompt], draw: Draw, *, iteration: int, first_group: int
     ) -> list[Request]:
         """Build a request for each sample of these prompts, numbered from group `first_group` on."""
-        n, first = draw.samples_per_prompt, first_group * draw.samples_per_prompt
+        n, first = draw.group_size, first_group * draw.group_size
+        greedy = replace(draw.sampling, temperature=0.0)
         return [
             Request(
                 first + i,
                 prompts[i // n].prompt_token_ids,
                 sample_seed(self.seed, iteration, first + i),
-                draw.sampling,
+                greedy if draw.with_greedy and i % n == n - 1 else draw.sampling,
             )
             for i in range(n * len(prompts))
         ]
@@ -136,7 +146,7 @@ class Sampler:
         first = requests[0].sample_id
 
         def score(sample: Generation) -> None:
-            prompt = prompts[(sample.sample_id - first) // draw.samples_per_prompt]
+            prompt = prompts[(sample.sample_id - first) // draw.group_size]
             self.pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
 
         on_finish = score if self.pool is not None and self.engine.is_owner else None
@@ -157,9 +167,12 @@ class Sampler:
         """
         rewards_B = torch.zeros(len(batch))
         self._wait_for_rewards()
+        if self._num_drawn:  # the same on every rank, so a mean over ranks is the number itself
+            sums.add("rollout/groups_sampled", self._num_drawn, 1)
+            sums.add("rollout/groups_without_variance", self._num_drawn - self._num_kept, 1)
         if self.pool is None:
             return rewards_B
-        sums.add(REWARD_LATENCY, self.pool.total_ms, self.pool.calls)
+        sums.add(REWARD_LATENCY, self._latency_ms, self._calls)
         for b, sample in enumerate(batch.sample_id.tolist()):
             result = self._results[sample]
             rewards_B[b] = result.score
@@ -174,6 +187,8 @@ class Sampler:
     def _wait_for_rewards(self) -> None:
         if self.pool is not None:
             self._results |= self.pool.results(progress=self.on_step)
+            self._latency_ms += self.pool.total_ms
+            self._calls += self.pool.calls
         self._check_rewards()
 
     def _check_rewards(self) -> None:
@@ -204,23 +219,20 @@ class Sampler:
             scores.setdefault(group, []).append(score)
         return [group for group in sorted(scores) if keep_group(scores[group])]
 
-    def _renumbered(
-        self, batch: RolloutBatch, kept: list[int], *, first_group: int, samples_per_prompt: int
-    ) -> RolloutBatch:
-        """Return the samples of kept groups, renumbered from `first_group` on, with their rewards."""
-        number = {group: first_group + i for i, group in enumerate(kept)}
+    def _renumbered(self, batch: RolloutBatch, chosen: list[int], group_size: int) -> RolloutBatch:
+        """Return the samples of groups `chosen`, numbered densely in that order, with their rewards."""
+        number = {group: new for new, group in enumerate(chosen)}
         places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))
         group_id = torch.tensor([number[group] for group in part.group_id.tolist()], dtype=torch.int64)
-        sample_id = group_id * samples_per_prompt + part.sample_id % samples_per_prompt
-        for old in batch.sample_id.tolist():
-            result = self._results.pop(old)
-            if old in part.sample_id:
-                self._results[int(sample_id[part.sample_id == old])] = result
+        sample_id = group_id * group_size + part.sample_id % group_size
+        self._results = {
+            new: self._results[old] for old, new in zip(part.sample_id.tolist(), sample_id.tolist())
+        }
         return replace(part, sample_id=sample_id, group_id=group_id)
 
 
-def _batch_of(samples: Sequence[Generation], *, samples_per_prompt: int, policy_version: int) -> RolloutBatch:
+def _batch_of(samples: Sequence[Generation], *, group_size: int, policy_version: int) -> RolloutBatch:
     batch = RolloutBatch.from_lists(
         [sample.sample_id for sample in samples],
         [list(sample.prompt_token_ids) for sample in samples],
@@ -231,6 +243,6 @@ def _batch_of(samples: Sequence[Generation], *, samples_per_prompt: int, policy_
         if sample.is_sampled is not None:
             first = len(sample.prompt_token_ids)
             batch.response_mask[b, first : first + len(sample.token_ids)] = torch.tensor(sample.is_sampled)
-    batch.group_id = batch.sample_id // samples_per_prompt
+    batch.group_id = batch.sample_id // group_size
     batch.policy_version = torch.full_like(batch.sample_id, policy_version)
     return batch

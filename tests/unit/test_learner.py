@@ -1,0 +1,136 @@
+"""The learner with a simple function as its actor: reused old log-probs give what a separate pass gives.
+
+Letters: B samples, N response tokens of a micro-batch, T positions of prompt and response.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.layout import Layout
+from parallel.rank_set import world
+from verl_megatron.algorithms.kl import FixedKL
+from verl_megatron.config import AlgorithmConfig
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.collector import DataCollector
+from verl_megatron.data.micro_batch import pack
+from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.learner import Learner
+from verl_megatron.observe.metrics import PhaseTimer, Sums
+from verl_megatron.roles import role
+from verl_megatron.roles.role import Role
+
+RESPONSES = [3, 1, 6, 2, 0, 5, 4, 2, 6]  # tokens of each of three samples of three prompts
+
+
+class SimpleEngine:
+    """An engine whose log-prob of a token is a parameter of its position plus a constant of its sample."""
+
+    def __init__(self, seed: int):
+        layout = Layout.parse("tp1", (0,))
+        self.layout, self.config = layout, SimpleNamespace(tokens_per_micro_batch=8)
+        self.groups = SimpleNamespace(layout=layout, world=world(), is_member=True, is_last_stage=True)
+        generator = torch.Generator().manual_seed(seed)
+        self.constant_BT = torch.randn(len(RESPONSES), 8, generator=generator) - 1.5
+        self.weight_T = torch.zeros(8, requires_grad=True)
+        self.num_inferred = 0  # samples of all separate passes
+
+    def outputs(self, batch: RolloutBatch, micro) -> dict[str, Tensor]:
+        constant_N = self.constant_BT[batch.sample_id[micro.sample], micro.offset]
+        logprobs_N = constant_N + self.weight_T[micro.offset]
+        return {"logprobs": logprobs_N, "entropy": torch.zeros_like(logprobs_N)}
+
+    def infer(self, batch: RolloutBatch, micro_batches) -> dict[str, Tensor]:
+        self.num_inferred += sum(map(len, micro_batches))
+        micros = [pack(batch, samples) for samples in micro_batches]
+        with torch.no_grad():
+            return role.filled(
+                self, batch, [(micro, self.outputs(batch, micro)) for micro in micros], ["logprobs"]
+            )
+
+    def train_step(self, batch: RolloutBatch, micro_batches, loss, *, fields, scale) -> Sums:
+        sums, total = Sums(), 0.0
+        for samples in micro_batches:
+            micro = pack(batch, samples, fields=fields)
+            loss_N, metrics = loss(self.outputs(batch, micro), micro)
+            total = total + loss_N.sum() / scale.divisor
+            sums.merge(metrics)
+        (gradient_T,) = torch.autograd.grad(total, self.weight_T)
+        with torch.no_grad():
+            self.weight_T -= 2.0 * gradient_T  # far enough that ratios are clipped
+        return sums
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    """A world of one, for the exchange of samples."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def passes_of_simple_engines(monkeypatch):
+    def infer_models(engines, batch, micro_batches, names, *, last_token=False):
+        return [engine.infer(batch, micro_batches) for engine in engines]
+
+    monkeypatch.setattr(role, "infer_models", infer_models)
+
+
+def scored_batch() -> RolloutBatch:
+    batch = RolloutBatch.from_lists(
+        list(range(9)), [[1, 2]] * 9, [[3] * n for n in RESPONSES], [[-1.5] * n for n in RESPONSES]
+    )
+    batch.group_id = batch.sample_id // 3
+    batch.rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0])
+    return batch
+
+
+def learn(*, step: int, reference: bool = False, **settings):
+    """One iteration; the actor's engine, the trained table and the metrics."""
+    config = AlgorithmConfig(name="grpo", **settings)
+    engines = {"actor": SimpleEngine(0)} | ({"reference": SimpleEngine(1)} if reference else {})
+    roles = {
+        name: Role(engine, DataCollector(engine.layout, engine.groups.world))
+        for name, engine in engines.items()
+    }
+    learner = Learner(
+        roles,
+        config=config,
+        max_tokens=6,
+        kl=FixedKL(0.1),
+        residency=SimpleNamespace(enter_training=lambda engine: None),
+        clock=PhaseTimer(),
+    )
+    batch = scored_batch()
+    table = SampleTable.gather(batch, world(), num_mini_batches=config.num_mini_batches)
+    metrics = learner.learn(batch, table, Sums(), step=step)
+    return engines["actor"], metrics
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"reference": True, "kl_in": "loss", "kl_estimator": "k3"},
+        {"correction": "truncate", "correction_level": "sequence", "objective": "gspo"},
+    ],
+    ids=["plain", "kl_in_loss", "correction"],
+)
+@pytest.mark.parametrize("num_mini_batches", [1, 3])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_reused_log_probs_change_no_bit(epochs, num_mini_batches, settings):
+    settings = settings | {"epochs": epochs, "num_mini_batches": num_mini_batches}
+    expected, expected_metrics = learn(step=2, reuse_logprobs=False, **settings)
+    engine, metrics = learn(step=2, **settings)
+    assert torch.equal(engine.weight_T, expected.weight_T)
+    assert metrics == expected_metrics
+    assert (expected.num_inferred, engine.num_inferred) == (9, 9 - 9 // num_mini_batches)
+    if epochs * num_mini_batches > 1:
+        assert metrics["policy/ratio_max"] > 1.1, "the case must reach other ratios than 1"
+    checked, checked_metrics = learn(step=50, **settings)
+    assert torch.equal(checked.weight_T, expected.weight_T) and checked.num_inferred == 9
+    assert checked_metrics.pop("policy/reuse_error") == 0.0 and checked_metrics == expected_metrics

@@ -1,0 +1,58 @@
+"""Correction of the gap between the sampler's probabilities and the trainer's, by importance weights.
+
+The weight of a token is the ratio p_old / p_sampler at the level of
+    token: the token itself
+    sequence: the product over the sample's tokens
+    geometric: the geometric mean over the sample's tokens
+and is limited to [correction_low, correction_high] by
+    truncate: clipping to the bounds (truncated importance sampling, TIS, Yao et al. 2025)
+    mask: 0 outside the bounds (token level: IcePop, Ling team 2025; sequence and geometric level: masked
+        importance sampling, MIS, Liu et al. 2025).
+
+Letters: N response tokens of a packed micro-batch.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_megatron.algorithms.kl import MAX_LOG_RATIO
+from verl_megatron.algorithms.tokens import PolicyTokens
+from verl_megatron.config import AlgorithmConfig
+from verl_megatron.observe.metrics import Sums
+
+WEIGHT, WEIGHT_SQUARE = "policy/importance_weight", "policy/importance_weight_square"
+OUTSIDE, SAMPLE_SIZE = "policy/correction_fraction", "policy/effective_sample_size"
+
+
+def importance_weights(
+    old_logprobs_N: Tensor, tokens: PolicyTokens, config: AlgorithmConfig
+) -> tuple[Tensor, Sums]:
+    """Compute the weights [N] float32, without gradient, and their metrics. Collective over `tokens.cp_group`.
+
+    Log ratios are limited to ±MAX_LOG_RATIO nats.
+    """
+    assert tokens.rollout_logprobs_N is not None, "a correction needs the sampler's log-probs"
+    log_ratio_N = (old_logprobs_N - tokens.rollout_logprobs_N).detach()
+    if config.correction_level == "sequence":
+        log_ratio_N = tokens.sum_of_sample(log_ratio_N)
+    elif config.correction_level == "geometric":
+        log_ratio_N = tokens.mean_of_sample(log_ratio_N)
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = config.correction_low, config.correction_high
+    is_outside_N = (ratio_N < low) | (ratio_N > high)
+    if config.correction == "truncate":
+        weight_N = ratio_N.clamp(low, high)
+    else:
+        weight_N = torch.where(is_outside_N, 0.0, ratio_N)
+    sums, count = Sums(), weight_N.numel()
+    sums.add(WEIGHT, weight_N.sum(), count)
+    sums.add(WEIGHT_SQUARE, weight_N.square().sum(), count)
+    sums.add(OUTSIDE, is_outside_N.sum(), count)
+    return weight_N, sums
+
+
+def add_sample_size(metrics: dict[str, float]) -> None:
+    """Replace the weights' mean square by the effective sample size, (Σ w)² / (n Σ w²), between 0 and 1."""
+    square = metrics.pop(WEIGHT_SQUARE, None)
+    if square is not None:
+        metrics[SAMPLE_SIZE] = metrics[WEIGHT] ** 2 / square if square > 0 else 0.0

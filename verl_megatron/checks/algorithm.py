@@ -1,0 +1,136 @@
+"""Checks of the algorithm's settings."""
+
+from collections.abc import Collection
+
+from parallel.runtime.refusal import short_repr
+from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.config import AlgorithmConfig, TrainerConfig
+
+
+def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
+    """Return contradictions of the algorithm's settings with each other, the data and the sampling.
+
+    Args:
+        needs: what the algorithm needs besides the actor.
+    """
+    algorithm, samples, problems = config.algorithm, config.data.samples_per_prompt, []
+    least = ALGORITHMS[algorithm.name].min_samples if algorithm.name in ALGORITHMS else 1
+    if samples < least:
+        problems.append(
+            f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with "
+            f"no other; use at least {least}"
+        )
+    if algorithm.critic_warmup and "critic" not in needs:
+        problems.append(
+            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, "
+            "which has no critic; leave it at 0"
+        )
+    if algorithm.kl_ctrl_target and not algorithm.kl_coef:
+        problems.append(
+            f"algorithm.kl_ctrl_target={algorithm.kl_ctrl_target} needs a coefficient to start from; "
+            "set algorithm.kl_coef above 0"
+        )
+    checks = (_check_kl, _check_objective, _check_correction, _check_dynamic_sampling)
+    return problems + [problem for check in checks for problem in check(config)]
+
+
+def _check_kl(config: TrainerConfig) -> list[str]:
+    algorithm = config.algorithm
+    in_loss, estimator, unbiased = algorithm.kl_in == "loss", algorithm.kl_estimator, algorithm.kl_unbiased
+    if unbiased and not in_loss:
+        return [
+            f"algorithm.kl_unbiased=true with algorithm.kl_in={algorithm.kl_in}: it changes the KL of the "
+            "loss only; set kl_in=loss or kl_unbiased=false"
+        ]
+    if unbiased and estimator == "k2":
+        return [
+            "algorithm.kl_unbiased=true with algorithm.kl_estimator=k2: k2 times the ratio has another "
+            "gradient than the KL; set kl_estimator=k1 or k3"
+        ]
+    if algorithm.kl_coef and in_loss and estimator == "k1" and not unbiased:
+        return [
+            "algorithm.kl_in=loss with algorithm.kl_estimator=k1 penalizes nothing, "
+            "as the expected gradient of k1 is 0;"
+            " set kl_estimator=k2 or k3, kl_unbiased=true, or kl_in=reward"
+        ]
+    return []
+
+
+def _check_objective(config: TrainerConfig) -> list[str]:
+    algorithm = config.algorithm
+    if not algorithm.dual_clip or algorithm.name not in ALGORITHMS:
+        return []
+    name = algorithm.objective if algorithm.objective != "auto" else ALGORITHMS[algorithm.name].objective
+    if algorithm.dual_clip <= 1:
+        return [
+            f"algorithm.dual_clip={algorithm.dual_clip} would clip ratios near 1; "
+            "use a value above 1, such as 3, or 0 (off)"
+        ]
+    if name in ("cispo", "reinforce"):
+        return [
+            f"algorithm.dual_clip={algorithm.dual_clip} has no meaning for the objective {name}, whose loss "
+            "has no clipped ratio; leave it at 0"
+        ]
+    return []
+
+
+def _check_correction(config: TrainerConfig) -> list[str]:
+    """Refuse importance weights over a truncated distribution.
+
+    The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
+    weight would contain the probability mass of the kept tokens.
+    """
+    rollout, correction = config.rollout, config.algorithm.correction
+    truncated = [
+        f"rollout.{name}={getattr(rollout, name)}"
+        for name, is_set in (
+            ("top_p", rollout.top_p < 1),
+            ("top_k", rollout.top_k > 0),
+            ("min_tokens", rollout.min_tokens > 0),
+        )
+        if is_set
+    ]
+    if correction == "none":
+        return _check_unused_correction(config.algorithm)
+    if not truncated:
+        return []
+    return [
+        f"algorithm.correction={correction} with {' and '.join(truncated)} would scale the loss by the "
+        "probability mass that the sampler keeps;"
+        " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set correction=none"
+    ]
+
+
+def _check_unused_correction(algorithm: AlgorithmConfig) -> list[str]:
+    defaults, problems = AlgorithmConfig(), []
+    for name in ("correction_level", "correction_low", "correction_high"):
+        value = getattr(algorithm, name)
+        if value != getattr(defaults, name):
+            problems.append(
+                f"algorithm.{name}={value} with algorithm.correction=none corrects nothing; "
+                "set correction=truncate or mask"
+            )
+    return problems
+
+
+def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:
+    """Refuse dynamic sampling where the scores of a prompt's samples are not known during the rollout."""
+    if not config.algorithm.dynamic_sampling:
+        return []
+    problems = []
+    if config.data.samples_per_prompt < 2:
+        problems.append(
+            "algorithm.dynamic_sampling=true compares the samples of a prompt, and "
+            f"data.samples_per_prompt={config.data.samples_per_prompt}; use at least 2"
+        )
+    if config.reward.path or not config.reward.function:
+        problems.append(
+            "algorithm.dynamic_sampling=true needs scores during the rollout, and the reward model "
+            f"reward.path={short_repr(config.reward.path)} gives them after it; use reward.function alone"
+        )
+    if config.algorithm.name == "remax":
+        problems.append(
+            "algorithm.dynamic_sampling=true with algorithm.name=remax: its baseline is a greedy sample, not "
+            "the group; set dynamic_sampling=false"
+        )
+    return problems
