@@ -320,7 +320,9 @@ class SavedState:
 def _made_with(part: dict) -> dict:
     """Return the settings that saved samples were collected with, under their present names."""
     made = part["made_with"]
-    return made | {"data": with_present_names("data", made["data"])} if "data" in made else made
+    if isinstance(made.get("data"), dict):
+        return made | {"data": with_present_names("data", made["data"])}
+    return made
 
 
 def _dealt(batches: list[RolloutBatch], world: RankSet) -> RolloutBatch:

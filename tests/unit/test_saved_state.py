@@ -68,16 +68,16 @@ def state(tmp_path) -> SavedState:
         source=source, clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch)
     )
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
-    state._made_with = dict
+    state._made_with = lambda: {"data": {"validation_samples": 8}}
     return state
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, [1, 3]), (2, [0, 1, 2, 3])])
 def test_samples_of_one_rank_are_dealt_to_two(state, monkeypatch, world_size, expected):
-    """What two ranks had written is this rank's own, and stays whole."""
+    """What two ranks had written is this rank's own, and stays whole. A renamed setting is no change."""
     batch = RolloutBatch.from_lists([0, 1, 2, 3], [[1]] * 4, [[2]] * 4, [[-0.1]] * 4)
     part = {
-        "made_with": {},
+        "made_with": {"data": {"validation_rows": 8}},
         "cursor": {},
         "seconds": {},
         "reshard_bytes": 0,
