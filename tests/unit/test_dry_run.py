@@ -104,7 +104,7 @@ def test_supervised_runs_are_planned_and_refused_too(ranks):
 
     def problems(machine):
         case = supervised_case(large, world_size=4, read=arch)
-        assert case.actor.learns and case.packed_tokens == large.data.max_tokens - 1
+        assert case.actor.trainable and case.packed_tokens == large.data.max_tokens - 1
         return check_supervised_fits(large, world_size=4, machine=machine, read=arch)
 
     assert (
