@@ -124,42 +124,45 @@ def _add_transport(options: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser()
-    given = options.parse_args(arguments)
+    command_line = parser()
+    options = command_line.parse_args(arguments)
     try:
-        _check_files(given.json, given.png)
+        _check_files(options.json, options.png)
         case = read_case(
-            hf=given.hf,
-            train=given.train,
-            rollout=given.rollout,
-            ranks=given.ranks,
-            hosts=given.hosts,
-            stage_layers=given.stage_layers,
+            hf=options.hf,
+            train=options.train,
+            rollout=options.rollout,
+            ranks=options.ranks,
+            hosts=options.hosts,
+            stage_layers=options.stage_layers,
         )
-        case = case.placed() if given.rank_order == "auto" else case
+        case = case.placed() if options.rank_order == "auto" else case
         shards = case.shards()
-        sizes = {"element_bytes": ELEMENT_BYTES[given.dtype], "window_bytes": given.window_mib << 20}
+        sizes = {"element_bytes": ELEMENT_BYTES[options.dtype], "window_bytes": options.window_mib << 20}
         plan = compile_plan(
             source=shards[0],
             destination=shards[1],
             host_of=case.host_of,
-            peer_memory=given.peer_memory,
+            peer_memory=options.peer_memory,
             **sizes,
         )
         flows = flows_of(plan)
         rates = Rates(
-            same_gpu=given.same_gpu_rate, same_host=given.same_host_rate, other_host=given.other_host_rate
+            same_gpu=options.same_gpu_rate,
+            same_host=options.same_host_rate,
+            other_host=options.other_host_rate,
         )
-        report = report_of(case, plan, flows, shards, rates, peer_memory=given.peer_memory)
+        report = report_of(case, plan, flows, shards, rates, peer_memory=options.peer_memory)
         print(table(report))
-        if given.json:
-            given.json.write_text(
-                json.dumps(report | {"dtype": given.dtype, "peer_memory": given.peer_memory}, indent=1) + "\n"
+        if options.json:
+            options.json.write_text(
+                json.dumps(report | {"dtype": options.dtype, "peer_memory": options.peer_memory}, indent=1)
+                + "\n"
             )
-        if given.png:
-            draw(case, flows, given.png)
+        if options.png:
+            draw(case, flows, options.png)
     except (ValueError, OSError) as error:
-        options.error(str(error))
+        command_line.error(str(error))
 
 
 def _check_files(json_path: Path | None, png_path: Path | None) -> None:

@@ -38,7 +38,7 @@ class Contender:
     target: Parameters = field(default_factory=dict)  # parameters that it writes
     described: list[ShardedParameter] = field(default_factory=list)  # contents of the target afterwards
     # part of the target that may be overwritten beforehand: no memory shared with the source
-    spoiled: Parameters = field(default_factory=dict)
+    overwritable: Parameters = field(default_factory=dict)
 
 
 def links(link_bytes: int) -> list[Contender]:
@@ -101,7 +101,7 @@ def megatron_refit(case: ReshardCase, groups: list[ProcessGroups]) -> tuple[Cont
         second_copy_bytes=bytes_of(target),
         target=target,
         described=into[rank],
-        spoiled=target,
+        overwritable=target,
     )
     return Contender(
         kind="megatron", name="Megatron-Core's refit, into Megatron's layout", run=run, **what
@@ -123,7 +123,7 @@ class Ours:
         self.plan = compile_plan(**self.sides, peer_memory=self.ipc_tensors is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
-        kept = dict(target=self.destination, spoiled=self.destination, described=self.described)
+        kept = dict(target=self.destination, overwritable=self.destination, described=self.described)
         # columns of a destination with its own memory
         self.kept = kept | dict(second_copy_bytes=bytes_of(self.destination))
 
@@ -137,15 +137,17 @@ class Ours:
 
     def _keep(self) -> list[Contender]:
         keep = self._resharder(self.plan, self.source, self.destination, self.ipc_tensors)
-        found = [self._contender("keep", keep, **self.kept)]
+        contenders = [self._contender("keep", keep, **self.kept)]
         if self.verify != "none":
-            found.append(self._contender(f"keep, verified ({self.verify})", keep, run=keep.run, **self.kept))
+            contenders.append(
+                self._contender(f"keep, verified ({self.verify})", keep, run=keep.run, **self.kept)
+            )
         if self.ipc_tensors is not None:
             by_messages = self._resharder(compile_plan(**self.sides), self.source, self.destination)
-            found.append(self._contender("keep, by messages", by_messages, **self.kept))
-        return found
+            contenders.append(self._contender("keep, by messages", by_messages, **self.kept))
+        return contenders
 
-    def _laid_over(self, mode: str) -> list[Contender]:
+    def _in_place(self, mode: str) -> list[Contender]:
         """Return vLLM's parameters placed in Megatron's memory; those that do not fit have their own."""
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
@@ -162,22 +164,31 @@ class Ours:
             host_of=device.host_of,
             peer_memory=self.ipc_tensors is not None,
         )
-        taken = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
-        own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
-        taken |= own
-        out = self._resharder(plans.to_rollout, self.source, taken, self.ipc_tensors)
+        target = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
+        own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in target}
+        target |= own
+        to_rollout = self._resharder(plans.to_rollout, self.source, target, self.ipc_tensors)
         second = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
-                f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second
+                f"{mode}, to rollout",
+                to_rollout,
+                target=target,
+                overwritable=own,
+                described=self.described,
+                **second,
             )
         ]
         if plans.to_train is not None:
-            home = self._resharder(plans.to_train, taken, self.source)
-            trained = self.sides["source"][self.rank]
+            to_train = self._resharder(plans.to_train, target, self.source)
+            train_shards = self.sides["source"][self.rank]
             contenders.append(
                 self._contender(
-                    f"{mode}, back to training", home, target=self.source, described=trained, **second
+                    f"{mode}, back to training",
+                    to_train,
+                    target=self.source,
+                    described=train_shards,
+                    **second,
                 )
             )
         return contenders

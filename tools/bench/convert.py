@@ -293,12 +293,12 @@ def main() -> int:
         help="pause before each step; virtual machines hand freed memory back meanwhile, and all begin alike",
     )
     parser.add_argument("--csv", type=Path)
-    given = parser.parse_args()
-    config = read_config(given.hf) if given.hf else shape(given.shape)
-    config |= dict(num_hidden_layers=given.layers) if given.layers else {}
+    options = parser.parse_args()
+    config = read_config(options.hf) if options.hf else shape(options.shape)
+    config |= dict(num_hidden_layers=options.layers) if options.layers else {}
     try:
-        size = write_model(given.folder / "hf", config, copies=2)
-        runs = measure(given.folder, given)
+        size = write_model(options.folder / "hf", config, copies=2)
+        runs = measure(options.folder, options)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except subprocess.CalledProcessError as error:
@@ -307,22 +307,22 @@ def main() -> int:
     peak = max(row.peak_pss_mib for row in rows) * MIB
     print(
         f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib "
-        f"{given.memory_gib:g}, {given.workers} processes"
+        f"{options.memory_gib:g}, {options.workers} processes"
     )
     print(table(rows))
     print("the round trip is bit-identical")
-    print(f"peak of all processes together: {peak / 2**30:.2f} GiB of {given.memory_gib:g} GiB")
-    if given.csv:
+    print(f"peak of all processes together: {peak / 2**30:.2f} GiB of {options.memory_gib:g} GiB")
+    if options.csv:
         write_csv(
-            given.csv,
+            options.csv,
             rows,
-            model=given.hf or given.shape,
+            model=options.hf or options.shape,
             layers=config["num_hidden_layers"],
             bytes=size,
-            memory_gib=given.memory_gib,
-            workers=given.workers,
+            memory_gib=options.memory_gib,
+            workers=options.workers,
         )
-    return 0 if peak <= given.memory_gib * 2**30 else 1
+    return 0 if peak <= options.memory_gib * 2**30 else 1
 
 
 if __name__ == "__main__":

@@ -93,10 +93,10 @@ class GatherEverything:
                 rows, cols = matrix_shape(self.sizes[name])
                 whole[name] = self.whole[free : free + rows * cols].view(rows, cols)
                 free += rows * cols
-            for held, parameter in zip(gathered.view(-1, size), shards):
-                held_RC = held[span].view(shape_RC)
+            for of_rank, parameter in zip(gathered.view(-1, size), shards):
+                gathered_RC = of_rank[span].view(shape_RC)
                 rebuild += [
-                    (whole[block.tensor][slice(*block.rows), slice(*block.cols)], part(held_RC, block))
+                    (whole[block.tensor][slice(*block.rows), slice(*block.cols)], part(gathered_RC, block))
                     for block in parameter.blocks
                 ]
             for name, tensor_RC in whole.items():

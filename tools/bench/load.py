@@ -129,7 +129,7 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
     """
     runs: dict[str, list[dict]] = {method: [] for method in METHODS}
     for _ in range(arguments.repetitions):
-        for method, found in runs.items():
+        for method, repeated in runs.items():
             forget(folder)
             command = [
                 sys.executable,
@@ -144,7 +144,7 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
                 "--only",
                 method,
             ]
-            found.append(
+            repeated.append(
                 json.loads(
                     subprocess.run(
                         command, check=True, stdout=subprocess.PIPE, text=True
@@ -205,37 +205,41 @@ def main() -> None:
     parser.add_argument(
         "--only",
         choices=list(METHODS),
-        help="measure one method once in this process, and print what it found as JSON",
+        help="measure one method once in this process, and print its result as JSON",
     )
     parser.add_argument("--csv", type=Path)
-    given = parser.parse_args()
-    folder = given.folder / "hf"
-    if given.only:
-        print(json.dumps(measured(given.only, folder, given.tp, given.rank, getattr(torch, given.dtype))))
+    options = parser.parse_args()
+    folder = options.folder / "hf"
+    if options.only:
+        print(
+            json.dumps(
+                measured(options.only, folder, options.tp, options.rank, getattr(torch, options.dtype))
+            )
+        )
         return
-    config = (read_config(given.hf) if given.hf else shape(given.shape)) | dict(
-        num_hidden_layers=given.layers
+    config = (read_config(options.hf) if options.hf else shape(options.shape)) | dict(
+        num_hidden_layers=options.layers
     )
     try:
         size = write_model(folder, config, copies=0)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    rows, needed = compare(folder, given)
+    rows, needed = compare(folder, options)
     print(
-        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds "
-        f"{needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
+        f"{options.layers} layers, {size / GB:.2f} GB of weights; rank {options.rank} of tp{options.tp} holds "
+        f"{needed / MIB:,.0f} MiB of {options.dtype}, the same bits either way"
     )
     print(table(rows))
-    if given.csv:
+    if options.csv:
         write_csv(
-            given.csv,
+            options.csv,
             rows,
-            model=given.hf or given.shape,
-            layers=given.layers,
+            model=options.hf or options.shape,
+            layers=options.layers,
             bytes=size,
-            tp=given.tp,
-            rank=given.rank,
-            dtype=given.dtype,
+            tp=options.tp,
+            rank=options.rank,
+            dtype=options.dtype,
             needed_mib=needed / MIB,
         )
 

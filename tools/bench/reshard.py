@@ -162,8 +162,8 @@ def check(contender: Contender) -> tuple[str, int]:
     Returns:
         "yes" or "no", and the bytes that the run allocated temporarily.
     """
-    if contender.spoiled:
-        torch._foreach_mul_(list(contender.spoiled.values()), 0.5)  # zeros in the padding stay zeros
+    if contender.overwritable:
+        torch._foreach_mul_(list(contender.overwritable.values()), 0.5)  # zeros in the padding stay zeros
     if device.is_gpu():
         torch.cuda.reset_peak_memory_stats()  # without a GPU, the allocator's figures are 0
     before = torch.cuda.memory_allocated()

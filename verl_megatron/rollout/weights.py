@@ -178,7 +178,7 @@ def _host_group(world: RankSet) -> dist.ProcessGroup:
     return groups[device.host_of(world.global_rank)]
 
 
-def check_parameters(described: list[ShardedParameter], held: Parameters, dtype: torch.dtype) -> None:
+def check_parameters(described: list[ShardedParameter], parameters: Parameters, dtype: torch.dtype) -> None:
     """Check vLLM's parameters against the weight map.
 
     They differ if they are quantised, repacked or of another architecture.
@@ -189,19 +189,23 @@ def check_parameters(described: list[ShardedParameter], held: Parameters, dtype:
     expected = {(p.chunk, p.name): tuple(p.shape) for p in described}
     known = {
         key
-        for key, tensor in held.items()
+        for key, tensor in parameters.items()
         if expected.get(key) == tuple(tensor.shape) and tensor.dtype == dtype
     }
-    if len(known) == len(held) == len(expected):
+    if len(known) == len(parameters) == len(expected):
         return
-    covered = sum(held[key].nbytes for key in known) / max(1, sum(tensor.nbytes for tensor in held.values()))
-    (chunk, name) = min({*held, *expected} - known)
-    found = (
-        f"{tuple(held[chunk, name].shape)} {held[chunk, name].dtype}" if (chunk, name) in held else "nothing"
+    covered = sum(parameters[key].nbytes for key in known) / max(
+        1, sum(tensor.nbytes for tensor in parameters.values())
+    )
+    (chunk, name) = min({*parameters, *expected} - known)
+    stored = (
+        f"{tuple(parameters[chunk, name].shape)} {parameters[chunk, name].dtype}"
+        if (chunk, name) in parameters
+        else "nothing"
     )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
-        f"vLLM holds {name} as {found} where the weight map has {wanted}; "
+        f"vLLM holds {name} as {stored} where the weight map has {wanted}; "
         f"the map covers {covered:.1%} of the bytes of vLLM's weights."
         " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, "
         "and use a model without quantisation"
