@@ -108,11 +108,12 @@ def known_settings(tree: Path) -> set[str]:
 
 def with_names_of(known: set[str], arguments: list[str]) -> list[str]:
     """Return `arguments` with settings under the names that they have among `known`."""
-    former = {new: old for old, new in RENAMED.items()}
     translated = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        translated.append((former.get(name, name) if name not in known else name) + equals + value)
+        if name not in known:
+            name = next((old for old, new in RENAMED.items() if new == name and old in known), name)
+        translated.append(name + equals + value)
     return translated
 
 

@@ -2,7 +2,7 @@
 
 python tools/make_docs.py [--check]
 
-Everything comes from the dataclasses of verl_megatron/config.py. With --check nothing is written; exit status
+Everything comes from the dataclasses of verl_megatron/config/. With --check nothing is written; exit status
 1: the page is out of date.
 """
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-<!-- Written by tools/make_docs.py from verl_megatron/config.py: change that file and run it again. -->
+<!-- Written by tools/make_docs.py from verl_megatron/config/: change its files and run it again. -->
 
 A setting has two levels, `section.setting`. A recipe is a YAML file of the settings that differ from the
 defaults. The command line overrides the recipe:
@@ -36,10 +36,15 @@ Lists are written `[a,b]`. All wrong settings are refused together, before a mod
 sections are attributes of `TrainerConfig`, such as `config.rollout.temperature`.
 """
 TABLE_HEAD = ("| setting | default | values | meaning |", "|---|---|---|---|")
-SUPERVISED = """
-# Supervised fine-tuning
+SUPERVISED = {
+    "sft": "Supervised fine-tuning",
+    "dpo": "Direct preference optimization",
+    "reward_model": "Reward-model training",
+}  # title by command
+SUPERVISED_HEAD = """
+# {title}
 
-`verl_megatron.sft` has the sections {sections}. Those listed below differ from the ones above.
+`verl_megatron.{command}` has the sections {sections}. Those listed below differ from those of RL.
 """
 
 
@@ -81,16 +86,19 @@ def section_lines(name: str, section: Any, *, title: str) -> list[str]:
 
 def page() -> str:
     """Return the text of docs/configuration.md."""
-    trainer, supervised = schemas.TrainerConfig(), schemas.SFTConfig()
+    trainer = schemas.TrainerConfig()
     lines = [HEAD.rstrip()]
     for section in fields(trainer):
         lines += section_lines(section.name, getattr(trainer, section.name), title=section.name)
-    names = [section.name for section in fields(supervised)]
-    lines.append(SUPERVISED.rstrip().format(sections=", ".join(f"`{name}`" for name in names)))
-    for name in names:
-        section = getattr(supervised, name)
-        if section != getattr(trainer, name):
-            lines += section_lines(name, section, title=f"{name} (supervised)")
+    for command, title in SUPERVISED.items():
+        supervised = schemas.SCHEMAS[command]()
+        names = [section.name for section in fields(supervised)]
+        sections = ", ".join(f"`{name}`" for name in names)
+        lines.append(SUPERVISED_HEAD.rstrip().format(title=title, command=command, sections=sections))
+        for name in names:
+            section = getattr(supervised, name)
+            if section != getattr(trainer, name, None):
+                lines += section_lines(name, section, title=f"{name} ({command})")
     return "\n".join(lines) + "\n"
 
 

@@ -15,6 +15,10 @@ verified reward (`match`). No set of six words in val.jsonl occurs in train.json
     OUT/sft.jsonl    {"prompt", "response"}, demonstrations for `verl_megatron.sft`
     OUT/train.jsonl  {"prompt", "answer"}
     OUT/val.jsonl    {"prompt", "answer"}
+    OUT/pairs.jsonl, OUT/val_pairs.jsonl
+                     {"prompt", "chosen", "rejected"}, preferences for `verl_megatron.dpo` and
+                     `verl_megatron.reward_model`: the correct answer over one with two words swapped
+                     (in half of them the last two)
 """
 
 import argparse
@@ -43,7 +47,7 @@ WORDS = [
 ]
 ITEMS = 6
 CORRECT_SHARE = 0.3  # of the demonstrations
-ROWS = {"sft": 12_000, "train": 6_000, "val": 512}
+ROWS = {"sft": 12_000, "train": 6_000, "val": 512, "pairs": 6_000, "val_pairs": 256}
 VOCAB_SIZE = 384  # 3 special tokens, 256 bytes, letters and their merges up to whole words
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
@@ -70,8 +74,17 @@ def question_of(items: list[str]) -> dict[str, str]:
     return {"prompt": prompt_of(items), "answer": " ".join(sorted(items))}
 
 
+def pair_of(items: list[str], rng: random.Random) -> dict[str, str]:
+    """Return a line of pairs.jsonl: the correct answer, and one in which two words are swapped."""
+    right = sorted(items)
+    one, other = (ITEMS - 2, ITEMS - 1) if rng.random() < 0.5 else rng.sample(range(ITEMS), 2)
+    wrong = list(right)
+    wrong[one], wrong[other] = right[other], right[one]
+    return {"prompt": prompt_of(items), "chosen": " ".join(right), "rejected": " ".join(wrong)}
+
+
 def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Return the lines of the three files; the word sets of val.jsonl occur in no other file."""
+    """Return the lines of each file; val.jsonl and val_pairs.jsonl have word sets of their own."""
     rng = random.Random(seed)
     held_out: dict[frozenset[str], list[str]] = {}
     while len(held_out) < ROWS["val"]:
@@ -93,6 +106,8 @@ def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
         ],
         "train": [question_of(items) for items in draw(ROWS["train"])],
         "val": [question_of(items) for items in held_out.values()],
+        "pairs": [pair_of(items, rng) for items in draw(ROWS["pairs"])],
+        "val_pairs": [pair_of(items, rng) for items in list(held_out.values())[: ROWS["val_pairs"]]],
     }
 
 

@@ -213,6 +213,5 @@ class Learner:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
         self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
-        normalizer = partial(token_mean, max_tokens=0)
-        update = Update(loss=loss, normalizer=normalizer, fields=VALUE_FIELDS, epochs=self.config.epochs)
+        update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
         return self.critic.update(dispatched, table, update)[0]

@@ -115,7 +115,7 @@ def manifest_problem(manifest: dict) -> str | None:
     if problem := _problem(manifest, _MANIFEST):
         return f"the manifest {problem}"
     roles, models, layouts = (manifest[name].keys() for name in ("roles", "models", "layouts"))
-    if not (roles == models == layouts) or "actor" not in roles:
+    if not (roles == models == layouts) or not roles:
         return "the manifest tells of other models than of roles that learn"
     missing = [f"{role}/.metadata" for role in roles if f"{role}/.metadata" not in manifest["files"]]
     if missing:

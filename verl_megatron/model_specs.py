@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 from parallel.layout import Layout, parse_devices
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.config import ModelConfig, RewardConfig, TeacherConfig, TrainerConfig
+from verl_megatron.config import (
+    DPOConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TeacherConfig,
+    TrainerConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +27,11 @@ class ModelSpec:
     head: Head
     trainable: bool = False
 
+    @classmethod
+    def actor(cls, model: ModelConfig) -> "ModelSpec":
+        """Return the trained language model."""
+        return cls(name="actor", section="actor", model=model, head="lm", trainable=True)
+
 
 def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int) -> Layout:
     """Return the layout of a model section on `world_size` ranks, with its ranks in the default order.
@@ -29,14 +43,25 @@ def layout_of(model: ModelConfig | RewardConfig | TeacherConfig, world_size: int
     return Layout.parse(model.layout, parse_devices(model.devices, world_size), stage_layers)
 
 
-def models_of(config: TrainerConfig) -> tuple[ModelSpec, ...]:
-    """Return the models of a run with these settings, the actor first."""
-    specs = [ModelSpec(name="actor", section="actor", model=config.actor, head="lm", trainable=True)]
+def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]:
+    """Return the models of a run: the actor first, or the one that a supervised run trains."""
+    if isinstance(config, RewardModelConfig):
+        spec = ModelSpec(
+            name="reward", section="reward", model=config.reward, head="sequence", trainable=True
+        )
+        return (spec,)
+    actor = ModelSpec.actor(config.actor)
+    reference = replace(actor, name="reference", trainable=False)
+    if isinstance(config, SFTConfig):
+        return (actor,)
+    if isinstance(config, DPOConfig):
+        return (actor, reference)
+    specs = [actor]
     if "critic" in get_algorithm(config.algorithm).needs:
         critic = replace(config.critic, path=config.critic.path or config.actor.path)
         specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
     if config.algorithm.kl_coef > 0:
-        specs.append(ModelSpec(name="reference", section="actor", model=config.actor, head="lm"))
+        specs.append(reference)
     if config.teacher.path:
         specs.append(ModelSpec(name="teacher", section="teacher", model=_frozen(config.teacher), head="lm"))
     if config.reward.path:

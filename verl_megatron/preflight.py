@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from parallel import device
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import inspect_folders, roles_of
-from verl_megatron.checks.settings import check_config, check_sft_config
-from verl_megatron.config import SFTConfig, TrainerConfig
-from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
+from verl_megatron.checks.settings import check_config, check_supervised_config
+from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.data.pairs import READERS
+from verl_megatron.data.prompts import RowReader
 from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from verl_megatron.model_specs import models_of
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
 
 SAMPLE_ROWS = 1000  # read from each data file in a dry run
@@ -19,8 +21,8 @@ class Inputs:
     """Files already read by an inspection, for the run to reuse."""
 
     tokenizer: Tokenizer | None = None
-    train: PromptDataset | DemonstrationDataset | None = None
-    validation: PromptDataset | DemonstrationDataset | None = None
+    train: RowReader | None = None
+    validation: RowReader | None = None
     notes: list[str] = field(default_factory=list)  # to print; not problems
 
 
@@ -50,11 +52,11 @@ def inspect_run(
     inputs = inputs or Inputs()
     findings = inspect_folders(roles_of(config), rollout=True, dry=rows is not None)
     inputs.notes += findings.notes
-    return problems + (findings.problems or _inspect_data(config, PromptDataset, rows, inputs))
+    return problems + (findings.problems or _inspect_data(config, rows, inputs))
 
 
 def inspect_supervised(
-    config: SFTConfig,
+    config: SupervisedConfig,
     *,
     world_size: int,
     machine: Machine | None = None,
@@ -62,33 +64,32 @@ def inspect_supervised(
     inputs: Inputs | None = None,
 ) -> list[str]:
     """Return all problems of a supervised run; arguments as in `inspect_run`."""
-    if problems := check_sft_config(config, world_size=world_size):
+    if problems := check_supervised_config(config, world_size=world_size):
         return problems
     problems = check_supervised_fits(
         config, world_size=world_size, machine=machine, ranks_per_host=device.ranks_per_host()
     )
     inputs = inputs or Inputs()
-    findings = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=False, dry=rows is not None)
+    findings = inspect_folders(roles_of(config), rollout=False, dry=rows is not None, new_score=True)
     inputs.notes += findings.notes
-    return problems + (findings.problems or _inspect_data(config, DemonstrationDataset, rows, inputs))
+    return problems + (findings.problems or _inspect_data(config, rows, inputs))
 
 
-def _inspect_data(
-    config: TrainerConfig | SFTConfig, dataset: type, rows: int | None, inputs: Inputs
-) -> list[str]:
+def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, inputs: Inputs) -> list[str]:
     """Return the tokenizer's problems, or else those of each data file; fill `inputs` with what was read."""
-    if rows is not None and not (rows and has_tokenizer(config.actor.path)):
+    folder, reader = models_of(config)[0].model.path, READERS[type(config.data)]
+    if rows is not None and not (rows and has_tokenizer(folder)):
         return []
     problems = []
     try:
-        inputs.tokenizer = load_tokenizer(config.actor.path)
-        vocab_size = read_architecture(config.actor.path).vocab_size
+        inputs.tokenizer = load_tokenizer(folder)
+        vocab_size = read_architecture(folder).vocab_size
     except ValueError as error:
         return [str(error)]
     for name, path in (("train", config.data.train), ("validation", config.data.validation)):
         if path:
             try:
-                data = dataset(path, inputs.tokenizer, config.data, vocab_size=vocab_size, max_rows=rows)
+                data = reader(path, inputs.tokenizer, config.data, vocab_size=vocab_size, max_rows=rows)
                 inputs.notes += [note for note in data.notes if note not in inputs.notes]
                 setattr(inputs, name, data)
             except ValueError as error:

@@ -1,40 +1,28 @@
 """Python interface: a complete RL run, from the first validation to the exported model."""
 
 import dataclasses
-import gc
 import json
-from pathlib import Path
 
-from parallel import device
-from parallel.rank_set import agree, world
-from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import short_repr, speak_once
-from parallel.runtime.run_lock import RunLock
-from parallel.runtime.watchdog import Watchdog
 from verl_megatron.checks.batches import batch_arithmetic
-from verl_megatron.checks.problems import refuse
-from verl_megatron.checks.versions import check_versions, optional_packages
+from verl_megatron.checks.versions import optional_packages
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import Collected, collect, learn
-from verl_megatron.model_specs import models_of
+from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.observe.profiling import record_profile
 from verl_megatron.observe.report import draw_report
-from verl_megatron.observe.timeline import record_timeline, write_timeline
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import Case, kv_bytes_per_token, machine_here, samples_together
-from verl_megatron.preflight import Inputs, inspect_run
+from verl_megatron.planner import Case, kv_bytes_per_token, samples_together
+from verl_megatron.preflight import inspect_run
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
 
-SLOW_S = 1800.0  # watchdog timeout of building models and of disk I/O, seconds
 
-
-class RLTrainer:
+class RLTrainer(BaseTrainer):
     """RL training on the ranks that torchrun started, or on this process alone.
 
     Args:
@@ -69,60 +57,32 @@ class RLTrainer:
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
         config.reward.function = reward_function or config.reward.function
-        check_versions()
-        device.initialize()
-        self.config, self.world = config, world()
-        self.is_first = self.world.is_first
-        self.inputs = Inputs()
-        agree(
-            lambda: refuse(
-                inspect_run(config, world_size=self.world.size, machine=machine_here(), inputs=self.inputs)
-            ),
-            self.world,
-        )
-        self.output_dir = Path(config.run.output_dir)
+        super().__init__(config, inspect_run, vllm=True)
         self.say(optional_packages())
         for note in self.inputs.notes:
             self.say(note)
         self.say(batch_arithmetic(config, self.world.size))
         self.run: Run | None = None
 
-    def say(self, text: str) -> None:
-        """Print on the first rank."""
-        if self.is_first:
-            print(text, flush=True)
+    def build(self) -> None:
+        """Build all components of the run."""
+        self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
+        self.clock, self.roles = self.run.clock, self.run.learner.roles
+        self.state: SavedState = SavedState(self.run, say=self.say)
 
-    def train(self) -> dict[str, float]:
-        """Run all iterations; return the last metrics.
+    def announce(self) -> None:
+        """Print what was built, the plan of the weight sync, and the size of vLLM's cache."""
+        built = self.run.built
+        self.say(
+            f"built in {sum(built.values()):.0f} s: "
+            f"{', '.join(f'{name} {seconds:.1f}' for name, seconds in built.items())}"
+        )
+        self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
+        self.say(self._generation())
 
-        With validation data they include `validation/before` and `validation/after`. After a SIGTERM to any
-        rank the run saves a checkpoint at the next opportunity and returns early; the same run resumes there.
-        """
-        config = self.config.run
-        with (
-            RunLock(self.output_dir, self.world),
-            Watchdog(config.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
-            Preemption(grace_s=usual_grace_s()) as self.preemption,
-        ):
-            with self.watchdog.operation("build", timeout_s=SLOW_S):
-                self.run = build_run(self.config, self.inputs, self.watchdog, self.world)
-                self.state = SavedState(self.run, say=self.say)
-            record_timeline(self.run.clock, config.track_metrics, self.world)
-            record_profile(self.run.clock, self.watchdog, config.track_metrics, self.output_dir, self.world)
-            self.say(
-                f"built in {sum(self.run.built.values()):.0f} s: "
-                f"{', '.join(f'{name} {seconds:.1f}' for name, seconds in self.run.built.items())}"
-            )
-            self.say(f"reshard.mode={self.config.reshard.mode}: {self.run.plan}")
-            self.say(self._generation())
-            gc.freeze()  # exclude what was built; the command line starts with collection disabled
-            gc.enable()
-            try:
-                with self.watchdog.operation("resume", timeout_s=SLOW_S):
-                    self.state.resume()
-                return self._train()
-            finally:
-                self.run.close()
+    def close(self) -> None:
+        """Stop the reward workers and free the rollout engine."""
+        self.run.close()
 
     def _generation(self) -> str:
         case, tokens = Case.of(self.config, world_size=self.world.size), self.run.engine.kv_cache_tokens
@@ -131,13 +91,13 @@ class RLTrainer:
             f"{samples_together(case, tokens * kv_bytes_per_token(case))}"
         )
 
-    def _train(self) -> dict[str, float]:
-        config, state, tracker, metrics, after = self.config.run, self.state, None, {}, {}
-        if self.is_first:
-            first_step = state.step + 1 if state.step else 0
-            tracker = MetricsTracker(
-                self.output_dir, config.track_metrics, first_step=first_step, total_steps=config.iterations
-            )
+    def loop(self) -> dict[str, float]:
+        """Run the iterations that are left; return the last metrics.
+
+        With validation data they include `validation/before` and `validation/after`.
+        """
+        config, state, metrics, after = self.config.run, self.state, {}, {}
+        tracker = self.make_tracker()
         if state.step == 0 and not state.before:
             state.before = after = self.validate(tracker)
         elif state.validated.get("step") == config.iterations:  # only the export is missing
@@ -147,24 +107,19 @@ class RLTrainer:
             learnt = self._iterate()
             if learnt is None:
                 break
-            metrics, is_last = learnt, state.step == config.iterations
-            if is_last or self._due(config.validate_interval):
+            metrics = learnt
+            if state.step == config.iterations or self.is_due(config.validate_interval):
                 after = self.validate(tracker, metrics)
             elif tracker is not None:
                 tracker.log(state.step, metrics)
-            if self._due(config.save_interval) or (is_last and config.save_interval):
-                self.save()
+            self.save_if_due()
         else:
             if config.export:
                 self.export()
-        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
-            state.finish()
-        with writing_to(self.output_dir):
-            write_timeline(self.run.clock, self.output_dir, self.world)
-            if tracker is not None:
-                tracker.close()
-                if "jsonl" in config.track_metrics and (state.step or state.before):
-                    draw_report(self.output_dir)
+        self.finish(tracker)
+        if tracker is not None and "jsonl" in config.track_metrics and (state.step or state.before):
+            with writing_to(self.output_dir):
+                draw_report(self.output_dir)
         return metrics | (before_and_after(state.before, after) if state.step == config.iterations else {})
 
     def _iterate(self) -> dict[str, float] | None:
@@ -182,29 +137,10 @@ class RLTrainer:
         return metrics
 
     def _leave(self, collected: Collected | None = None, drawn_from: dict | None = None) -> None:
-        self.preemption.hold()
-        if not self.state.has_checkpoint:
-            self.save(cursor=drawn_from)
+        """Save the state and the samples of the next iteration, if there are any."""
+        self.leave(cursor=drawn_from)
         if collected is not None:
             self.state.keep_samples(collected)
-        self.say(
-            f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here"
-        )
-
-    def _how_to_go_on(self) -> str:
-        return (
-            "the same command goes on"
-            if self.config.run.resume != "never"
-            else "with run.resume=newest it goes on"
-        )
-
-    def _due(self, interval: int) -> bool:
-        return interval > 0 and self.state.step % interval == 0
-
-    def save(self, *, cursor: dict | None = None) -> None:
-        """Write a checkpoint, timed as part of the next iteration; see `SavedState.save`."""
-        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S), self.run.clock.phase("save"):
-            self.state.save(cursor=cursor)
 
     def validate(
         self, tracker: MetricsTracker | None, metrics: dict[str, float] | None = None
@@ -258,28 +194,6 @@ class RLTrainer:
                 path.write_text(
                     text, encoding="utf-8", errors="backslashreplace"
                 )  # lone surrogates, as JSON escapes them
-
-    def export(self) -> None:
-        """Export `output_dir/actor` (and `critic`) as Hugging Face folders."""
-        for spec in models_of(self.config):
-            if not spec.trainable:
-                continue
-            try:
-                with self.watchdog.operation("export", timeout_s=SLOW_S):
-                    self.run.learner.roles[spec.name].engine.export(
-                        self.output_dir / spec.name, template=spec.model.path
-                    )
-            except ValueError as error:
-                raise ValueError(f"{error}; {self._what_remains()}") from None
-            self.say(f"exported {self.output_dir / spec.name}")
-
-    def _what_remains(self) -> str:
-        """Describe what is saved of a run whose export failed: the newest checkpoint, or nothing."""
-        if not self.state.has_checkpoint:
-            return "there is no checkpoint of this step, because run.save_interval=0"
-        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
-            self.state.finish()
-        return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ OWNERS = {
         "verl_megatron/launch/command_line.py",
         "verl_megatron/checks/overrides.py",
         "verl_megatron/train.py",
-        "verl_megatron/sft.py",
+        "verl_megatron/launch/supervised.py",
     ),
     "megatron": (
         "parallel/megatron.py",
@@ -41,12 +41,13 @@ OWNERS = {
 }
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
-    ("train", "sft"),
+    ("train", "sft", "dpo", "reward_model"),
     ("launch",),
-    ("trainer", "sft_trainer"),
+    ("trainer", "supervised"),
     ("saved_state",),
     ("iteration",),
     ("run",),
+    ("lifecycle",),
     ("preflight", "learner"),
     ("planner",),
     ("checks",),

@@ -45,8 +45,7 @@ EXCEPTIONS = {
 }
 # `world()` is the whole torchrun world: only the top of a program may assume that it runs there.
 MAY_CALL_WORLD = {
-    "verl_megatron/trainer.py": "the top of an RL run",
-    "verl_megatron/sft_trainer.py": "the top of supervised fine-tuning",
+    "verl_megatron/lifecycle/base_trainer.py": "the top of a run",
     "verl_megatron/rollout/vllm.py": "vLLM makes its groups over the default group",
 }
 

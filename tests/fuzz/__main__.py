@@ -81,7 +81,7 @@ def warm_up() -> None:
     import transformers
 
     import verl_megatron.launch.dry_run
-    import verl_megatron.sft_trainer
+    import verl_megatron.supervised.trainer
     import verl_megatron.trainer  # noqa: F401
 
     transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast  # noqa: B018 (imported now)

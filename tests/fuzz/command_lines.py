@@ -147,7 +147,7 @@ def other_recipe(job: Job, rng: random.Random, *, path: str) -> Case:
     return Case(
         name=f"--config-path {path!r}",
         expected=REFUSED,
-        names=(("--config-path", "--config-name"),),
+        names=(("--config-path", "--config-name", "argument"),),
         act=job.dry_run(recipe=("--config-path", path, "--config-name", RECIPES["train"])),
     )
 

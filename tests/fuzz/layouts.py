@@ -38,7 +38,6 @@ LAYOUTS = (
         "pp2vpp0",
     ),
     *(
-        "TP2",
         "ep2",
         "tp2xpp2",
         "tp2,pp2",

@@ -9,9 +9,8 @@ from typing import Any, get_type_hints
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 from verl_megatron.checks.limits import inside
-from verl_megatron.config import RENAMED, SFTConfig, TrainerConfig
+from verl_megatron.config import RENAMED, SCHEMAS
 
-SCHEMAS = {"train": TrainerConfig, "sft": SFTConfig}
 # Values as a command line gives them, by what is wrong with them.
 OF_ANOTHER_TYPE = {
     int: ("abc", "1.5", "true", "[1]", "{a:1}", "null", "''", "1e3", "²", "0x10", "nan"),

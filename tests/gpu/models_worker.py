@@ -158,7 +158,7 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
 
 def check_training(folder: Path) -> None:
     """Against the same arithmetic with data parallelism alone, and that against float32."""
-    exact = train(folder, "tp1", EngineConfig(spec="local", dtype="float32"))
+    exact = train(folder, "tp1", EngineConfig(transformer_impl="local", dtype="float32"))
     limits = {
         ("local", "float32"): (2e-3, 2e-3),
         ("te", "bfloat16"): (8e-2, 3e-2),

@@ -64,7 +64,7 @@ def steps(engine: Engine, batch, count: int) -> None:
 
 def save(engine: Engine, folder: Path) -> dict:
     snapshot, told = engine.snapshot()
-    snapshot.write(folder)
+    snapshot.write(folder, world())
     return told
 
 

@@ -17,6 +17,7 @@ from parallel.offload import Residence, gradients, optimizer_tensors
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import hf_shapes
+from tests.parity.pairs import check_pairs
 from tests.parity.world import (
     check,
     make_batch,
@@ -466,6 +467,12 @@ def check_turns() -> None:
 
 if __name__ == "__main__":
     run_checks(
-        {"layouts": check_layouts, "plain": check_plain, "offload": check_offload, "turns": check_turns},
+        {
+            "layouts": check_layouts,
+            "plain": check_plain,
+            "offload": check_offload,
+            "turns": check_turns,
+            "pairs": check_pairs,
+        },
         sys.argv[1:],
     )

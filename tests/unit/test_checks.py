@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.recipes import schema_of
 from tests.worlds import ROOT
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.limits import check_values, inside
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
-from verl_megatron.checks.settings import check_config, check_sft_config
+from verl_megatron.checks.settings import check_config, check_supervised_config
 from verl_megatron.config import (
     RENAMED,
+    SCHEMAS,
     AlgorithmConfig,
+    DPOConfig,
     EngineConfig,
     ModelConfig,
+    RewardModelConfig,
     RolloutConfig,
     SFTConfig,
     TrainerConfig,
@@ -313,19 +317,41 @@ def test_supervised_runs(folder):
     config.run.track_metrics, config.run.output_dir = [], str(folder / "out")
     config.data.train, config.data.max_tokens = str(folder / "train.jsonl"), 256
     config.actor.path = str(folder / "model")
-    assert check_sft_config(config, world_size=4) == []
-    config.data.samples_per_step, config.data.max_tokens, config.run.save_interval, config.actor.layout = (
-        1,
-        257,
-        5,
-        "tp2",
-    )
-    problems = check_sft_config(config, world_size=4)
+    assert check_supervised_config(config, world_size=4) == []
+    config.data.samples_per_step, config.data.max_tokens, config.actor.layout = 1, 257, "tp2"
+    config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 5
+    config.data.validation = config.data.train
+    problems = check_supervised_config(config, world_size=4)
     assert [problem.split("=")[0] for problem in problems] == [
         "data.samples_per_step",
         "data.max_tokens",
-        "run.save_interval",
+        "run.keep_best_k",
     ]
+
+
+def test_pairs(folder):
+    for schema in (DPOConfig, RewardModelConfig):
+        config = schema()
+        model = config.actor if schema is DPOConfig else config.reward
+        name = "actor" if schema is DPOConfig else "reward"
+        config.run.track_metrics, config.run.output_dir = [], str(folder / "out")
+        config.data.train, config.data.max_tokens = str(folder / "train.jsonl"), 256
+        assert check_supervised_config(config, world_size=4) == [
+            f"{name}.path has to be given; name a Hugging Face folder"
+        ]
+        model.path, model.layout, config.data.pairs_per_step = str(folder / "model"), "tp2", 1
+        config.run.save_interval = config.run.validate_interval = config.run.keep_best_k = 5
+        config.data.validation = config.data.train
+        (problem,) = check_supervised_config(config, world_size=4)
+        assert (
+            problem.startswith("data.pairs_per_step=1 leaves some of the 2") and f"{name}.layout" in problem
+        )
+    config = DPOConfig()
+    config.run.output_dir = str(folder / "out")
+    config.data.train, config.data.max_tokens = str(folder / "train.jsonl"), 256
+    config.actor.path, config.dpo.loss, config.dpo.label_smoothing = str(folder / "model"), "ipo", 0.1
+    (problem,) = check_supervised_config(config, world_size=4)
+    assert problem.startswith("dpo.label_smoothing=0.1 belongs to dpo.loss=sigmoid, not to ipo")
 
 
 def test_batch_arithmetic_is_one_line(folder):
@@ -401,7 +427,7 @@ def test_a_single_problem_is_the_whole_message():
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_hold_known_settings_within_their_limits(recipe):
-    schema = SFTConfig if recipe.stem.startswith("sft") else TrainerConfig
+    schema = schema_of(recipe)
     settings = OmegaConf.load(recipe)
     settings.data.setdefault("train", "given.jsonl")
     assert check_values(structured(settings, schema)) == []
@@ -445,7 +471,7 @@ OF_ANOTHER_TYPE |= {
 }
 SETTINGS = [
     (schema, section.name, field)
-    for schema in (TrainerConfig, SFTConfig)
+    for schema in SCHEMAS.values()
     for section in dataclasses.fields(schema)
     for field in dataclasses.fields(section.type)
 ]
@@ -460,7 +486,9 @@ def test_a_value_of_another_type_is_named(schema, section, field):
     for value in OF_ANOTHER_TYPE[field.type]:
         config = schema()
         setattr(getattr(config, section), field.name, value)
-        problems = (check_config if schema is TrainerConfig else check_sft_config)(config, world_size=1)
+        problems = (check_config if schema is TrainerConfig else check_supervised_config)(
+            config, world_size=1
+        )
         assert len(problems) == 1 and f"{section}.{field.name}={value!r} has a wrong type" in problems[0], (
             problems
         )
@@ -500,7 +528,7 @@ def sections(schema) -> dict[str, type]:
 
 
 def test_every_setting_has_a_meaning_every_number_an_interval_and_every_default_is_valid():
-    for schema in (TrainerConfig, SFTConfig):
+    for schema in SCHEMAS.values():
         assert check_values(schema()) == []
         for kind in sections(schema).values():
             for field in dataclasses.fields(kind):
@@ -542,7 +570,7 @@ def test_a_former_name_is_refused_with_the_present_one(old, new):
 def test_former_names_lead_to_settings_that_exist():
     known = {
         f"{section.name}.{field.name}"
-        for schema in (TrainerConfig, SFTConfig)
+        for schema in SCHEMAS.values()
         for section in dataclasses.fields(schema)
         for field in dataclasses.fields(getattr(schema(), section.name))
     }

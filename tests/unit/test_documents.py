@@ -15,7 +15,7 @@ import pytest
 
 from tests.worlds import ROOT
 from tools import make_docs
-from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.config import SCHEMAS
 
 README = ROOT / "README.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "tools/README.md", *ROOT.glob("docs/*.md")])
@@ -169,7 +169,7 @@ def test_plans_run(command, tmp_path):
 
 def settings() -> dict[tuple[str, str], tuple[str, ...]]:
     """The choices of each (section, setting)."""
-    schemas = (SFTConfig(), TrainerConfig())
+    schemas = [schema() for schema in SCHEMAS.values()]
     sections = [(part.name, getattr(schema, part.name)) for schema in schemas for part in fields(schema)]
     return {
         (name, setting.name): setting.metadata["choices"]

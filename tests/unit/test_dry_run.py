@@ -81,18 +81,18 @@ def test_an_unknown_gpu_is_named(ranks):
 def test_supervised_runs_are_checked_too(ranks):
     ranks(4, 4)
     assert "actor tp2dp2: 256 samples a step, about 128.0 a data-parallel rank" in supervised_plan(
-        {"actor": {"path": "llama3-8b", "layout": "tp2"}}
+        {"actor": {"path": "llama3-8b", "layout": "tp2"}}, SFTConfig
     )
     with pytest.raises(ValueError, match="data.max_tokens=9000 exceeds"):
-        supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}})
+        supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}}, SFTConfig)
     with pytest.raises(ValueError, match="abacus"):
-        supervised_plan({"actor": {"path": "llama3-8b"}}, gpu="abacus")
+        supervised_plan({"actor": {"path": "llama3-8b"}}, SFTConfig, gpu="abacus")
 
 
 def test_supervised_runs_are_planned_and_refused_too(ranks):
     ranks(4, 4)
     fits, narrow = (
-        supervised_plan({"actor": {"path": "llama3-8b", "layout": layout}}, gpu=gpu)
+        supervised_plan({"actor": {"path": "llama3-8b", "layout": layout}}, SFTConfig, gpu=gpu)
         for layout, gpu in (("tp2", "h200"), ("tp1", "h100"))
     )
     assert (

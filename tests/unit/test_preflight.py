@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,9 @@ def test_a_dry_run_looks_at_what_is_there(folder, monkeypatch):
         "run": settings["run"],
         "data": {"train": str(folder / "train.jsonl"), "max_tokens": 64},
     }
-    assert "It fits" in training_plan(settings) and "It fits" in supervised_plan(supervised)
+    assert "It fits" in training_plan(settings) and "It fits" in supervised_plan(supervised, SFTConfig)
     spoil(folder, "data")
-    for plan, given in ((training_plan, settings), (supervised_plan, supervised)):
+    for plan, given in ((training_plan, settings), (partial(supervised_plan, schema=SFTConfig), supervised)):
         with pytest.raises(ValueError, match=r"train.jsonl, line 2"):
             plan(given)
         assert "It fits" in plan(given | {"data": given["data"] | {"train": ""}}), "a plan needs no data"

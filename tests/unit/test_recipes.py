@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from parallel.weights.shapes import shape
 from tests.launchers import LAUNCH, environment, hostfile, operator, say
+from tests.recipes import schema_of
 from tests.worlds import ROOT
 from verl_megatron.checks.overrides import structured
-from verl_megatron.config import SFTConfig, TrainerConfig
+from verl_megatron.config import SCHEMAS, TrainerConfig
 from verl_megatron.launch.dry_run import supervised_plan, training_plan
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -48,7 +49,7 @@ def named(run) -> str:
 def test_settings_exist_and_fit(path):
     recipe = OmegaConf.load(path)
     recipe.setdefault("data", {}).setdefault("train", "train.jsonl")
-    config = structured(recipe, SFTConfig if path.stem.startswith("sft") else TrainerConfig)
+    config = structured(recipe, schema_of(path))
     assert config.run.output_dir.startswith("outputs/")
 
 
@@ -70,7 +71,8 @@ def plan_of(arguments: tuple[str, ...], world: tuple[str, str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", world[0])
         patch.setenv("LOCAL_WORLD_SIZE", world[1])
-        return supervised_plan(settings) if arguments[1] == "verl_megatron.sft" else training_plan(settings)
+        schema = SCHEMAS[arguments[1].removeprefix("verl_megatron.")]
+        return training_plan(settings) if schema is TrainerConfig else supervised_plan(settings, schema)
 
 
 @pytest.mark.parametrize("launcher", ["alone", "local", "hostfile", "slurm", "ray", "kubernetes"])

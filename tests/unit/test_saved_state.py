@@ -12,8 +12,9 @@ import torch
 
 from tests.one_rank import ONE_RANK
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.lifecycle.progress import differences
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.saved_state import SavedState, _merged, differences
+from verl_megatron.saved_state import SavedState, _merged
 
 
 def test_the_same_bits_or_near_enough():
@@ -63,10 +64,8 @@ def state(tmp_path) -> SavedState:
     state = object.__new__(SavedState)
     state.world = SimpleNamespace(rank=1, size=2, is_first=False)
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
-    source = SimpleNamespace(cursor=SimpleNamespace(load_state_dict=lambda _: None))
-    state.run = SimpleNamespace(
-        source=source, clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch)
-    )
+    state.cursor = SimpleNamespace(load_state_dict=lambda _: None)
+    state.run = SimpleNamespace(clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
     state._made_with = lambda: {"data": {"validation_samples": 8}}
     return state

@@ -226,8 +226,8 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     rows, needed = compare(folder, options)
     print(
-        f"{options.layers} layers, {size / GB:.2f} GB of weights; rank {options.rank} of tp{options.tp} holds "
-        f"{needed / MIB:,.0f} MiB of {options.dtype}, the same bits either way"
+        f"{options.layers} layers, {size / GB:.2f} GB of weights; rank {options.rank} of tp{options.tp} "
+        f"holds {needed / MIB:,.0f} MiB of {options.dtype}, the same bits either way"
     )
     print(table(rows))
     if options.csv:

@@ -26,20 +26,25 @@ class Normalizer(Protocol):
         max_tokens: the constant of `sequence_sum`.
     """
 
-    def __call__(self, response_B: Tensor, samples: range, max_tokens: int) -> LossScale: ...
+    def __call__(self, response_B: Tensor, samples: range, max_tokens: int = 0) -> LossScale: ...
 
 
-def token_mean(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
+def token_mean(response_B: Tensor, samples: range, max_tokens: int = 0) -> LossScale:
     """Weight every response token of the mini-batch equally (DAPO, Yu et al. 2025, equation 12)."""
     return LossScale(divisor=max(int(response_B[samples.start : samples.stop].sum()), 1))
 
 
-def sequence_mean(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
+def pair_mean(response_B: Tensor, samples: range) -> LossScale:
+    """Weight every pair of samples of the mini-batch equally; a pair's loss is the sum over its tokens."""
+    return LossScale(divisor=max(len(samples) // 2, 1))
+
+
+def sequence_mean(response_B: Tensor, samples: range, max_tokens: int = 0) -> LossScale:
     """Average the samples' token means: every sample weighs the same (GRPO, Shao et al. 2024, equation 3)."""
     return LossScale(divisor=max(len(samples), 1), weight_B=1.0 / response_B.clamp(min=1))
 
 
-def sequence_sum(response_B: Tensor, samples: range, max_tokens: int) -> LossScale:
+def sequence_sum(response_B: Tensor, samples: range, max_tokens: int = 0) -> LossScale:
     """Average the samples' token sums, divided by the constant `max_tokens` (Dr. GRPO, Liu et al. 2025)."""
     return LossScale(divisor=float(max(len(samples), 1) * max_tokens))
 

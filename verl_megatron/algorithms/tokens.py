@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn import functional as differentiable
 
+from parallel.differentiable import sum_over
 from verl_megatron.algorithms.kl import MAX_LOG_RATIO
 from verl_megatron.data.micro_batch import MicroBatch
 
@@ -64,7 +64,18 @@ class PolicyTokens:
     def _sums(self, terms: Sequence[Tensor]) -> Tensor:
         num_samples = self.num_samples or len(self.sample_N.bincount())
         terms_NK = torch.stack(list(terms), 1)
-        total_BK = terms_NK.new_zeros(num_samples, len(terms)).index_add(0, self.sample_N, terms_NK)
-        if self.cp_group is not None:
-            total_BK = differentiable.all_reduce(total_BK, group=self.cp_group)
-        return total_BK.T
+        return sample_totals(terms_NK, self.sample_N, num_samples=num_samples, cp_group=self.cp_group).T
+
+
+def sample_totals(
+    terms_NK: Tensor, sample_N: Tensor, *, num_samples: int, cp_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Sum terms over the tokens of each sample: [B, K], with gradient. Collective over `cp_group`.
+
+    Args:
+        terms_NK: K terms of each token.
+        sample_N: int64, the sample of each token, below `num_samples`.
+        cp_group: over which the tokens of a sample are spread; None: they are all here.
+    """
+    total_BK = terms_NK.new_zeros(num_samples, terms_NK.size(1)).index_add(0, sample_N, terms_NK)
+    return total_BK if cp_group is None else sum_over(total_BK, cp_group)

@@ -15,12 +15,14 @@ from parallel.weights.files import CheckpointFolder, has_weights
 from parallel.weights.json_files import is_count, read_object, reason_of
 from parallel.weights.rules import Head, hf_shapes
 from parallel.weights.values import check_tied, not_finite
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from verl_megatron.model_specs import models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
-Roles = Mapping[str, tuple[str, Head]]  # folder and head of each role that has a folder, including "actor"
+# Folder and head of each role that has a folder. The first one has the tokenizer: the actor, or the model that
+# a supervised run trains.
+Roles = Mapping[str, tuple[str, Head]]
 SCORE = ("score.weight", "score.bias")
 
 
@@ -32,14 +34,14 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def roles_of(config: TrainerConfig) -> Roles:
-    """Return the folders of an RL run; a critic without a folder starts from the actor's."""
+def roles_of(config: TrainerConfig | SupervisedConfig) -> Roles:
+    """Return the folders of a run; a critic without a folder starts from the actor's."""
     return {
         spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"
     }  # the reference uses the actor's
 
 
-def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findings:
+def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False, new_score: bool = False) -> Findings:
     """Return problems and notes of the folders.
 
     Reads the headers of weight files, and values only of tied heads.
@@ -47,6 +49,7 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
     Args:
         rollout: vLLM serves the actor.
         dry: plan only: skip absent weights and tokenizers, and limits of vLLM on this machine.
+        new_score: a reward model without a score head gets a new one.
     """
     findings, architectures, broken = Findings(), {}, set()
     for name, (path, head) in roles.items():
@@ -59,16 +62,17 @@ def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False) -> Findin
                 continue
             check_reading(path, arch)
             architectures[name] = arch
-            if new := check_weights(path, head):
+            if new := check_weights(path, head, new_score=new_score):
+                values = "drawn from run.seed" if head == "sequence" else "all zeros"
                 findings.notes.append(
                     f"{name}.path={path} has no {' and no '.join(new)}: the {name} starts with a new one, "
-                    "all zeros"
+                    f"{values}"
                 )
         except ValueError as error:
             findings.problems.append(f"{name}.path={short_repr(path)}: {error}")
             broken.add(path)
-    if "actor" in architectures:
-        path, arch = roles["actor"][0], architectures["actor"]
+    if (first := next(iter(roles))) in architectures:
+        path, arch = roles[first][0], architectures[first]
         findings.problems += _check_vocabularies(roles, architectures, dry=dry)
         said = _check_served(path, arch, here=not dry) if rollout else []
         findings.problems += [f"actor.path={short_repr(path)}: {problem}" for problem in said]
@@ -89,11 +93,14 @@ def find_not_finite(roles: Roles, dtypes: Sequence[torch.dtype], *, place: int =
     return list(dict.fromkeys(problems))
 
 
-def check_weights(folder: str, head: Head) -> list[str]:
+def check_weights(folder: str, head: Head, *, new_score: bool = False) -> list[str]:
     """Check a folder's weights against its config.json and its head; reads values only of a tied head.
 
+    Args:
+        new_score: a reward model may lack its head.
+
     Returns:
-        Missing tensors of a critic's head, which will be initialised.
+        Missing tensors of the head, which will be initialised.
 
     Raises:
         ValueError: a file is missing or broken, a tensor is missing, unknown or of another shape, a reward
@@ -101,18 +108,18 @@ def check_weights(folder: str, head: Head) -> list[str]:
     """
     arch = read_architecture(folder)
     with CheckpointFolder(folder) as files:
-        absent = [name for name in SCORE if name not in files.names]
-        if head == "sequence" and SCORE[0] in absent:
+        needed = {"lm": (), "token": SCORE, "sequence": SCORE[:1]}[head]
+        new = [name for name in needed if name not in files.names]
+        if head == "sequence" and new and not new_score:
             stem = FAMILIES[arch.model_type].stem
             raise ValueError(
                 f"{folder} has no {SCORE[0]}, so as a reward model it would give every sample 0; "
                 f"name the folder of a {stem}{HEADS[head]} with one label"
             )
-        new = absent if head == "token" else []
         claimed = [
             name for name in read_config(folder).get("architectures") or [] if name.endswith("Classification")
         ]
-        if SCORE[0] in new and (claimed or SCORE[1] not in new):
+        if SCORE[0] in new and (claimed or len(new) < len(needed)):
             raise ValueError(
                 f"{folder} has no {SCORE[0]}, which its {claimed[0] if claimed else SCORE[1]} needs; "
                 "copy its weights again from their source"
@@ -202,14 +209,15 @@ def _check_stops(folder: str, arch: Architecture) -> list[str]:
 
 def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture], *, dry: bool) -> list[str]:
     """Check that critic and reward model share the actor's token ids, which they get unchanged."""
-    path, actor = roles["actor"][0], architectures["actor"]
+    first = next(iter(roles))
+    path, actor = roles[first][0], architectures[first]
     problems, tokenizer = [], None
     if not dry or has_tokenizer(path):
         try:
             tokenizer = load_tokenizer(path)
-            problems += _check_end(tokenizer, path, actor)
+            problems += _check_end(tokenizer, f"{first}.path={short_repr(path)}", actor)
         except ValueError as error:
-            problems.append(f"actor.path={short_repr(path)}: {error}")
+            problems.append(f"{first}.path={short_repr(path)}: {error}")
     for name, arch in architectures.items():
         other = roles[name][0]
         if Path(other).resolve() == Path(path).resolve():
@@ -231,12 +239,12 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
     return problems
 
 
-def _check_end(tokenizer: Tokenizer, path: str, arch: Architecture) -> list[str]:
+def _check_end(tokenizer: Tokenizer, where: str, arch: Architecture) -> list[str]:
     end = tokenizer.hf.eos_token_id
     if end is None or end < arch.vocab_size:
         return []
     return [
-        f"actor.path={short_repr(path)}: its tokenizer ends responses with token {end}, "
+        f"{where}: its tokenizer ends responses with token {end}, "
         f"and the model has vocab_size={arch.vocab_size};"
         " use the model's own tokenizer"
     ]

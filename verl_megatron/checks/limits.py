@@ -1,4 +1,4 @@
-"""Checks of each setting on its own: its type, and the interval or choices declared in `config.py`."""
+"""Checks of each setting on its own: its type, and the interval or choices declared in `config/`."""
 
 from collections.abc import Mapping
 from dataclasses import fields

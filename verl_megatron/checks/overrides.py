@@ -14,7 +14,7 @@ Schema = TypeVar("Schema")
 
 
 def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) -> Schema:
-    """Return the settings of `schema` (TrainerConfig or SFTConfig) with `overrides` applied.
+    """Return the settings of `schema` (such as TrainerConfig) with `overrides` applied.
 
     Raises:
         ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.

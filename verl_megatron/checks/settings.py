@@ -18,8 +18,10 @@ from verl_megatron.checks.output_folder import output_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.checks.versions import require
-from verl_megatron.config import MISSING, EngineConfig, RunConfig, SFTConfig, TrainerConfig
+from verl_megatron.config import MISSING, DPOConfig, EngineConfig, RunConfig, SupervisedConfig, TrainerConfig
 from verl_megatron.data.json_lines import file_problem
+from verl_megatron.data.pairs import is_paired, items_per_step
+from verl_megatron.model_specs import ModelSpec, models_of
 from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward
 
@@ -31,7 +33,7 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
     algorithm = ALGORITHMS.get(config.algorithm.name)
     needs = algorithm.needs if algorithm is not None else frozenset()
-    actor = _check_actor(config, world_size)
+    actor = _check_first(ModelSpec.actor(config.actor), config.engine, world_size)
     problems += actor.problems
     layouts = {"actor": actor.layout}
     if "critic" in needs:
@@ -50,29 +52,36 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     return problems
 
 
-def check_sft_config(config: SFTConfig, *, world_size: int) -> list[str]:
+def check_supervised_config(config: SupervisedConfig, *, world_size: int) -> list[str]:
     """Return all problems of a supervised run's settings on `world_size` ranks; empty if there are none."""
     if problems := check_types(config):
         return problems
     problems = check_values(config) + _check_run(config.run, config.data) + _check_engine(config.engine)
-    actor = _check_actor(config, world_size)
-    problems += actor.problems
-    problems += output_problems(config.run, {"actor": config.actor.path})
-    data = config.data
-    if actor.layout is not None and data.samples_per_step < actor.layout.dp:
+    trained = models_of(config)[0]
+    model = _check_first(trained, config.engine, world_size)
+    problems += model.problems
+    problems += output_problems(config.run, {trained.name: trained.model.path})
+    data, count = config.data, items_per_step(config.data)
+    name, item = ("pairs_per_step", "pair") if is_paired(data) else ("samples_per_step", "sample")
+    if model.layout is not None and count < model.layout.dp:
         problems.append(
-            f"data.samples_per_step={data.samples_per_step} leaves some of the {actor.layout.dp} "
-            f"data-parallel ranks of actor.layout={actor.layout} without a sample; raise it"
+            f"data.{name}={count} leaves some of the {model.layout.dp} data-parallel ranks of "
+            f"{trained.section}.layout={model.layout} without a {item}; raise it"
         )
-    if actor.arch is not None and data.max_tokens > actor.arch.max_positions:
+    if model.arch is not None and data.max_tokens > model.arch.max_positions:
         problems.append(
-            f"data.max_tokens={data.max_tokens} exceeds the model's {actor.arch.max_positions} positions; "
+            f"data.max_tokens={data.max_tokens} exceeds the model's {model.arch.max_positions} positions; "
             "lower it"
         )
-    if config.run.save_interval:
+    if config.run.keep_best_k and not is_paired(data):
         problems.append(
-            f"run.save_interval={config.run.save_interval}: a supervised run writes no checkpoints, "
-            "only its model at the end; leave it at 0"
+            f"run.keep_best_k={config.run.keep_best_k} compares validation accuracies, and supervised "
+            "fine-tuning has a validation loss only; leave it at 0"
+        )
+    if isinstance(config, DPOConfig) and config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
+        problems.append(
+            f"dpo.label_smoothing={config.dpo.label_smoothing} belongs to dpo.loss=sigmoid, "
+            f"not to {config.dpo.loss}; leave it at 0 or use sigmoid"
         )
     return problems
 
@@ -86,11 +95,12 @@ def check_planned(config: TrainerConfig, arch: Architecture, world_size: int) ->
     )
 
 
-def _check_actor(config: TrainerConfig | SFTConfig, world_size: int) -> CheckedModel:
-    actor = check_model("actor", config.actor, config.engine, world_size=world_size)
-    if not config.actor.path:
-        actor.problems.append("actor.path has to be given; name a Hugging Face folder")
-    return actor
+def _check_first(spec: ModelSpec, engine: EngineConfig, world_size: int) -> CheckedModel:
+    """Check the section of the model that a run is about, which must have a path."""
+    found = check_model(spec.section, spec.model, engine, world_size=world_size)
+    if not spec.model.path:
+        found.problems.append(f"{spec.section}.path has to be given; name a Hugging Face folder")
+    return found
 
 
 def _check_run(run: RunConfig, data: Any) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.config import DataConfig, SFTDataConfig
+from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.chat import Message, Messages, split_answer, text_of
 from verl_megatron.data.json_lines import numbered_rows
 from verl_megatron.data.tokenizer import Tokenizer
@@ -31,8 +31,12 @@ class Demonstration:
     prompt_token_ids: list[int]
     response_token_ids: list[int]
 
+    def samples(self) -> list[tuple[list[int], list[int]]]:
+        """Return prompt and response of the samples to train on: one."""
+        return [(self.prompt_token_ids, self.response_token_ids)]
 
-class _Rows(Sequence):
+
+class RowReader(Sequence):
     """Rows of a file that are within the token limit.
 
     Args:
@@ -46,7 +50,7 @@ class _Rows(Sequence):
         self,
         path: str | Path,
         tokenizer: Tokenizer,
-        config: DataConfig | SFTDataConfig,
+        config: DataConfig | SFTDataConfig | PairDataConfig,
         *,
         vocab_size: int | None = None,
         max_rows: int | None = None,
@@ -119,6 +123,17 @@ class _Rows(Sequence):
         """Lower bound of the texts' tokens: tokenizing 10 MB only to find it too long takes seconds."""
         return sum(map(len, texts)) // self._tokenizer.longest_token
 
+    def _encoded(self, before: str, behind: str, *, is_chat: bool) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt and of the response to it."""
+        tokenizer = self._tokenizer
+        if is_chat:
+            ids, response_ids = tokenizer.encode_chat(before, behind)
+        else:
+            ids = tokenizer.encode_text(before, is_chat=False)
+            response_ids = tokenizer.encode_response(behind)
+        self._check_tokens(ids + response_ids)
+        return ids, response_ids
+
     def _check_tokens(self, ids: list[int]) -> None:
         if self._vocab_size is not None and max(ids) >= self._vocab_size:
             raise ValueError(
@@ -127,10 +142,10 @@ class _Rows(Sequence):
             )
 
 
-class PromptDataset(_Rows):
+class PromptDataset(RowReader):
     """`Prompt`s of a file, in file order.
 
-    Options are those of `_Rows`. An empty `answer_key` means rows without ground truth.
+    Options are those of `RowReader`. An empty `answer_key` means rows without ground truth.
 
     Raises:
         ValueError: an unreadable row, a missing key, a prompt over the limit (unless overlong is "drop"), or
@@ -163,7 +178,7 @@ class PromptDataset(_Rows):
         return Prompt(prompt_token_ids=ids, text=text, answer=answer, extra=extra), len(ids)
 
 
-class DemonstrationDataset(_Rows):
+class DemonstrationDataset(RowReader):
     """`Demonstration`s of a file, in file order; an assistant turn at the end of messages is the response.
 
     Raises:
@@ -174,19 +189,11 @@ class DemonstrationDataset(_Rows):
     _limit_name = "max_tokens"
 
     def _parse(self, row: dict) -> tuple[Demonstration | None, int]:
-        tokenizer = self._tokenizer
         prompt, answers = split_answer(self._value(row, "prompt_key"))
-        before, behind = tokenizer.demonstration_text(prompt, self._response(row, answers))
+        before, behind = self._tokenizer.demonstration_text(prompt, self._response(row, answers))
         if (fewest := self._fewest_tokens(before, behind)) > self._limit:
             return None, fewest
-        if isinstance(prompt, str):
-            ids, response_ids = (
-                tokenizer.encode_text(before, is_chat=False),
-                tokenizer.encode_response(behind),
-            )
-        else:
-            ids, response_ids = tokenizer.encode_chat(before, behind)
-        self._check_tokens(ids + response_ids)
+        ids, response_ids = self._encoded(before, behind, is_chat=not isinstance(prompt, str))
         return Demonstration(prompt_token_ids=ids, response_token_ids=response_ids), len(ids) + len(
             response_ids
         )

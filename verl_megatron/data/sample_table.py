@@ -1,6 +1,6 @@
 """The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
 
-Letters: B samples of the whole iteration.
+Letters: B samples of the whole iteration, U units of K samples of a mini-batch.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,16 @@ class SampleTable:
     owner_B: Tensor  # int64, rank that generated the sample (its owner), numbered within the run's RankSet
     group_B: Tensor  # int64, index of the sample's prompt; 0 where samples have none
     mini_batches: list[range]  # sample indices of each optimizer step of an epoch
+    unit: int = 1  # consecutive samples that stay in one micro-batch: 2 for pairs
 
     @classmethod
-    def gather(cls, batch: RolloutBatch, world: RankSet, *, num_mini_batches: int) -> "SampleTable":
+    def gather(
+        cls, batch: RolloutBatch, world: RankSet, *, num_mini_batches: int, unit: int = 1
+    ) -> "SampleTable":
         """Gather the table. Collective over `world`.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
-        gaps. Mini-batches differ by one sample at most.
+        gaps. Mini-batches differ by one unit at most: `unit` consecutive samples that stay in one micro-batch.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
         table = torch.zeros(5, num_samples, dtype=torch.int64)
@@ -40,8 +43,9 @@ class SampleTable:
         )
         table = world.all_sum(table)
         assert (table[4] == 1).all(), "every sample has one owner"
-        bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
-        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)])
+        num_units = num_samples // unit
+        bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
+        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)], unit)
 
     @property
     def num_groups(self) -> int:
@@ -55,10 +59,10 @@ class SampleTable:
         """
         index_B = torch.zeros_like(self.lengths_B)
         for samples in self.mini_batches:
-            for place, members in enumerate(
-                balance(self.lengths_B[samples.start : samples.stop].tolist(), dp)
-            ):
-                index_B[torch.tensor(members, dtype=torch.int64) + samples.start] = place
+            index_UK = index_B[samples.start : samples.stop].view(-1, self.unit)
+            ids = torch.arange(samples.start, samples.stop)
+            for place, members in enumerate(balance(self._tokens_of_units(ids), dp)):
+                index_UK[members] = place
         return index_B
 
     def micro_batches(
@@ -68,13 +72,20 @@ class SampleTable:
 
         `sample_id` lists the samples dispatched to this rank, sorted.
         """
-        lengths, result = self.lengths_B[sample_id].tolist(), []
+        result = []
         for samples in self.mini_batches:
             local = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
             groups = micro_batches(
-                [lengths[i] for i in local.tolist()],
+                self._tokens_of_units(sample_id[local]),
                 tokens_per_micro_batch=tokens_per_micro_batch,
                 multiple_of=multiple_of,
             )
-            result.append([local[group].tolist() for group in groups] or [[] for _ in range(multiple_of)])
+            local_UK = local.view(-1, self.unit)
+            result.append(
+                [local_UK[group].flatten().tolist() for group in groups] or [[] for _ in range(multiple_of)]
+            )
         return result
+
+    def _tokens_of_units(self, sample_id: Tensor) -> list[int]:
+        """Return the tokens of each unit of these samples."""
+        return self.lengths_B[sample_id].view(-1, self.unit).sum(1).tolist()

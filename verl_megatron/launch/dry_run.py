@@ -18,8 +18,9 @@ from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
-from verl_megatron.config import MISSING, SFTConfig, TrainerConfig
-from verl_megatron.model_specs import layout_of
+from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
+from verl_megatron.data.pairs import is_paired, items_per_step
+from verl_megatron.model_specs import layout_of, models_of
 from verl_megatron.planner import Case, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
@@ -56,21 +57,27 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     return "\n".join(lines)
 
 
-def supervised_plan(settings: Settings, *, gpu: str = "h200") -> str:
+def supervised_plan(settings: Settings, schema: type[SupervisedConfig], *, gpu: str = "h200") -> str:
     """Plan a supervised run on the ranks of `world()`: layout, samples, memory and time.
 
     Built-in shapes and errors are as in `training_plan`.
+
+    Args:
+        schema: class of the run's settings.
     """
     world_size, ranks_per_host = world()
-    with _stand_ins(settings) as (complete, rows):
-        config = structured(complete, SFTConfig)
+    trained = models_of(schema())[0].section
+    with _stand_ins(settings, trained) as (complete, rows):
+        config = structured(complete, schema)
         inputs = Inputs()
         refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
-        layout = layout_of(config.actor, world_size)
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
-    samples = config.data.samples_per_step
-    share = f"actor {layout}: {samples} samples a step, about {samples / layout.dp:.1f} a data-parallel rank"
-    return "\n".join([_title(world_size, ranks_per_host), share, *inputs.notes, planned])
+    layout = layout_of(models_of(config)[0].model, world_size)
+    count, items = items_per_step(config.data), "pairs" if is_paired(config.data) else "samples"
+    share = f"{trained} {layout}: {count} {items} a step, about {count / layout.dp:.1f} a data-parallel rank"
+    reference = ["reference: the initial weights of the actor, frozen"] * (len(models_of(config)) > 1)
+    title = _title(world_size, ranks_per_host)
+    return "\n".join([title, share, *reference, *inputs.notes, planned])
 
 
 def world() -> tuple[int, int]:
@@ -96,10 +103,13 @@ def world() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
-    """Replace built-in shapes by temporary model folders, and absent prompts by an empty file.
+def _stand_ins(settings: Settings, trained: str = "actor") -> Iterator[tuple[Settings, int]]:
+    """Replace built-in shapes by temporary model folders, and absent data by an empty file.
 
-    Also yields the number of samples to check of each data file: 0 if the prompts are a stand-in.
+    Also yields the number of samples to check of each data file: 0 if the data are a stand-in.
+
+    Args:
+        trained: section of the model that learns; with a built-in shape there, data.train may be omitted.
     """
     complete, rows = copy.deepcopy(settings), SAMPLE_ROWS
     with TemporaryDirectory(prefix="dry_run_") as scratch:
@@ -117,7 +127,7 @@ def _stand_ins(settings: Settings) -> Iterator[tuple[Settings, int]]:
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(shape(name)))
             section["path"] = str(folder)
-            if role == "actor" and isinstance(data := complete.setdefault("data", {}), dict):
+            if role == trained and isinstance(data := complete.setdefault("data", {}), dict):
                 data.setdefault("train", "")
         data = complete.get("data")
         if isinstance(data, dict) and data.get("train", MISSING) in ("", None):

@@ -108,6 +108,8 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
         f"{label} {metrics[key]:{spec}}{unit}"
         for key, label, spec, unit in (
             ("sft/loss", "loss", ".4f", ""),
+            ("dpo/loss", "loss", ".4f", ""),
+            ("reward_model/loss", "loss", ".4f", ""),
             ("validation/accuracy", "validation accuracy", ".3f", ""),
             ("reward/mean", "reward", ".3f", ""),
             ("reward/failed", "failed rewards", ".1%", ""),

@@ -1,47 +1,63 @@
-"""Plans of supervised runs: an actor's optimizer steps on samples as long as the settings allow."""
+"""Plans of supervised runs: a model's optimizer steps on samples as long as the settings allow."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from parallel.weights.architecture import Architecture, read_architecture
-from verl_megatron.config import AlgorithmConfig, DataConfig, RolloutConfig, SFTConfig, TrainerConfig
-from verl_megatron.planner.case import Case
+from verl_megatron.config import (
+    AlgorithmConfig,
+    DataConfig,
+    RolloutConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
+from verl_megatron.data.pairs import is_paired, items_per_step
+from verl_megatron.model_specs import models_of
+from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import MemoryPlan, Problem, plan_memory
 from verl_megatron.planner.preflight import LEAST, TOLERANCE
 from verl_megatron.planner.text import DOES_NOT_FIT
-from verl_megatron.planner.training import step_seconds
+from verl_megatron.planner.training import infer_seconds, step_seconds
 
 STEP = "actor_update"  # the only phase
-REMEDY = "give actor.layout more tp or pp, lower engine.tokens_per_micro_batch or set engine.recompute=full"
 
 
 def supervised_case(
-    config: SFTConfig,
+    config: SupervisedConfig,
     *,
     world_size: int,
     ranks_per_host: int = 8,
     read: Callable[[str], Architecture] = read_architecture,
 ) -> Case:
-    """Build the plan of the actor alone, with a step's samples as one mini-batch.
+    """Build the plan of the trained model, called actor here, and of the reference if there is one.
 
-    All tokens of a sample but the first are response.
+    The samples of a step are one mini-batch. All tokens of a sample but the first are response.
 
     Raises:
         ValueError: as `Case.of`.
     """
+    trained, *frozen = models_of(config)
     alone = TrainerConfig(
-        actor=config.actor,
+        run=config.run,
+        actor=trained.model,
         engine=config.engine,
-        data=DataConfig(max_prompt_tokens=1, prompts_per_iteration=config.data.samples_per_step),
+        data=DataConfig(
+            max_prompt_tokens=1,
+            prompts_per_iteration=items_per_step(config.data),
+            samples_per_prompt=1 + is_paired(config.data),
+        ),
         rollout=RolloutConfig(max_tokens=max(1, config.data.max_tokens - 1)),
         algorithm=AlgorithmConfig(name="grpo", num_mini_batches=1, kl_coef=0.0),
     )
-    return Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
+    case = Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
+    arch, layout = case.actor.arch, case.actor.layout
+    actor = PlannedRole.of(name="actor", arch=arch, layout=layout, head=trained.head, learns=True)
+    return replace(case, roles=(actor, *(replace(actor, name=spec.name, learns=False) for spec in frozen)))
 
 
 def supervised_report(
-    config: SFTConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8
+    config: SupervisedConfig, *, world_size: int, gpu: str = "h200", ranks_per_host: int = 8
 ) -> str:
     """Report the memory of the fullest rank in a step, its predicted seconds, and whether it fits.
 
@@ -54,14 +70,16 @@ def supervised_report(
     fullest = max(memory.kinds, key=lambda kind: kind.total(STEP))
     parts = " ".join(f"{part} {size / GIB:.1f}" for part, size in fullest.phases[STEP].items() if size)
     problem = _problem(memory, machine.gpu_bytes)
+    seconds = step_seconds(case, machine, case.actor)
+    if frozen := case.roles[1:]:
+        seconds += infer_seconds(case, machine, frozen)
     free = (machine.gpu_bytes - fullest.total(STEP)) / GIB
     return "\n".join(
         [
             f"{world_size} x {machine.name}: {fullest.total(STEP) / GIB:.1f} GiB"
             f" of {machine.gpu_bytes / GIB:.1f} on the fullest GPU ({parts})",
-            f"seconds predicted: {step_seconds(case, machine, case.actor):.1f}"
-            f" a step of samples of {config.data.max_tokens} tokens",
-            f"{DOES_NOT_FIT}\n  {problem}; {REMEDY}"
+            f"seconds predicted: {seconds:.1f} a step of samples of {config.data.max_tokens} tokens",
+            f"{DOES_NOT_FIT}\n  {problem}; {_remedy(config)}"
             if problem
             else f"It fits: {free:.1f} GiB stay free on the fullest GPU.",
         ]
@@ -69,7 +87,7 @@ def supervised_report(
 
 
 def check_supervised_fits(
-    config: SFTConfig,
+    config: SupervisedConfig,
     *,
     world_size: int,
     machine: Machine | None,
@@ -88,7 +106,10 @@ def check_supervised_fits(
     )
     problem = _problem(memory, least.gpu_bytes * (1 + TOLERANCE))
     return (
-        [f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; {REMEDY}"]
+        [
+            f"this run cannot fit {world_size} GPUs of {machine.gpu_bytes / GIB:.0f} GiB: {problem}; "
+            + _remedy(config)
+        ]
         if problem
         else []
     )
@@ -97,3 +118,11 @@ def check_supervised_fits(
 def _problem(memory: MemoryPlan, room: float) -> Problem | None:
     needed = memory.phase_bytes(STEP)
     return Problem("a step", needed, room) if needed > room else None
+
+
+def _remedy(config: SupervisedConfig) -> str:
+    section = models_of(config)[0].section
+    return (
+        f"give {section}.layout more tp or pp, lower engine.tokens_per_micro_batch or set "
+        "engine.recompute=full"
+    )

@@ -39,6 +39,13 @@ from verl_megatron.roles.schedule import pack_all, run_schedule
 
 Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the selected tokens
 
+# Prefix of the metrics and settings section of a trained model, by its head.
+TRAINED_BY_HEAD: dict[Head, tuple[str, str]] = {
+    "lm": ("policy", "actor"),
+    "token": ("critic", "critic"),
+    "sequence": ("reward_model", "reward"),
+}
+
 
 class Loss(Protocol):
     """Loss function: outputs and fields of N tokens → per-token loss [N] float32, and metrics."""
@@ -122,7 +129,19 @@ class Engine:
         )
         if folder is not None:
             with CheckpointFolder(folder) as files:
-                load_parameters(files, self.parameters, self.tensors)
+                new = load_parameters(files, self.parameters, self.tensors)
+            if new and head == "sequence":
+                self._initialize_score(seed)
+
+    def _initialize_score(self, seed: int) -> None:
+        """Draw the weights of a new score head, the same under every layout.
+
+        Their standard deviation is 1 / sqrt(H + 1) for hidden size H (Stiennon et al. 2020, appendix C).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        width = self.arch.hidden_size
+        values = torch.randn(1, width, generator=generator) / (width + 1) ** 0.5
+        self.tensors[len(self.chunks) - 1, "output_layer.weight"].copy_(values)
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -241,21 +260,24 @@ class Engine:
             return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
         for metrics in run_schedule(
-            [self], pack_all(self, batch, micro_batches, fields=fields), on_last_stage, forward_only=False
+            [self],
+            pack_all(self, batch, micro_batches, fields=fields, last_token=self.head == "sequence"),
+            on_last_stage,
+            forward_only=False,
         ):
             sums.merge(metrics)
         self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
-        role = "policy" if self.head == "lm" else "critic"
+        kind, section = TRAINED_BY_HEAD[self.head]
         if not math.isfinite(grad_norm := float(grad_norm or 0.0)):  # the same on all members
             raise ValueError(
-                f"{role}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
+                f"{kind}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
                 "so the run ends, and checkpoints stay as they are;"
-                f" lower {'actor' if role == 'policy' else role}.lr or engine.clip_grad, "
+                f" lower {section}.lr or engine.clip_grad, "
                 "or look at the rewards and ratios before it"
             )
-        sums.max(f"{role}/grad_norm", grad_norm)
+        sums.max(f"{kind}/grad_norm", grad_norm)
         self.scattered = self._gathers_late
         return sums
 

@@ -1,0 +1,117 @@
+"""All settings with their meaning, unit, default and valid values; `checks/` refuses contradictory ones.
+
+Settings have two levels: section and setting. Each part of the program receives only its own section.
+"""
+
+from dataclasses import dataclass, field
+
+from verl_megatron.config.algorithm import (
+    ALGORITHM_NAMES,
+    CORRECTION_LEVELS,
+    NORMALIZER_NAMES,
+    OBJECTIVE_NAMES,
+    AlgorithmConfig,
+    DPOLossConfig,
+)
+from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
+from verl_megatron.config.models import EngineConfig, ModelConfig, TeacherConfig
+from verl_megatron.config.rollout import ReshardConfig, RolloutConfig
+from verl_megatron.config.run import RunConfig
+from verl_megatron.config.section import (
+    LEAST_TEMPERATURE,
+    MISSING,
+    RENAMED,
+    Section,
+    UnknownSettingError,
+    present_name,
+)
+
+__all__ = [
+    "ALGORITHM_NAMES",
+    "CORRECTION_LEVELS",
+    "LEAST_TEMPERATURE",
+    "MISSING",
+    "NORMALIZER_NAMES",
+    "OBJECTIVE_NAMES",
+    "RENAMED",
+    "SCHEMAS",
+    "AlgorithmConfig",
+    "DPOConfig",
+    "DPOLossConfig",
+    "DataConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "PairDataConfig",
+    "ReshardConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "Section",
+    "SupervisedConfig",
+    "TeacherConfig",
+    "TrainerConfig",
+    "UnknownSettingError",
+    "present_name",
+]
+
+
+@dataclass(kw_only=True)
+class TrainerConfig(Section):
+    """All sections of an RL run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ModelConfig = field(default_factory=ModelConfig)
+    critic: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(Section):
+    """All sections of a supervised run; `run.iterations` counts optimizer steps."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    actor: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(kw_only=True)
+class DPOConfig(Section):
+    """All sections of a run of direct preference optimization; `run.iterations` counts optimizer steps."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    actor: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(Section):
+    """All sections of reward-model training; `run.iterations` counts optimizer steps.
+
+    `reward` is the model to train. From the folder of a language model it starts with a new score head.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    reward: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+SupervisedConfig = SFTConfig | DPOConfig | RewardModelConfig
+SCHEMAS: dict[str, type[Section]] = {
+    "train": TrainerConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward_model": RewardModelConfig,
+}  # by command: python -m verl_megatron.COMMAND

@@ -1,0 +1,97 @@
+"""Settings of prompts, demonstrations and rewards."""
+
+from dataclasses import dataclass
+
+from verl_megatron.config.section import COUNT, MISSING, POSITIVE, SHARE, Section, setting
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """Prompts: JSON lines with at least a prompt and the ground truth for its reward."""
+
+    train: str = setting(MISSING, ".jsonl file")
+    validation: str = setting("", ".jsonl file; empty: no validation")
+    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
+    answer_key: str = setting("answer", "ground truth passed to the reward")
+    max_prompt_tokens: int = setting(1024, "maximum prompt length, chat template included", within=POSITIVE)
+    overlong: str = setting(
+        "error",
+        'prompts over max_prompt_tokens: "error" or "drop" (the count is reported)',
+        choices=("error", "drop"),
+    )
+    # Every rank has a table of all samples.
+    prompts_per_iteration: int = setting(256, "prompts per iteration", within="[1, 1000000]")
+    samples_per_prompt: int = setting(1, "responses per prompt; GRPO needs at least 2", within="[1, 1000000]")
+    shuffle: bool = setting(True, "reshuffle the prompts every epoch")
+    validation_samples: int = setting(0, "number of validation prompts; 0: the whole file", within=COUNT)
+    validation_temperature: float = setting(
+        1.0, "sampling temperature of validation; 0: greedy", within="[0, 2]"
+    )  # vLLM's range
+
+
+@dataclass(kw_only=True)
+class SFTDataConfig(Section):
+    """Demonstrations: JSON lines with a prompt and the response to imitate."""
+
+    train: str = setting(MISSING, ".jsonl file")
+    validation: str = setting("", ".jsonl file; empty: no validation")
+    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
+    response_key: str = setting("response", "a string")
+    max_tokens: int = setting(
+        2048, "maximum length of prompt and response together", within="[2, 1000000000]"
+    )
+    overlong: str = setting(
+        "error",
+        'samples over max_tokens: "error" or "drop" (the count is reported)',
+        choices=("error", "drop"),
+    )
+    samples_per_step: int = setting(256, "demonstrations per optimizer step", within="[1, 1000000]")
+    shuffle: bool = setting(True, "reshuffle the demonstrations every epoch")
+
+
+@dataclass(kw_only=True)
+class RewardConfig(Section):
+    """Source of the rewards: a Python function, a reward model, or both (their sum)."""
+
+    function: str = setting(
+        "match", "built-in name or path.py:function (must import within 45 s); empty: none"
+    )
+    timeout_s: float = setting(10.0, "time limit of one call, seconds", within="(0, 10000000]")
+    workers: int = setting(1, "reward worker processes per vLLM replica", within="[1, 1024]")
+    overlong_tokens: int = setting(
+        0, "last tokens before rollout.max_tokens in which the score falls; 0: off", within=COUNT
+    )
+    overlong_penalty: float = setting(
+        1.0, "largest deduction from the score, at rollout.max_tokens", within=SHARE
+    )
+    failure_score: float = setting(
+        0.0, "score of a call that raised, timed out or returned no finite number", within="[-1e30, 1e30]"
+    )  # float32
+    path: str = setting("", "Hugging Face sequence-classification folder; empty: no reward model")
+    layout: str = setting("tp1", "layout of the reward model, as actor.layout")
+    devices: str = setting("", "ranks of the reward model, as actor.devices")
+
+
+@dataclass(kw_only=True)
+class PairDataConfig(Section):
+    """Preference pairs: JSON lines with a prompt, a chosen and a rejected response."""
+
+    train: str = setting(MISSING, ".jsonl file")
+    validation: str = setting("", ".jsonl file; empty: no validation")
+    prompt_key: str = setting(
+        "prompt", "a string, or a list of chat messages; not needed where both responses repeat it"
+    )
+    chosen_key: str = setting(
+        "chosen", "the better response: a string, or messages that end in an assistant turn"
+    )
+    rejected_key: str = setting("rejected", "the worse response, in the same form")
+    max_tokens: int = setting(
+        2048, "maximum length of the prompt with either response", within="[2, 1000000000]"
+    )
+    overlong: str = setting(
+        "error",
+        'pairs over max_tokens: "error" or "drop" (the count is reported)',
+        choices=("error", "drop"),
+    )
+    pairs_per_step: int = setting(64, "pairs per optimizer step", within="[1, 500000]")
+    shuffle: bool = setting(True, "reshuffle the pairs every epoch")

@@ -1,0 +1,72 @@
+"""Settings of Megatron-Core models: weights, layout, compute and optimizer."""
+
+from dataclasses import dataclass
+
+from verl_megatron.config.section import COUNT, POSITIVE, SHARE, Section, setting
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """A trainable model: its weights, parallel layout and learning rate."""
+
+    path: str = setting("", "Hugging Face folder; empty for the critic: start from the actor's weights")
+    layout: str = setting(
+        "tp1", "such as tp2pp2 or tp4pp2vpp2sp; dp is the number of ranks divided by the rest"
+    )
+    stage_layers: list[int] = setting([], "number of layers per pipeline stage; empty: equal stages")
+    devices: str = setting("", "ranks such as 0-3 or cuda:0-3; empty: all")
+    # AdamW changes every weight by about lr.
+    lr: float = setting(1e-6, "peak learning rate, reached after the warm-up", within="[0, 1]")
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(Section):
+    """Frozen model of on-policy distillation."""
+
+    path: str = setting("", "Hugging Face folder with the actor's tokenizer; empty: no teacher")
+    layout: str = setting("tp1", "layout of the teacher, as actor.layout")
+    devices: str = setting("", "ranks of the teacher, as actor.devices")
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Section):
+    """Compute settings of all Megatron-Core models, and the optimizer (AdamW) of the trainable ones.
+
+    fp8 is bfloat16 with the matrix products of the layers in fp8. Both keep float32 master weights.
+    """
+
+    dtype: str = setting(
+        "auto",
+        "bfloat16, fp8 or float32; auto: bfloat16 on GPUs, float32 on CPUs",
+        choices=("auto", "bfloat16", "fp8", "float32"),
+    )
+    transformer_impl: str = setting(
+        "auto",
+        "layer spec: te (transformer-engine) or local; auto: te on GPUs if it is installed",
+        choices=("auto", "te", "local"),
+    )
+    recompute: str = setting(
+        "none",
+        "activation recomputation: none, selective (attention), full (whole layers)",
+        choices=("none", "selective", "full"),
+    )
+    tokens_per_micro_batch: int = setting(
+        8192, "maximum packed tokens of a micro-batch, per context-parallel rank", within=POSITIVE
+    )
+    distributed_optimizer: bool = setting(True, "shard the optimizer state over the dp and cp ranks")
+    lr_decay_style: str = setting(
+        "constant",
+        "learning-rate schedule after the warm-up",
+        choices=("constant", "linear", "cosine"),
+    )
+    lr_warmup_steps: int = setting(0, "optimizer steps of linear learning-rate warm-up", within=COUNT)
+    min_lr_ratio: float = setting(
+        0.0, "final learning rate / lr, reached one step after the last", within="[0, 1]"
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay, as in AdamW", within="[0, 1000]")
+    clip_grad: float = setting(1.0, "maximum global gradient norm; 0: no clipping", within=SHARE)
+    adam_betas: list[float] = setting(
+        [0.9, 0.95], "decay rates of the first and second moment", within="[0, 1)"
+    )
+    # Smaller values underflow to a division by 0 in float32.
+    adam_eps: float = setting(1e-8, "added to the square root of the second moment", within="[1e-30, 1]")

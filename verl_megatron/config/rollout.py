@@ -1,0 +1,75 @@
+"""Settings of vLLM, and of the way of the weights into it."""
+
+from dataclasses import dataclass
+
+from verl_megatron.config.section import COUNT, LEAST_TEMPERATURE, POSITIVE, Section, setting
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(Section):
+    """vLLM and its sampling parameters."""
+
+    tp: int = setting(
+        1, "tensor-parallel size of a replica; there are world size / tp replicas", within="[1, 131072]"
+    )
+    # Log-probs are of softmax(logits / temperature); vLLM refuses temperatures above 2.
+    temperature: float = setting(
+        1.0,
+        "sampling temperature; the trainer's log-probs use the same one",
+        within=f"[{LEAST_TEMPERATURE}, 2]",
+    )
+    top_p: float = setting(1.0, "nucleus sampling threshold; 1: off", within="(0, 1]")
+    top_k: int = setting(
+        -1, "number of most likely tokens to sample from; -1: all", within="[-1, 2147483647]"
+    )
+    min_tokens: int = setting(
+        0, "minimum response length before the end-of-sequence token is allowed", within=COUNT
+    )
+    max_tokens: int = setting(1024, "maximum response length", within=POSITIVE)
+    stop: list[str] = setting([], "strings that end a response (they need a tokenizer)")
+    stop_token_ids: list[int] = setting(
+        [], "token ids that end a response, in addition to the end-of-sequence token"
+    )
+    ignore_eos: bool = setting(False, "always generate max_tokens tokens, for benchmarks")
+    dtype: str = setting(
+        "auto",
+        "dtype of vLLM's weights; auto: the actor's",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    # vLLM allocates a table row of max_model_len for each sample.
+    max_num_seqs: int = setting(
+        256, "maximum number of samples that a replica decodes concurrently", within="[1, 65536]"
+    )
+    gpu_memory_utilization: float = setting(
+        0.5, "fraction of GPU memory for vLLM's weights and KV cache", within="(0, 1]"
+    )
+    kv_cache_mib: int = setting(64, "KV cache per rank on CPUs, MiB", within="[1, 16777216]")  # 16 TiB
+    enforce_eager: bool = setting(False, "run without CUDA graphs")
+    sleep: bool = setting(True, "free vLLM's GPU memory during training (GPUs only)")
+
+
+@dataclass(kw_only=True)
+class ReshardConfig(Section):
+    """Weight sync from Megatron's shards into vLLM's shards.
+
+    Modes: `keep` gives vLLM its own copy. `share` lets equal shards share memory. `swap` writes vLLM's
+    weights into Megatron's memory, whose weights are restored after rollout.
+
+    Offloading frees the GPU memory of models that are not being updated: gradient buffers are dropped, and
+    optimizer state is moved to pinned host memory.
+    """
+
+    mode: str = setting(
+        "keep", "whose memory vLLM's weights use during rollout", choices=("keep", "share", "swap")
+    )
+    window_mib: int = setting(256, "staging memory per rank, MiB", within="[1, 65536]")  # 64 GiB
+    verify: str = setting(
+        "sample",
+        "checksums at every sync: sample (a rotating sixteenth of the slices), all, none",
+        choices=("sample", "all", "none"),
+    )
+    offload: str = setting(
+        "none",
+        "state to offload between updates",
+        choices=("none", "grads", "optimizer", "all"),
+    )

@@ -1,0 +1,84 @@
+"""Declaration of a setting, the base of all sections, and settings that have been renamed.
+
+`within` is an interval: square brackets are closed ends, round ones open. Upper bounds are where a value
+stops being meaningful, or limits of hardware, vLLM or float32. Limits that depend on the model, the data or
+the machine are in `checks/`.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import field
+from typing import Any, Self
+
+from parallel.runtime.refusal import nearest
+
+MISSING = "???"  # OmegaConf's marker for a required setting
+COUNT, POSITIVE = "[0, 1000000000]", "[1, 1000000000]"  # iterations, steps, tokens: more than any run needs
+SHARE = "[0, 1000000]"  # coefficients and norms: far below float32 overflow of a loss
+LEAST_TEMPERATURE = 0.01  # vLLM takes lower ones above 0 for this one
+
+RENAMED = {  # former name -> name; the former one is refused with the new one in the message
+    "data.rows_per_step": "data.samples_per_step",
+    "data.validation_rows": "data.validation_samples",
+    "engine.schedule": "engine.lr_decay_style",
+    "engine.spec": "engine.transformer_impl",
+    "engine.warmup_steps": "engine.lr_warmup_steps",
+    "algorithm.clip_high": "algorithm.clip_ratio_high",
+    "algorithm.clip_low": "algorithm.clip_ratio_low",
+    "algorithm.importance_cap": "algorithm.correction_high",
+    "algorithm.tis_cap": "algorithm.correction_high",
+    "algorithm.kl_horizon": "algorithm.kl_ctrl_horizon",
+    "algorithm.kl_target": "algorithm.kl_ctrl_target",
+    "algorithm.lam": "algorithm.gae_lambda",
+    "algorithm.mini_batches": "algorithm.num_mini_batches",
+    "algorithm.stop_kl": "algorithm.target_kl",
+    "algorithm.value_clip": "algorithm.cliprange_value",
+}
+
+
+def present_name(name: str, known: Iterable[str]) -> str:
+    """Return what the setting formerly called `name` is called in a section with settings `known`, or ""."""
+    names = (new.partition(".")[2] for old, new in RENAMED.items() if old.partition(".")[2] == name)
+    return next((new for new in names if new in known), "")
+
+
+class UnknownSettingError(AttributeError, ValueError):
+    """An unknown setting name: an AttributeError in Python terms, a ValueError as for any user error."""
+
+
+class Section:
+    """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string."""
+
+    def __new__(cls, **settings: Any) -> Self:
+        for name in settings:
+            cls._refuse_unknown(name)
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse_unknown(name)
+        super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+    @classmethod
+    def _refuse_unknown(cls, name: str) -> None:
+        known = cls.__dataclass_fields__
+        if new := present_name(name, known):
+            raise UnknownSettingError(f"{name} of {cls.__name__} is now called {new}; rename it")
+        if name not in known:
+            raise UnknownSettingError(
+                f"{name} is no setting of {cls.__name__}{nearest(name, known)}; it has {', '.join(known)}"
+            )
+
+
+def setting(default: Any, meaning: str, *, within: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """Declare a dataclass field whose metadata says what the setting means and which values it takes.
+
+    Args:
+        default: copied for each section if it is a list.
+        meaning: with the unit, for users.
+        within: interval of a number, or of each element of a list, such as "(0, 1]"; empty: any.
+        choices: valid values; empty: any.
+    """
+    metadata = {"meaning": meaning, "within": within, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)

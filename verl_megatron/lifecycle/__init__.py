@@ -1,0 +1,1 @@
+"""What all kinds of runs share: locks, SIGTERM, checkpoints, resumption, export."""

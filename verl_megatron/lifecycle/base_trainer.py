@@ -1,0 +1,178 @@
+"""A whole run of any kind: locks, watchdog, SIGTERM, checkpoints, export and the files at its end."""
+
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel import device
+from parallel.rank_set import agree, world
+from parallel.runtime.preemption import Preemption, usual_grace_s
+from parallel.runtime.refusal import speak_once
+from parallel.runtime.run_lock import RunLock
+from parallel.runtime.watchdog import Watchdog
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.versions import check_versions
+from verl_megatron.lifecycle.progress import Progress
+from verl_megatron.model_specs import models_of
+from verl_megatron.observe.metrics import PhaseTimer
+from verl_megatron.observe.profiling import record_profile
+from verl_megatron.observe.timeline import record_timeline, write_timeline
+from verl_megatron.observe.tracking import MetricsTracker, writing_to
+from verl_megatron.planner import Machine, machine_here
+from verl_megatron.preflight import Inputs
+from verl_megatron.roles.role import Role
+
+SLOW_S = 1800.0  # watchdog timeout of building models and of disk I/O, seconds
+
+
+class BaseTrainer:
+    """A run on the ranks that torchrun started, or on this process alone.
+
+    Args:
+        config: all settings, with a section `run`.
+        inspect: returns all problems of the settings and files, and fills `inputs` with what it read.
+        vllm: the run needs vLLM.
+
+    Raises:
+        ValueError: lists all problems of the settings, before a model is built.
+    """
+
+    state: Progress
+    clock: PhaseTimer
+    roles: Mapping[str, Role]
+    watchdog: Watchdog
+    preemption: Preemption
+
+    def __init__(self, config: Any, inspect: Callable[..., list[str]], *, vllm: bool):
+        speak_once()
+        check_versions(vllm=vllm)
+        device.initialize()
+        self.config, self.world = config, world()
+        self.is_first = self.world.is_first
+        self.output_dir = Path(config.run.output_dir)
+        self.inputs = Inputs()
+        machine: Machine | None = machine_here()
+        agree(
+            lambda: refuse(inspect(config, world_size=self.world.size, machine=machine, inputs=self.inputs)),
+            self.world,
+        )
+
+    def say(self, text: str) -> None:
+        """Print on the first rank."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def train(self) -> dict[str, float]:
+        """Run all iterations; return the last metrics.
+
+        After a SIGTERM to any rank the run saves a checkpoint at the next opportunity and returns early; the
+        same run resumes there.
+        """
+        run = self.config.run
+        with (
+            RunLock(self.output_dir, self.world),
+            Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
+            Preemption(grace_s=usual_grace_s()) as self.preemption,
+        ):
+            with self.watchdog.operation("build", timeout_s=SLOW_S):
+                self.build()
+            record_timeline(self.clock, run.track_metrics, self.world)
+            record_profile(self.clock, self.watchdog, run.track_metrics, self.output_dir, self.world)
+            self.announce()
+            gc.freeze()  # exclude what was built; the command line starts with collection disabled
+            gc.enable()
+            try:
+                with self.watchdog.operation("resume", timeout_s=SLOW_S):
+                    self.state.resume()
+                return self.loop()
+            finally:
+                self.close()
+
+    def build(self) -> None:
+        """Build the models; set `state`, `clock` and `roles`."""
+        raise NotImplementedError
+
+    def announce(self) -> None:
+        """Print what was built."""
+
+    def loop(self) -> dict[str, float]:
+        """Run the iterations that are left; return the last metrics."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what `build` has started."""
+
+    # ---- parts of a loop -----------------------------------------------------------------------------------
+
+    def make_tracker(self) -> MetricsTracker | None:
+        """Open the metrics' sinks on the first rank."""
+        run, step = self.config.run, self.state.step
+        if not self.is_first:
+            return None
+        return MetricsTracker(
+            self.output_dir,
+            run.track_metrics,
+            first_step=step + 1 if step else 0,
+            total_steps=run.iterations,
+        )
+
+    def is_due(self, interval: int) -> bool:
+        """Whether the completed iteration is a multiple of `interval`."""
+        return interval > 0 and self.state.step % interval == 0
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint if one is due, and after the last iteration if there are any."""
+        run = self.config.run
+        if self.is_due(run.save_interval) or (self.state.step == run.iterations and run.save_interval):
+            self.save()
+
+    def save(self, *, cursor: dict | None = None) -> None:
+        """Write a checkpoint, timed as part of the next iteration; see `Progress.save`."""
+        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S), self.clock.phase("save"):
+            self.state.save(cursor=cursor)
+
+    def leave(self, *, cursor: dict | None = None) -> None:
+        """Save before the end that a SIGTERM asks for, unless the state is on disk already."""
+        self.preemption.hold()
+        if not self.state.has_checkpoint:
+            self.save(cursor=cursor)
+        self.say(
+            f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here"
+        )
+
+    def _how_to_go_on(self) -> str:
+        return (
+            "the same command goes on"
+            if self.config.run.resume != "never"
+            else "with run.resume=newest it goes on"
+        )
+
+    def finish(self, tracker: MetricsTracker | None) -> None:
+        """Wait for the checkpoints and complete the files of the run."""
+        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
+            self.state.finish()
+        with writing_to(self.output_dir):
+            write_timeline(self.clock, self.output_dir, self.world)
+            if tracker is not None:
+                tracker.close()
+
+    def export(self) -> None:
+        """Export each trained model as a Hugging Face folder `output_dir/ROLE`."""
+        for spec in models_of(self.config):
+            if not spec.trainable:
+                continue
+            try:
+                with self.watchdog.operation("export", timeout_s=SLOW_S):
+                    self.roles[spec.name].engine.export(self.output_dir / spec.name, template=spec.model.path)
+            except ValueError as error:
+                raise ValueError(f"{error}; {self._what_remains()}") from None
+            self.say(f"exported {self.output_dir / spec.name}")
+
+    def _what_remains(self) -> str:
+        """Describe what is saved of a run whose export failed: the newest checkpoint, or nothing."""
+        if not self.state.has_checkpoint:
+            return "there is no checkpoint of this step, because run.save_interval=0"
+        with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
+            self.state.finish()
+        return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"

@@ -1,0 +1,170 @@
+"""Supervised training on the same engine as RL: imitation, preferences, reward models.
+
+Methods are collective over the world.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from parallel import device
+from parallel.rank_set import RankSet, agree
+from parallel.runtime.refusal import short_repr, speak_once
+from parallel.weights.architecture import read_architecture
+from verl_megatron.checks.folders import find_not_finite, roles_of
+from verl_megatron.checks.problems import refuse
+from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.pairs import Pair, items_per_step
+from verl_megatron.data.prompts import Demonstration, PromptCursor
+from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.lifecycle.base_trainer import BaseTrainer
+from verl_megatron.lifecycle.progress import Progress
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of
+from verl_megatron.observe.metrics import PhaseTimer
+from verl_megatron.preflight import inspect_supervised
+from verl_megatron.roles.engine import compute_of
+from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together, make_role
+from verl_megatron.supervised.dpo import DPO
+from verl_megatron.supervised.reward_model import REWARD_MODEL
+from verl_megatron.supervised.sft import SFT
+from verl_megatron.supervised.task import Step, Task
+
+TASKS: dict[type[SupervisedConfig], Task] = {SFTConfig: SFT, DPOConfig: DPO, RewardModelConfig: REWARD_MODEL}
+FIELDS = {"actor": "logprobs", "reference": "ref_logprobs", "reward": "values"}  # of the batch, by role
+
+
+class SupervisedTrainer(BaseTrainer):
+    """A supervised run. The class of its settings says which task it is.
+
+    Raises:
+        ValueError: lists all problems of the settings, before a model is built.
+    """
+
+    def __init__(self, config: SupervisedConfig):
+        speak_once()
+        if type(config) not in TASKS:
+            names = ", ".join(kind.__name__ for kind in TASKS)
+            raise ValueError(f"config={short_repr(config)} is a {type(config).__name__}; give one of {names}")
+        super().__init__(config, inspect_supervised, vllm=False)
+        self.task = TASKS[type(config)]
+        for note in self.inputs.notes:
+            self.say(note)
+
+    def build(self) -> None:
+        """Check the values of the weights, then build the models."""
+        config = self.config
+        dtypes, world = (compute_of(config.engine).dtype,), self.world
+        agree(
+            lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world
+        )
+        specs = models_of(config)
+        self.roles = {spec.name: self._role(spec) for spec in specs}
+        self.trained = self.roles[specs[0].name]
+        self.frozen = {name: role for name, role in self.roles.items() if role is not self.trained}
+        self.cursor = PromptCursor(
+            num_prompts=len(self.inputs.train), seed=config.run.seed, shuffle=config.data.shuffle
+        )
+        self.clock = PhaseTimer(device.synchronize_stream, around=self.watchdog.operation)
+        trainable = {specs[0].name: self.trained}
+        self.state = Progress(config, self.world, trainable=trainable, cursor=self.cursor, say=self.say)
+
+    def _role(self, spec: ModelSpec) -> Role:
+        run = self.config.run
+        return make_role(
+            spec.model,
+            layout_of(spec.model, self.world.size),
+            self.world,
+            arch=read_architecture(spec.model.path),
+            engine=self.config.engine,
+            head=spec.head,
+            seed=run.seed,
+            temperature=1.0,
+            train_steps=run.iterations if spec.trainable else 0,
+            progress=self.watchdog.beat,
+        )
+
+    def loop(self) -> dict[str, float]:
+        """Take the optimizer steps that are left, validate when it is due, and export the model."""
+        run, state = self.config.run, self.state
+        metrics: dict[str, float] = {}
+        tracker = self.make_tracker()
+        while state.step < run.iterations:
+            self.watchdog.iteration = state.step + 1
+            if self.preemption.requested(self.world):
+                self.leave()
+                break
+            metrics = self._step(
+                [self.inputs.train[i] for i in self.cursor.draw(items_per_step(self.config.data))]
+            )
+            with self.watchdog.operation("record"):
+                state.done(metrics)
+            if state.step == run.iterations or self.is_due(run.validate_interval):
+                metrics |= self._validate()
+            seconds = self.clock.pop()
+            if tracker is not None:
+                tracker.log(
+                    state.step, metrics | {f"time/{name}_s": value for name, value in seconds.items()}
+                )
+            self.save_if_due()
+        else:
+            if run.export:
+                self.export()
+        self.finish(tracker)
+        return metrics
+
+    def _step(self, items: Sequence[Demonstration | Pair]) -> dict[str, float]:
+        """Take one optimizer step on these entries of the data set; return its metrics."""
+        task, clock = self.task, self.clock
+        fields = tuple(FIELDS[name] for name in self.frozen)
+        with clock.phase("log_probs" if self.frozen else "update"):
+            batch, table = spread(items, task.samples_per_item, self.world)
+            dispatched = self.trained.dispatch(batch, table)
+            if self.frozen:
+                self._infer(self.frozen, dispatched, batch, table)
+                self.trained.send_fields(dispatched, batch, fields)
+        with clock.phase("update"):
+            groups = self.trained.engine.groups
+            step = Step(
+                config=self.config,
+                num_samples=len(dispatched.batch),
+                cp_group=groups.cp if groups.layout.cp > 1 else None,
+            )
+            update = Update(loss=partial(task.loss, step=step), normalizer=task.normalizer, fields=fields)
+            sums, _ = self.trained.update(dispatched, table, update)
+        return sums.reduce(self.world)
+
+    def _validate(self) -> dict[str, float]:
+        """Return the metrics of the held-out data; empty without any."""
+        if self.inputs.validation is None:
+            return {}
+        with self.clock.phase("validation"):
+            batch, table = spread(self.inputs.validation, self.task.samples_per_item, self.world)
+            self._infer(self.roles, self.trained.dispatch(batch, table), batch, table)
+            found = self.task.evaluate(self.config, batch).reduce(self.world)
+        self.state.validated = {"step": self.state.step} | found
+        return found
+
+    def _infer(
+        self, roles: dict[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable
+    ) -> None:
+        """Set what each of the models says of the samples, in one pass; all have the same layout."""
+        output = self.task.output
+        results = infer_together(
+            list(roles.values()), dispatched, batch, table, (output,), last_token=output == "values"
+        )
+        for name, result in zip(roles, results):
+            setattr(batch, FIELDS[name], result[output])
+
+
+def spread(
+    items: Sequence[Demonstration | Pair], samples_per_item: int, world: RankSet
+) -> tuple[RolloutBatch, SampleTable]:
+    """Distribute entries of a data set over the ranks; return this rank's samples and the table of all."""
+    ids, prompts, responses = [], [], []
+    for number in range(world.rank, len(items), world.size):
+        for place, (prompt, response) in enumerate(items[number].samples()):
+            ids.append(number * samples_per_item + place)
+            prompts.append(prompt)
+            responses.append(response)
+    batch = RolloutBatch.from_lists(ids, prompts, responses)
+    return batch, SampleTable.gather(batch, world, num_mini_batches=1, unit=samples_per_item)
