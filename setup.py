@@ -40,7 +40,14 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.10,<3"],  # faster layers on GPUs; used where it is installed
         "ray": ["ray[train]>=2.50,<3"],  # recipes/launch/ray.py
         "docs": DOCS,  # mkdocs serve
-        "dev": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"]
+        "dev": [
+            "basedpyright>=1.31,<2",
+            "hypothesis>=6.100",
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.6",
+        ]
         + DOCS,
     },
 )

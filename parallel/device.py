@@ -19,6 +19,7 @@ from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
 from types import CodeType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ def initialize() -> None:
             raise ValueError(f"LOCAL_RANK={local_rank} has no GPU: this host shows {gpus}; {remedy}")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        joined = dict(
+        joined: dict[str, Any] = dict(
             device_id=device() if is_gpu() else None,
             timeout=COLLECTIVE_TIMEOUT,
             **_shared_store(one_host=one_host),
@@ -200,7 +201,7 @@ def host_memory(num_bytes: int, owner: object) -> torch.Tensor:
     with ThreadPoolExecutor(cores_per_rank()) as pool:
         # The system allocates a page when it is first written to.
         list(pool.map(torch.Tensor.zero_, memory.tensor_split(cores_per_rank())))
-    cudart = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()
     failure = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if failure:
         remedy = "set reshard.offload=none and run.async_save=false, or give the host more memory"

@@ -1,5 +1,7 @@
 """The torch process groups of a `Layout`: created once, passed on as arguments."""
 
+from typing import Any
+
 import torch.distributed as dist
 
 from parallel.layout import Coordinates, Layout
@@ -15,6 +17,15 @@ class ProcessGroups:
     Args:
         world: all ranks that take part in the run of the model; the layout's are among them.
     """
+
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
 
     def __init__(self, layout: Layout, world: RankSet):
         self.layout, self.world = layout, world
@@ -38,7 +49,8 @@ class ProcessGroups:
         ends = [sorted({stages[0], stages[-1]}) for stages in pipelines]
         self.embedding = self._mine(ends + [[rank] for stages in pipelines for rank in stages[1:-1]])
 
-    def _mine(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+    def _mine(self, lists: list[list[int]]) -> Any:
+        """Return this rank's group, None outside the layout; members need not look for None."""
         groups = {tuple(ranks): group_of(tuple(ranks)) for ranks in lists}
         return next((group for ranks, group in groups.items() if self.rank in ranks), None)
 

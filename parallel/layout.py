@@ -104,7 +104,8 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of world rank `rank`; ValueError if it is not part of the layout."""
-        index, place = self.ranks.index(rank), {}
+        index = self.ranks.index(rank)
+        place: dict[str, int] = {}
         for axis in AXES:
             index, place[axis] = divmod(index, getattr(self, axis))
         return Coordinates(**place)
@@ -119,7 +120,7 @@ class Layout:
         """
         fixed = [axis for axis in reversed(AXES) if axis not in axes]
         spanned = [axis for axis in reversed(AXES) if axis in axes]
-        groups = []
+        groups: list[list[int]] = []
         for outer in product(*(range(getattr(self, axis)) for axis in fixed)):
             inner = product(*(range(getattr(self, axis)) for axis in spanned))
             groups.append(
@@ -151,7 +152,8 @@ class Layout:
                 f"stages of {list(stages)} layers do not split into vpp={self.vpp} chunks; choose a vpp that"
                 " divides each stage"
             )
-        ranges, first = {}, 0
+        ranges: dict[tuple[int, int], range] = {}
+        first = 0
         for chunk in range(self.vpp):
             for stage in range(self.pp):
                 ranges[stage, chunk] = range(first, first + stages[stage] // self.vpp)

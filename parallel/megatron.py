@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,7 @@ def collection(groups: ProcessGroups) -> ProcessGroupCollection:
 
     For dense models: every expert group is a single rank or its dense counterpart.
     """
-    view = ProcessGroupCollection()
+    view: Any = ProcessGroupCollection()
     for name in ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "mp", "tp_dp_cp"):
         setattr(view, name, getattr(groups, name))
     view.embd, view.pos_embd = groups.embedding, groups.alone
@@ -64,7 +65,7 @@ def megatron_globals(groups: ProcessGroups) -> Iterator[None]:
     """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    state, view = vars(parallel_state), collection(groups)
+    state, view = parallel_state.__dict__, collection(groups)
     values = {name: getattr(view, field) for name, field in _GLOBALS.items() if name in state}
     values["_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.tp)
     values["_PIPELINE_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.pp)

@@ -44,7 +44,7 @@ class Offload:
         self._blocks: list[Tensor] = []
         self._streams: tuple[torch.cuda.Stream, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
-        self._copied: Future[torch.cuda.Event] | None = None
+        self._copied: Future[torch.Event] | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -146,8 +146,8 @@ class Offload:
 
 
 def copy_beside(
-    copies: Iterable[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], begin: torch.cuda.Event
-) -> torch.cuda.Event:
+    copies: Iterable[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], begin: torch.Event
+) -> torch.Event:
     """Queue the copies (target, source) on alternating streams, one after the other, the first after `begin`.
 
     The copy engine of a direction stays with a stream as long as that stream has copies: another copy issued

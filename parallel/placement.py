@@ -151,7 +151,8 @@ def _ordered(layout: Layout, digits: list[Digit]) -> Layout:
 
 def _hosts(layout: Layout, ranks_per_host: int) -> list[int]:
     """Return how many hosts the groups of each axis in `NEVER_WIDER` span, the largest first per axis."""
-    hosts, counts, stride = [rank // ranks_per_host for rank in layout.ranks], [], 1
+    hosts, stride = [rank // ranks_per_host for rank in layout.ranks], 1
+    counts: list[int] = []
     for axis in AXES:
         size = getattr(layout, axis)
         if axis in NEVER_WIDER and size > 1:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,7 @@ def world() -> RankSet:
 
     Only the top of a program calls this, and passes the result on.
     """
-    everyone = dist.group.WORLD  # made with a backend for either kind of tensors
+    everyone = cast(dist.ProcessGroup, dist.group.WORLD)  # made with a backend for either kind of tensors
     return RankSet(tuple(range(dist.get_world_size())), everyone, everyone)
 
 
@@ -156,7 +156,7 @@ def new_group(
     Args:
         timeout: of its collectives; None: torch's default for the backend.
     """
-    return dist.new_group(list(ranks), backend=backend, timeout=timeout)
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
 
 
 def agree(check: Callable[[], T], ranks: RankSet) -> T:
@@ -166,7 +166,8 @@ def agree(check: Callable[[], T], ranks: RankSet) -> T:
         RefusalError: the ValueError of rank 0 if it has one, else that of the first failing rank, with rank
             and host. The same text on every rank.
     """
-    result, problem = None, ""
+    result: Any = None
+    problem = ""
     try:
         result = check()
     except ValueError as error:

@@ -7,7 +7,22 @@ from tests.one_rank import ONE_RANK
 from verl_megatron.rollout.sampling import Generation, Request
 
 
-class ScriptedEngine:
+class RecordedSleeper:
+    """The memory interface of a rollout engine; its calls are appended to `calls`."""
+
+    calls: list[str]
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self, tag):
+        self.calls.append(f"wake {tag}")
+
+    def has_room(self, tag):
+        return True
+
+
+class ScriptedEngine(RecordedSleeper):
     """One replica of one rank; `answer(request)` gives the response's tokens, each of log-probability -1."""
 
     world = ONE_RANK
@@ -28,9 +43,8 @@ class ScriptedEngine:
             max_model_len,
             vocab_size,
         )
-        self.running: dict[
-            int, tuple[Request, list[int], list[int]]
-        ] = {}  # request, whole answer, tokens so far
+        # By sample: request, whole answer, tokens so far.
+        self.running: dict[int, tuple[Request, list[int], list[int]]] = {}
         self.submitted: list[Request] = []
         self.most_running = 0
         self.calls: list[str] = []
@@ -65,15 +79,6 @@ class ScriptedEngine:
     def _end(self, sample_id, reason):
         request, _, tokens = self.running.pop(sample_id)
         return Generation(sample_id, request.prompt_token_ids, tokens, [-1.0] * len(tokens), reason)
-
-    def sleep(self):
-        self.calls.append("sleep")
-
-    def wake(self, tag):
-        self.calls.append(f"wake {tag}")
-
-    def has_room(self, tag):
-        return True
 
     def reset_cache(self):
         self.calls.append("reset_cache")

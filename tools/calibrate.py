@@ -36,7 +36,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.planner import MACHINES, Machine
 from verl_megatron.planner.machine import LAYER_SHARE
 from verl_megatron.planner.preflight import machine_here
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 
 MIB = 2**20
 MOST_REPEATS = 10_000
@@ -174,7 +174,8 @@ def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
     """Return the seconds of a forward pass and of an optimizer step of a small model."""
     arch = replace(Architecture.from_hf(shape("llama3-8b")), num_layers=layers, **LAUNCHED)
     groups = ProcessGroups(Layout.parse("tp1", world().ranks), world())
-    engine = Engine(arch=arch, folder=None, groups=groups, config=EngineConfig(), head="token", seed=1)
+    options = EngineOptions(config=EngineConfig(), seed=1)
+    engine = Engine(arch=arch, folder=None, groups=groups, head="token", options=options)
     engine.prepare_training(lr=0.0, total_steps=1)
     rows, ids = list(range(LAUNCHED_ROWS)), [[0] * (LAUNCHED_TOKENS // 2)] * LAUNCHED_ROWS
     batch, micro = RolloutBatch.from_lists(rows, ids, ids), [[row] for row in rows]

@@ -132,11 +132,11 @@ def _inspect(options) -> int:
 
 
 def _verify(options) -> int:
-    sides = [
+    source, target = (
         CheckpointArguments(path, options.template, options.skip_extra)
         for path in (options.source, options.target)
-    ]
-    lines = differences(*sides, _budget(options))
+    )
+    lines = differences(source, target, _budget(options))
     print("\n".join(lines[:SHOWN]) if lines else "every tensor has the same bits")
     if len(lines) > SHOWN:
         print(f"and {len(lines) - SHOWN} more")

@@ -29,7 +29,7 @@ has_everything() { # python: every package can be found and the versions go toge
   PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$1" - "$PURPOSE" >/dev/null 2>&1 <<'PYTHON'
 import importlib.util, sys
 names = "torch megatron.core vllm transformers hydra omegaconf safetensors sentencepiece matplotlib tensorboard tqdm jinja2 numpy"
-names += " pytest ruff" if sys.argv[1] == "dev" else ""
+names += " pytest ruff basedpyright" if sys.argv[1] == "dev" else ""
 assert all(importlib.util.find_spec(name) for name in names.split())
 from verl_megatron.checks.versions import check_versions
 check_versions()

@@ -15,10 +15,11 @@ import sys
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -109,7 +110,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a "
             "recipe's --dry-run to plan one run"
         )
-    config = structured(overrides, TrainerConfig)
+    config = structured(cast(DictConfig, overrides), TrainerConfig)
     refuse(check_values(config))  # before the models are opened
     for option, model in (
         ("--model", config.actor.path),
@@ -161,7 +162,7 @@ def as_json(result: Search, machine: Machine) -> dict:
 
 
 def _candidate(candidate: Candidate) -> dict:
-    memory, time = candidate.memory, candidate.time
+    memory, time = candidate.memory, candidate.seconds
     return {
         "settings": candidate.settings,
         "line": candidate.line,

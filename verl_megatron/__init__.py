@@ -18,7 +18,7 @@ _HOME = {
     "VLLMActor": "rollout.vllm",
     "MetricsTracker": "observe.tracking",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]  # names are resolved late
 
 
 def __getattr__(name: str):

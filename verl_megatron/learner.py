@@ -92,7 +92,7 @@ class Learner:
         if self.critic is not None:
             with clock.phase("values"):
                 for_critic = self.critic.dispatch(batch, table)
-                (results,) = infer_together([self.critic], for_critic, batch, table, ("values",))
+                (results,) = infer_together([self.critic], for_critic, batch, ("values",))
                 batch.values = results["values"]
         with clock.phase("advantages"):
             batch = self.algorithm.advantages(
@@ -106,17 +106,19 @@ class Learner:
                 batch = add_teacher(batch, coef=config.teacher_coef)
         if self.critic is not None:
             with clock.phase("critic_update"):
-                sums.merge(self._update_critic(for_critic, batch, table))
+                sums.merge(self._update_critic(for_critic, batch))
         if trains_actor:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
-                update_sums, first_BT = self._update_actor(for_actor, batch, table, reuses=reuses)
+                update_sums, first_BT = self._update_actor(for_actor, batch, reuses=reuses)
                 sums.merge(update_sums)
-        if reuses:
+        if reuses and first_BT is not None:
             is_first_B = batch.sample_id < table.mini_batches[0].stop
             if checks and is_first_B.any():
-                sums.max("policy/reuse_error", (batch.logprobs - first_BT)[is_first_B].abs().max())
-            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.logprobs)
+                sums.max(
+                    "policy/reuse_error", (batch.required("logprobs") - first_BT)[is_first_B].abs().max()
+                )
+            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.required("logprobs"))
         sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
         metrics = sums.reduce(self.world)
         add_sample_size(metrics)
@@ -146,12 +148,12 @@ class Learner:
             together.remove("actor")
             if len(table.mini_batches) > 1:
                 (results,) = infer_together(
-                    [self.actor], dispatched, batch, table, ("logprobs",), first_mini_batch=1
+                    [self.actor], dispatched, batch, ("logprobs",), first_mini_batch=1
                 )
                 batch.logprobs = results["logprobs"]
         if together:
             results = infer_together(
-                [self.roles[name] for name in together], dispatched, batch, table, ("logprobs",)
+                [self.roles[name] for name in together], dispatched, batch, ("logprobs",)
             )
             for name, result in zip(together, results):
                 setattr(batch, LOGPROBS_OF[name], result["logprobs"])
@@ -160,7 +162,7 @@ class Learner:
         return dispatched
 
     def _update_actor(
-        self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable, *, reuses: bool
+        self, dispatched: DispatchedBatch, batch: RolloutBatch, *, reuses: bool
     ) -> tuple[Sums, Tensor | None]:
         """Run the epochs and mini-batches of the policy loss.
 
@@ -185,7 +187,7 @@ class Learner:
             """Set the first mini-batch's old log-probs for the steps of later epochs."""
             for micro, outputs in own if config.epochs > 1 else ():
                 place = micro.sample.cpu(), micro.offset.cpu()
-                dispatched.batch.logprobs[place] = outputs["logprobs"].cpu()
+                dispatched.batch.required("logprobs")[place] = outputs["logprobs"].cpu()
 
         def too_far(metrics: Sums) -> bool:
             return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl
@@ -200,18 +202,19 @@ class Learner:
             epochs=config.epochs,
             stop=too_far if config.target_kl else None,
         )
-        sums, steps = self.actor.update(dispatched, table, update)
+        sums, steps = self.actor.update(dispatched, update)
         sums.add("policy/steps", steps, 1)
         if not reuses:
             return sums, None
-        return sums, self.actor.to_owner(dispatched, own, batch, table, ("logprobs",))["logprobs"]
+        return sums, self.actor.to_owner(dispatched, own, batch, ("logprobs",))["logprobs"]
 
-    def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable) -> Sums:
+    def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch) -> Sums:
         """Run the epochs and mini-batches of the value loss."""
 
         def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
             return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
 
-        self.critic.send_fields(dispatched, batch, VALUE_FIELDS)
+        critic = self.roles["critic"]
+        critic.send_fields(dispatched, batch, VALUE_FIELDS)
         update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
-        return self.critic.update(dispatched, table, update)[0]
+        return self.critic.update(dispatched, update)[0]

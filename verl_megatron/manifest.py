@@ -116,14 +116,12 @@ def manifest_problem(manifest: dict) -> str | None:
         return f"the manifest {problem}"
     roles, models, layouts = (manifest[name].keys() for name in ("roles", "models", "layouts"))
     if not (roles == models == layouts) or not roles:
-        return "the manifest tells of other models than of roles that learn"
+        return "the manifest's models are not those of its trained roles"
     missing = [f"{role}/.metadata" for role in roles if f"{role}/.metadata" not in manifest["files"]]
     if missing:
         return f"the manifest does not list {missing[0]}"
     if manifest["validation"].get("step", 0) > manifest["step"]:
-        return (
-            f"the manifest tells of a validation of step {manifest['validation']['step']}, which is to come"
-        )
+        return f"the manifest has a validation of the later step {manifest['validation']['step']}"
     return None
 
 
@@ -137,12 +135,12 @@ def recorded_problem(recorded: dict) -> str | None:
     return None if are_numbers(recorded) else "they are not all numbers"
 
 
-def _problem(content: dict, wanted: Mapping[str, Callable[[Any], bool]]) -> str | None:
-    for name, is_right in wanted.items():
+def _problem(content: dict, checks: Mapping[str, Callable[[Any], bool]]) -> str | None:
+    for name, is_valid in checks.items():
         if name not in content:
-            return f"does not tell {name}"
-        if not is_right(content[name]):
-            return f"tells {name}={shortened(content[name], 100)}, which no run writes"
+            return f"has no {name}"
+        if not is_valid(content[name]):
+            return f"has {name}={shortened(content[name], 100)}, which no run writes"
     return None
 
 

@@ -1,6 +1,7 @@
 """Checks of a run before anything is built: settings, memory, tokenizer, data and weight-file headers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from parallel import device
 from parallel.weights.architecture import read_architecture
@@ -8,8 +9,7 @@ from verl_megatron.checks.folders import inspect_folders, roles_of
 from verl_megatron.checks.settings import check_config, check_supervised_config
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.data.pairs import READERS
-from verl_megatron.data.prompts import RowReader
-from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
 
@@ -20,9 +20,9 @@ SAMPLE_ROWS = 1000  # read from each data file in a dry run
 class Inputs:
     """Files already read by an inspection, for the run to reuse."""
 
-    tokenizer: Tokenizer | None = None
-    train: RowReader | None = None
-    validation: RowReader | None = None
+    tokenizer: Any = None  # Tokenizer
+    train: Any = None  # RowReader of the program's kind of rows
+    validation: Any = None  # as `train`; None without validation data
     notes: list[str] = field(default_factory=list)  # to print; not problems
 
 

@@ -4,9 +4,11 @@ Only this module puts the rollout engine to sleep and wakes it, or offloads trai
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from parallel.reshard.execute import ReshardReport
+
+Tag = Literal["weights", "kv_cache"]  # memory of the rollout engine that sleeps
 
 
 class Trainable(Protocol):
@@ -29,8 +31,8 @@ class Sleeper(Protocol):
     """The memory interface of a rollout engine."""
 
     def sleep(self) -> None: ...
-    def wake(self, tag: str) -> None: ...
-    def has_room(self, tag: str) -> bool: ...
+    def wake(self, tag: Tag) -> None: ...
+    def has_room(self, tag: Tag) -> bool: ...
 
 
 class InPlaceSync(Protocol):

@@ -2,19 +2,20 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallel import device
+from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.placement import place
 from parallel.rank_set import RankSet, agree
 from parallel.reshard.plan import Plan
 from parallel.runtime.watchdog import Watchdog
-from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.architecture import read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.algorithms.kl import make_controller
 from verl_megatron.checks.folders import find_not_finite, roles_of
@@ -31,12 +32,12 @@ from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.shaping import has_variance, overlong_penalty, take_baselines
-from verl_megatron.roles.engine import compute_of
+from verl_megatron.roles.engine import EngineOptions, compute_of
 from verl_megatron.roles.role import Role, make_role
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler
 from verl_megatron.rollout.sampling import Sampling
-from verl_megatron.rollout.vllm import VLLMActor
+from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
 
 
@@ -73,7 +74,7 @@ class Run:
             penalty_B = reward.overlong_penalty * overlong_penalty(
                 batch.response_mask.sum(1), max_tokens=max_tokens, overlong_tokens=reward.overlong_tokens
             )
-            batch.rewards = batch.rewards + penalty_B
+            batch.rewards = batch.required("rewards") + penalty_B
             sums.add("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
         if self.draw.with_greedy:
             size, num_groups = self.draw.group_size, table.num_groups
@@ -100,33 +101,17 @@ class Run:
 def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: RankSet) -> Run:
     """Build all components of a run. Collective over `world`.
 
-    With its own weights (`keep`) vLLM is built first, because it measures the free memory of an empty GPU.
-    Where it uses Megatron's memory, the actor is built first.
-
     Args:
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
     dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
-    arch, specs = read_architecture(config.actor.path), models_of(config)
-    parts = _Parts(config, watchdog, arch, world)
-    if config.reshard.mode == "keep":
-        engine = parts.engine()
-        roles = {"actor": parts.role(specs[0])}
-        sync = parts.weight_sync(roles["actor"])
-    else:
-        roles = {"actor": parts.role(specs[0])}
-        sync = parts.weight_sync(roles["actor"])
-        engine = parts.engine(sync.shared_weights)
-    roles |= {spec.name: parts.role(spec) for spec in specs[1:]}
-    with parts.clock.phase("reshard"):
-        sync.attach(engine)
-    trainable = [roles[spec.name].engine for spec in specs if spec.trainable]
+    models = _Models(config, watchdog, world)
     residency = Residency(
-        engine,
-        sync,
-        trainable,
+        models.engine,
+        models.sync,
+        [role.engine for role in models.trainable],
         offload=config.reshard.offload,
         sleeps=device.is_gpu() and config.rollout.sleep,
     )
@@ -134,36 +119,29 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
     )
     learner = Learner(
-        roles,
+        models.roles,
         config=config.algorithm,
         max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
         residency=residency,
         clock=clock,
     )
-    data = config.data
     return Run(
         config=config,
         world=world,
         tokenizer=inputs.tokenizer,
         source=TrainingPrompts(
             inputs.train,
-            PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=data.shuffle),
+            PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=config.data.shuffle),
         ),
-        draw=Draw(
-            num_prompts=data.prompts_per_iteration,
-            samples_per_prompt=data.samples_per_prompt,
-            sampling=Sampling.from_config(config.rollout),
-            max_rounds=config.algorithm.max_sampling_rounds,
-            with_greedy="greedy" in get_algorithm(config.algorithm).needs,
-        ),
+        draw=_draw_of(config),
         keep_group=has_variance if config.algorithm.dynamic_sampling else None,
         validation=inputs.validation,
-        engine=engine,
+        engine=models.engine,
         sampler=Sampler(
-            engine,
+            models.engine,
             tokenizer=inputs.tokenizer,
-            pool=_reward_pool(config, engine),
+            pool=_reward_pool(config, models.engine),
             seed=config.run.seed,
             on_step=watchdog.beat,
         ),
@@ -171,8 +149,19 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         residency=residency,
         learner=learner,
         clock=clock,
-        built=parts.clock.seconds,
-        plan=sync.plan,
+        built=models.clock.seconds,
+        plan=models.sync.plan,
+    )
+
+
+def _draw_of(config: TrainerConfig) -> Draw:
+    """Return the sampling plan of an iteration."""
+    return Draw(
+        num_prompts=config.data.prompts_per_iteration,
+        samples_per_prompt=config.data.samples_per_prompt,
+        sampling=Sampling.from_config(config.rollout),
+        max_rounds=config.algorithm.max_sampling_rounds,
+        with_greedy="greedy" in get_algorithm(config.algorithm).needs,
     )
 
 
@@ -196,60 +185,80 @@ def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | N
     return pool
 
 
-class _Parts:
-    """Builder of the expensive components of a run; `clock` records the seconds of each."""
+class _Models:
+    """The models of a run, its rollout engine and the weight sync; `clock` records the seconds of each.
 
-    def __init__(self, config: TrainerConfig, watchdog: Watchdog, arch: Architecture, world: RankSet):
+    With its own weights (`keep`) vLLM is built first, because it measures the free memory of an empty GPU.
+    Where it uses Megatron's memory, the actor is built first.
+    """
+
+    def __init__(self, config: TrainerConfig, watchdog: Watchdog, world: RankSet):
         self.config, self.watchdog, self.world = config, watchdog, world
-        self.clock = PhaseTimer(device.synchronize)
-        self.usual = layout_of(config.actor, world.size)
+        self.clock, arch = PhaseTimer(device.synchronize), read_architecture(config.actor.path)
+        self._actor_layout = layout_of(config.actor, world.size)
         serving = Layout.parse(f"tp{config.rollout.tp}", ranks=world.ranks)
-        self.train, self.rollout = place(arch, self.usual, serving, ranks_per_host=device.ranks_per_host())
-
-    def role(self, spec: ModelSpec) -> Role:
-        config, layout, algorithm = self.config, layout_of(spec.model, self.world.size), self.config.algorithm
-        idle = algorithm.critic_warmup if spec.name == "actor" else 0
-        steps = (
-            max(config.run.iterations - idle, 1) * algorithm.epochs * algorithm.num_mini_batches
-            if spec.trainable
-            else 0
+        self._train, self._rollout = place(
+            arch, self._actor_layout, serving, ranks_per_host=device.ranks_per_host()
         )
-        common = dict(
-            engine=config.engine,
+        specs = models_of(config)
+        if config.reshard.mode == "keep":
+            self.engine = self._make_engine()
+            actor = self._make_role(specs[0])
+            self.sync = self._make_sync(actor)
+        else:
+            actor = self._make_role(specs[0])
+            self.sync = self._make_sync(actor)
+            self.engine = self._make_engine(self.sync.shared_weights)
+        self.roles = {"actor": actor} | {spec.name: self._make_role(spec) for spec in specs[1:]}
+        self.trainable = [self.roles[spec.name] for spec in specs if spec.trainable]
+        with self.clock.phase("reshard"):
+            self.sync.attach(self.engine)
+
+    def _make_role(self, spec: ModelSpec) -> Role:
+        config, layout = self.config, layout_of(spec.model, self.world.size)
+        if layout == self._actor_layout:
+            layout = self._train  # models with the actor's layout share its process groups
+        options = EngineOptions(
+            config=config.engine,
             seed=config.run.seed,
             temperature=config.rollout.temperature,
-            train_steps=steps,
             progress=self.watchdog.beat,
         )
-        layout = (
-            self.train if layout == self.usual else layout
-        )  # models with the actor's layout share its process groups
         with self.clock.phase(spec.name):
-            made = make_role(
+            role = make_role(
                 spec.model,
-                layout,
-                self.world,
+                ProcessGroups(layout, self.world),
                 arch=read_architecture(spec.model.path),
                 head=spec.head,
-                **common,
+                options=options,
+                train_steps=self._train_steps(spec),
             )
-            made.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
-            made.engine.wait_offload()
-        return made
+            role.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
+            role.engine.wait_offload()
+        return role
 
-    def weight_sync(self, actor: Role) -> WeightSync:
+    def _train_steps(self, spec: ModelSpec) -> int:
+        """Return the optimizer steps of a model in the whole run; 0 if it is not trained."""
+        if not spec.trainable:
+            return 0
+        algorithm = self.config.algorithm
+        idle = algorithm.critic_warmup if spec.name == "actor" else 0
+        iterations = max(self.config.run.iterations - idle, 1)
+        return iterations * algorithm.epochs * algorithm.num_mini_batches
+
+    def _make_sync(self, actor: Role) -> WeightSync:
         with self.clock.phase("reshard"):
             return WeightSync(
                 actor.engine.weight_source(),
-                self.rollout,
+                self._rollout,
                 self.config.reshard,
                 self.world,
                 dtype=_rollout_dtype(self.config),
             )
 
-    def engine(self, shared_weights: Mapping[str, Tensor] | None = None) -> RolloutEngine:
+    def _make_engine(self, shared_weights: Mapping[str, Tensor] | None = None) -> RolloutEngine:
         with self.clock.phase("vllm"):
-            return make_vllm(self.config, self.rollout, shared_weights)
+            return make_vllm(self.config, self._rollout, shared_weights)
 
 
 @contextmanager
@@ -266,13 +275,10 @@ def make_vllm(
     vllm = VLLMActor(
         config.actor.path,
         config.rollout.tp,
-        config=config.rollout,
+        config=replace(config.rollout, dtype=str(_rollout_dtype(config)).removeprefix("torch.")),
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
-        dtype=str(_rollout_dtype(config)).removeprefix("torch."),
         seed=config.run.seed,
-        load_weights=False,
-        ranks=rollout.ranks,
-        shared_weights=shared_weights,
+        colocation=Colocation(ranks=rollout.ranks, shared_weights=shared_weights or {}),
     )
     vllm.sleep()
     return vllm

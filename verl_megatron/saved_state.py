@@ -26,7 +26,7 @@ class SavedState(Progress):
     iteration resumes with the same samples.
     """
 
-    learnt = ("policy/", "critic/", "kl/", "reward/mean")
+    compared = ("policy/", "critic/", "kl/", "reward/mean")
     repeated_on = " on the samples of that time"
 
     def __init__(self, run: Run, *, say: Callable[[str], None]):
@@ -73,7 +73,7 @@ class SavedState(Progress):
             try:
                 checkpoints.attach(path, SAMPLES, rank_state, ranks)
             except CheckpointError as error:
-                self.say(f"warning: {error}; a run that ends now collects them anew")
+                self.say(f"warning: {error}; a run that ends now collects them again")
 
         self._background.submit(add)
 
@@ -98,14 +98,14 @@ class SavedState(Progress):
         return ", with the samples collected for the next" if self._resumed else ""
 
     def _resume_samples(self, path: Path) -> None:
-        found = resume.read_attachment(path, SAMPLES, self.world, say=self.say, check=samples_problem)
-        if found is None or self.step == self.config.run.iterations:
+        attachment = resume.read_attachment(path, SAMPLES, self.world, say=self.say, check=samples_problem)
+        if attachment is None or self.step == self.config.run.iterations:
             return
-        parts, world_size = found
+        parts, world_size = attachment
         if any(_made_with(part) != self._made_with() for part in parts):
             return self.say(
                 f"the samples in {path} were collected with other settings of data, rollout or reward, "
-                "and are collected anew"
+                "and are collected again"
             )
         self.cursor.load_state_dict(parts[0]["cursor"])
         self.run.clock.seconds = parts[0]["seconds"]

@@ -62,7 +62,7 @@ class RLTrainer(BaseTrainer):
         for note in self.inputs.notes:
             self.say(note)
         self.say(batch_arithmetic(config, self.world.size))
-        self.run: Run | None = None
+        self.run: Run  # once `train` has built it
 
     def build(self) -> None:
         """Build all components of the run."""
@@ -104,10 +104,10 @@ class RLTrainer(BaseTrainer):
             after = state.validated
         while state.step < config.iterations:
             self.watchdog.iteration = state.step + 1
-            learnt = self._iterate()
-            if learnt is None:
+            latest = self._iterate()
+            if latest is None:
                 break
-            metrics = learnt
+            metrics = latest
             if state.step == config.iterations or self.is_due(config.validate_interval):
                 after = self.validate(tracker, metrics)
             elif tracker is not None:
@@ -149,10 +149,10 @@ class RLTrainer(BaseTrainer):
 
         Responses are written as JSON lines. The time counts towards the next iteration, as for checkpoints.
         """
-        found = {}
-        if self.run.validation is not None:
+        validated = {}
+        if (validation := self.run.validation) is not None:
             config, run, sums = self.config, self.run, Sums()
-            prompts = list(run.validation)[: config.data.validation_samples or None]
+            prompts = list(validation)[: config.data.validation_samples or None]
             sampling = dataclasses.replace(run.draw.sampling, temperature=config.data.validation_temperature)
             with run.clock.phase("validation"):
                 version = run.channel.adopt()
@@ -162,18 +162,18 @@ class RLTrainer(BaseTrainer):
                 table = SampleTable.gather(batch, self.world, num_mini_batches=1)
                 scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, table)
             sums.add("validation/accuracy", scores.sum(), len(scores))
-            found = sums.reduce(self.world)
-            self.state.validated = {"step": self.state.step} | found
+            validated = sums.reduce(self.world)
+            self.state.validated = {"step": self.state.step} | validated
             self._dump(batch, scores.tolist(), prompts)
-        if tracker is not None and (metrics or found):
-            tracker.log(self.state.step, (metrics or {}) | found)
-        return found
+        if tracker is not None and (metrics or validated):
+            tracker.log(self.state.step, (metrics or {}) | validated)
+        return validated
 
     def _dump(self, batch: RolloutBatch, scores: list[float], prompts: list[Prompt]) -> None:
-        mine = []
+        own = []
         for b, sample in enumerate(batch.sample_id.tolist()):
             response = batch.generated_ids[b][batch.response_mask[b]].tolist()
-            mine.append(
+            own.append(
                 {
                     "sample": sample,
                     "prompt": prompts[sample].text,
@@ -182,7 +182,7 @@ class RLTrainer(BaseTrainer):
                     "score": scores[b],
                 }
             )
-        gathered = self.world.gather_object(mine)
+        gathered = self.world.gather_object(own)
         if gathered is not None:
             path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
             samples = sorted(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -22,7 +23,9 @@ class Background:
 
     def __init__(self, ranks: RankSet, *, enabled: bool):
         self._ranks = ranks.duplicate() if enabled else ranks
-        on_this_gpu = dict(initializer=_begin, initargs=(device.device(),)) if device.is_gpu() else {}
+        on_this_gpu: dict[str, Any] = {}
+        if device.is_gpu():
+            on_this_gpu = dict(initializer=_begin, initargs=(device.device(),))
         self._executor = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="background", **on_this_gpu)
             if enabled
@@ -40,8 +43,8 @@ class Background:
         previous = self._jobs[-1] if self._jobs else None
 
         def work() -> None:
-            if previous is not None and previous.exception() is not None:
-                raise previous.exception()
+            if previous is not None and (error := previous.exception()) is not None:
+                raise error
             job(self._ranks)
 
         self._jobs.append(self._executor.submit(work))

@@ -264,10 +264,8 @@ def remove_old(folder: Path, ranks: RankSet, *, step: int, keep_last: int, keep_
     if not ranks.is_first or not keep_last:
         return
     paths = [path for path in complete(folder) if step_of(path) <= step]
-    best = sorted(
-        (path for path in paths if _accuracy(path) is not None),
-        key=lambda path: (-_accuracy(path), -step_of(path)),
-    )
+    measured = [(accuracy, path) for path in paths if (accuracy := _accuracy(path)) is not None]
+    best = [path for _, path in sorted(measured, key=lambda pair: (-pair[0], -step_of(pair[1])))]
     for path in set(paths) - set(paths[:keep_last]) - set(best[:keep_best]):
         shutil.rmtree(gone := path.with_name(path.name + REPLACED), ignore_errors=True)
         with contextlib.suppress(OSError):  # an extra checkpoint does no harm

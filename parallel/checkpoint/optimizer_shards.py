@@ -40,9 +40,15 @@ class OptimizerShard:
     start: int = 0
     stop: int = 0
 
+    @property
+    def replica_id(self) -> tuple[int, ...]:
+        """Megatron-Core's replica id as on the owner; it distinguishes tensor-parallel and tied copies."""
+        assert isinstance(self.sharded.replica_id, tuple)
+        return (*self.sharded.replica_id[:-1], 0)
+
     def part(self, kind: str) -> Tensor | None:
         """Return the optimizer's part of the value or of a moment on this rank."""
-        if kind == VALUE or self.value is None:
+        if kind == VALUE or self.value is None or self.inner is None:
             return self.value
         return self.inner.state.get(self.value, {}).get(kind)
 
@@ -51,7 +57,7 @@ class OptimizerShard:
         """Copy this rank's part from the flat parameter [N] float32; for the value, the weight as well."""
         if kind == VALUE:
             self.weight.copy_(whole.view(self.weight.shape))
-        if self.value is None:
+        if self.value is None or self.inner is None:
             return
         part, state = whole[self.start : self.stop].view(self.value.shape), self.inner.state
         if kind == VALUE:
@@ -63,7 +69,7 @@ class OptimizerShard:
 
     def put_step(self, step: int) -> None:
         """Set the optimizer's number of steps; 0 leaves a new optimizer as it is."""
-        if self.inner is None or not step:
+        if self.inner is None or self.value is None or not step:
             return
         if isinstance(self.inner, torch.optim.Adam | torch.optim.AdamW):
             # one per parameter, on the CPU wherever the parameter is
@@ -183,9 +189,7 @@ def norms(chunks: list, optimizer, groups: ProcessGroups) -> dict[str, float]:
     is_split = is_distributed(optimizer)
     squares = torch.zeros(1 + len(MOMENTS), dtype=torch.float64, device=device.device())
     for shard in optimizer_shards(chunks, optimizer, groups):
-        is_counted = is_main_replica((*shard.sharded.replica_id[:-1], 0)) and (
-            is_split or shard.owner == groups.dp_cp.rank()
-        )
+        is_counted = is_main_replica(shard.replica_id) and (is_split or shard.owner == groups.dp_cp.rank())
         for place, kind in enumerate((VALUE, *MOMENTS)):
             if is_counted and (part := shard.part(kind)) is not None:
                 # converting all at once to float64 may take gigabytes

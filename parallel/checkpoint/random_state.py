@@ -1,6 +1,7 @@
 """Random states of a process: saved, restored, or seeded from a seed and a step."""
 
 import random
+from typing import Any
 
 import numpy
 import torch
@@ -11,16 +12,19 @@ from parallel.groups import ProcessGroups
 
 def rng_state() -> dict:
     """Return all random states of this process, of types that `torch.load(weights_only=True)` reads."""
-    kind, keys, *rest = numpy.random.get_state()
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": {
-            name: state.clone() for name, state in megatron.get_cuda_rng_tracker().get_states().items()
-        },
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
+        "megatron": {name: state.clone() for name, state in _tracker().get_states().items()},
+        "numpy": [kind, torch.from_numpy(numpy.asarray(keys).astype("int64")), *rest],
         "python": random.getstate(),
     }
+
+
+def _tracker() -> Any:
+    """Return Megatron-Core's tracker, which it declares as optional but always makes."""
+    return megatron.get_cuda_rng_tracker()
 
 
 def set_rng_state(state: dict) -> None:
@@ -41,7 +45,7 @@ def _set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
-    megatron.get_cuda_rng_tracker().set_states(state["megatron"])
+    _tracker().set_states(state["megatron"])
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
     random.setstate(state["python"])

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from parallel.checkpoint import metadata
 from parallel.checkpoint.folders import (
@@ -136,7 +137,8 @@ def _read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
         manifest = read_sealed(path / MANIFEST)
     except ValueError as error:
         return {}, str(error)
-    files, world_size = manifest.get("files"), manifest.get("world_size")
+    files: Any = manifest.get("files")
+    world_size = manifest.get("world_size")
     if type(manifest.get("step")) is not int or manifest["step"] != step_of(path):
         return {}, f"{MANIFEST} is of step {shortened(manifest.get('step'), 40)}, not of the folder's"
     if not _is_count(world_size) or not world_size:

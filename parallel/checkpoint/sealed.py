@@ -11,8 +11,8 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -22,7 +22,7 @@ MOST_JSON_BYTES = 2**26  # a checkpoint of 10,000 ranks needs about a tenth of i
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file, or a link to one, for reading.
 
     Raises:

@@ -8,10 +8,12 @@ not used.
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -133,7 +135,7 @@ def _describe(shards: list[OptimizerShard], tensors: dict[str, Tensor]) -> dict:
                 key = sharded.key if kind == VALUE else f"optimizer.state.{kind}.{sharded.key}"
                 dtype = {"dtype": tensor.dtype} if isinstance(sharded, ShardedTensor) else {}
                 described[f"{shard.name}/{kind}"] = replace(
-                    sharded, key=key, data=tensor, replica_id=(*sharded.replica_id[:-1], 0), **dtype
+                    sharded, key=key, data=tensor, replica_id=shard.replica_id, **dtype
                 )
     return described
 
@@ -167,6 +169,11 @@ class Snapshot:
         )
 
 
+def _sizes(item: WriteItem) -> Sequence[int]:
+    assert item.tensor_data is not None, f"{item.index} is no tensor"
+    return item.tensor_data.chunk.sizes
+
+
 class _Writer(FileSystemWriter):
     """Writes a rank's host tensors without copies; torch's writer copies each and holds all copies at once.
 
@@ -176,7 +183,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         count, largest_first = (
             writing_threads(),
-            sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes)),
+            sorted(plan.items, key=lambda item: -math.prod(_sizes(item))),
         )
         shares = {
             f"{plan.storage_data.prefix}{i}.distcp": share
@@ -194,7 +201,7 @@ class _Writer(FileSystemWriter):
         with (Path(self.path) / name).open("wb") as file:
             for item in items:
                 begin = file.tell()
-                torch.save(_alone(planner.resolve_data(item)), file)
+                torch.save(_alone(cast(Tensor, planner.resolve_data(item))), file)
                 length = file.tell() - begin
                 results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
         return results

@@ -65,7 +65,7 @@ def differences(a: CheckpointArguments, b: CheckpointArguments, budget: Budget) 
     return [lines[name] for name in names if name in lines]
 
 
-def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
+def compare(job: CompareJob, report: Callable[[int], object]) -> tuple[str, str]:
     """Return the tensor's name and how the two sides differ, or ""."""
     sides = [_opened(side) for side in job.sides]
     first_row = None
@@ -84,7 +84,7 @@ def compare(job: CompareJob, report: Callable[[int], None]) -> tuple[str, str]:
 def _digest(side: Source, job: CompareJob) -> str:
     digest = hashlib.sha256()
     for _, part in slabs(side, job.name, job.budget):
-        digest.update(memoryview(part.view(-1).view(torch.uint8).numpy()))
+        digest.update(part.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -75,8 +75,12 @@ class HuggingFace:
         }
 
 
+class Writable(Protocol):
+    def write(self, data: Any, /) -> int: ...
+
+
 def write_safetensors(
-    file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], rows_of: Iterator[Tensor]
+    file: Writable, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], rows_of: Iterator[Tensor]
 ) -> None:
     """Write one file: its header, then the data that `rows_of` yields.
 
@@ -84,7 +88,8 @@ def write_safetensors(
         tensors: name, dtype and shape, in the order of the header.
         rows_of: contiguous parts of the tensors, in the same order.
     """
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, dtype, shape in tensors:
         size = torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
@@ -93,6 +98,6 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)  # data begins at a multiple of eight
     file.write(len(text).to_bytes(8, "little") + text)
     for part in rows_of:
-        file.write(memoryview(part.view(-1).view(torch.uint8).numpy()))
+        file.write(part.view(-1).view(torch.uint8).numpy().data)
         at -= part.nbytes
     assert at == 0, f"{at} bytes of the header's tensors were not written"

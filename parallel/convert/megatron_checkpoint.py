@@ -107,7 +107,7 @@ class MegatronCheckpoint:
         self.arch = read_architecture(self.config_folder)
         self._files = OpenFiles(self.path)
         table = metadata.read_metadata(self.path)
-        self.head = self._head(table)
+        self.head: Head = self._head(table)
         self.shapes = hf_shapes(self.arch, self.head)
         self.tensors = global_tensors(self.arch, self.head)
         self.training_keys: list[str] = []
@@ -242,8 +242,9 @@ class MegatronCheckpoint:
                         f"{self.path / metadata.FILE} does not say where {stored_key} at "
                         f"{list(part.offsets)} lies, or it is compressed; save the checkpoint again"
                     )
-                box = _box(tensor, tuple(part.offsets), tuple(part.sizes), layer, row)
-                chunks[key].setdefault(box, StoredChunk(*box, info.relative_path, info.offset, info.length))
+                layers, rows, cols = box = _box(tensor, tuple(part.offsets), tuple(part.sizes), layer, row)
+                stored = StoredChunk(layers, rows, cols, info.relative_path, info.offset, info.length)
+                chunks[key].setdefault(box, stored)
         return {key: list(boxes.values()) for key, boxes in chunks.items()}, dtypes
 
     def _canonical(self, stored_key: str) -> tuple[str, int | None, int]:

@@ -26,7 +26,7 @@ class OpenFiles:
         Raises:
             ValueError: the file ends before the tensor is full.
         """
-        view = memoryview(out.view(-1).view(uint8).numpy())
+        view = out.view(-1).view(uint8).numpy().data
         done = 0
         while done < len(view):
             count = os.preadv(self._descriptor(name), [view[done:]], offset + done)

@@ -97,7 +97,7 @@ def convert(
     return checkpoint
 
 
-def write_file(job: SafetensorsJob, report: Callable[[int], None]) -> dict[str, Any]:
+def write_file(job: SafetensorsJob, report: Callable[[int], object]) -> dict[str, Any]:
     """Write one file part by part, and return its entry for the journal."""
     checkpoint = _opened(job.source)
     file = DigestedFile(job.path)
@@ -119,7 +119,7 @@ def slabs(source, name: str, budget: Budget) -> Iterator[tuple[int, Tensor]]:
 
 
 def _parts(
-    job: SafetensorsJob, checkpoint: MegatronCheckpoint, report: Callable[[int], None]
+    job: SafetensorsJob, checkpoint: MegatronCheckpoint, report: Callable[[int], object]
 ) -> Iterator[Tensor]:
     for name in job.names:
         for _, part in slabs(checkpoint, name, job.budget):

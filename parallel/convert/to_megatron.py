@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.utils.serialization import config
@@ -104,7 +104,7 @@ def convert(source: Path, target: Path, *, spec: Spec, budget: Budget, file_byte
         journal.remove()
 
 
-def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any]:
+def write_distcp(job: DistcpJob, report: Callable[[int], object]) -> dict[str, Any]:
     """Write one file chunk by chunk, and return its entry for the journal and the table."""
     folder, tensors, dtypes = _opened(job.source)
     file, entries = DigestedFile(job.path), []
@@ -112,8 +112,8 @@ def write_distcp(job: DistcpJob, report: Callable[[int], None]) -> dict[str, Any
     def save(content, key: str, offset=None, shape=None) -> None:
         start = file.position
         # torch.load checks no CRC, and computing them takes longer than writing
-        with config.patch("save.compute_crc32", False):
-            torch.save(content, file)
+        with config.patch("save.compute_crc32", False):  # pyright: ignore[reportAttributeAccessIssue]
+            torch.save(content, cast(IO[bytes], file))
         entries.append(
             {
                 "key": key,

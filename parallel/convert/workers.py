@@ -46,7 +46,7 @@ class Budget:
 
 
 def run_jobs(
-    function: Callable[[Any, Callable[[int], None]], Any],
+    function: Callable[[Any, Callable[[int], object]], Any],
     jobs: Sequence[Any],
     *,
     workers: int,
@@ -88,6 +88,7 @@ def _begin(counter) -> None:
 def _end_with_parent() -> None:
     """End this process with its parent, as a killed parent cannot end its pool."""
     parent = multiprocessing.parent_process()
+    assert parent is not None, "only workers of the pool run this"
     parent.join()
     os._exit(1)
 

@@ -11,7 +11,7 @@ from parallel.reshard.checksum import checksum
 from parallel.reshard.kernels import Checksums
 from parallel.reshard.resolve import Slices
 from parallel.reshard.transfer import Transfer
-from parallel.reshard.transport import Transport, Verify
+from parallel.reshard.transport import Transport
 
 SAMPLE = 16  # a weight sync checks one transfer in SAMPLE, and SAMPLE syncs check all of them
 
@@ -41,11 +41,11 @@ class ChecksumVerifier:
         """
         self.transfers, self.reads, self.writes = slices.transfers, slices.reads, slices.writes
         self.dtype, self.device, self.group = transport.dtype, transport.device, transport.group
-        self.verify: Verify = transport.verify
+        self.verify = transport.verify
         self.syncs = 0
         # By phase and side; their kernels read the parameters' values at the time of the launch.
         self._sides: dict[tuple[int, str], _Side] = {}
-        self._difference: Tensor | None = None
+        self._difference = torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def prepare(self) -> None:
         """Build all tables of tiles now rather than at the first syncs that need them."""

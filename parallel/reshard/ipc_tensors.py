@@ -8,6 +8,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def map_tensors(tensors: NamedTensors, group: dist.ProcessGroup) -> IpcTensors |
     this_rank = dist.get_global_rank(group, dist.get_rank(group))
     everyone: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (this_rank, exported), group=group)
-    opened = None
+    opened: Any = None
     if all(exports is not None for _, exports in everyone):
         opened = {rank: _opened(*exports) for rank, exports in everyone if rank != this_rank}
     failed = opened is None or any(mapped is None for mapped in opened.values())

@@ -6,6 +6,7 @@ with another unit, and much narrower ones, need another compiled kernel, with on
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -219,12 +220,14 @@ if triton:
 
 
 def _launch_copy(tiles: Tiles, tiling: Tiling) -> None:
-    copy_kernel[(len(tiles.table),)](tiles.table, **_constants(tiles, tiling))
+    kernel: Any = copy_kernel  # indexed by its grid, which Triton's types do not say
+    kernel[(len(tiles.table),)](tiles.table, **_constants(tiles, tiling))
 
 
 def _launch_checksum(tiles: Tiles, tiling: Tiling, sums_N: Tensor) -> None:
     factors = dict(ROW_FACTOR=ROW_FACTOR, COLUMN_FACTOR=COLUMN_FACTOR)
-    checksum_kernel[(len(tiles.table),)](
+    kernel: Any = checksum_kernel
+    kernel[(len(tiles.table),)](
         tiles.table, sums_N, STAGES=tiling.stages, **factors, **_constants(tiles, tiling)
     )
 

@@ -271,7 +271,7 @@ class _Sources:
         by_id: dict[int, _Wanted | None] = {id(None): None}
         by_value: dict[ShardedParameter, _Wanted] = {}
         for parameter in parameters:
-            if id(parameter) in by_id:
+            if parameter is None or id(parameter) in by_id:
                 continue
             if parameter not in by_value:
                 by_value[parameter] = self._wanted(parameter)
@@ -279,7 +279,7 @@ class _Sources:
         return [by_id[id(parameter)] for parameter in parameters]
 
     def _wanted(self, parameter: ShardedParameter) -> _Wanted:
-        blocks = []
+        blocks: list[_WantedBlock] = []
         for block in parameter.blocks:
             rect = (*block.rows, *block.cols)
             replicas = self.replicas.get(block.tensor, {})
@@ -330,7 +330,8 @@ class _Sources:
 
 def _cut(block: _WantedBlock, distances: tuple[int, ...], rank: int) -> list[_Piece]:
     """Cut `block` into pieces that cover it exactly once, preferring the nearest holders."""
-    missing, pieces = [block.rect], []
+    missing = [block.rect]
+    pieces: list[_Piece] = []
     for distance, (whole, replicas) in sorted(
         zip(distances, block.holders), key=lambda entry: (entry[0], entry[1][0])
     ):

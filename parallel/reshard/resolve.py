@@ -77,15 +77,14 @@ def resolve_slices(plan: Plan, source: Parameters, destination: Parameters, tran
 
 
 def resolve_direct(plan: Plan, slices: Slices, transport: Transport) -> DirectCopies:
-    copies = DirectCopies()
+    copies, ipc_tensors = DirectCopies(), transport.ipc_tensors or {}
     for number, transfer in enumerate(plan.direct):
         if transfer.destination_rank != transport.rank:
             continue
         if transfer.source_rank == transport.rank:
             source = slices.reads[number]
         else:
-            peer = transport.ipc_tensors[transfer.source_rank]
-            source = _view(peer, transfer.source, transfer.shape)
+            source = _view(ipc_tensors[transfer.source_rank], transfer.source, transfer.shape)
         copies.pairs.append((slices.writes[number], source))
         copies.src_ranks.append(transfer.source_rank)
     return copies
@@ -112,7 +111,7 @@ class _WindowResolver:
             own = transport.staging[:elements]
         self.staging = {self.rank: own}  # by rank
         if plan.one_sided:
-            mapped = map_tensors({(0, "staging"): own}, self.group)
+            mapped = map_tensors({(0, "staging"): own}, self.group) or {}
             self.staging |= {rank: tensors[0, "staging"] for rank, tensors in mapped.items() if tensors}
 
     def windows(self) -> list[RankWindow]:

@@ -1,7 +1,6 @@
 """Settings of a transfer: how slices travel between ranks, and how many of them are verified."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,6 @@ from torch import Tensor
 from parallel.reshard.ipc_tensors import IpcTensors
 
 Parameters = dict[tuple[int, str], Tensor]  # by (model chunk, name)
-Verify = Literal["sample", "all", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -20,7 +18,7 @@ class Transport:
     dtype: torch.dtype  # of a transferred element; the source rank casts before it sends
     group: dist.ProcessGroup  # spans every rank of the plan
     device: torch.device  # of the parameters and the staging memory
-    verify: Verify = "sample"
+    verify: str = "sample"  # slices that each run checks: "sample" (a rotating share), "all" or "none"
     # All other ranks' sources, from `map_tensors`; required by a plan compiled with `peer_memory`.
     ipc_tensors: IpcTensors | None = None
     # [N] of `dtype` on `device`; other plans may use it at other times. None: allocated by each `Resharder`.

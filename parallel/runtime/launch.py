@@ -91,7 +91,7 @@ def _end_without_others() -> None:
     while True:
         gone_at = None if children() else gone_at or time.monotonic()
         if gone_at and time.monotonic() > gone_at + OTHERS_S:
-            process.end(128 + _Asked.by)
+            process.end(128 + (_Asked.by or signal.SIGTERM))
         time.sleep(0.5)
 
 
@@ -211,7 +211,7 @@ def _rendezvous(inner, *, one_host: bool):
         """
 
         store = None
-        use_agent_store = True
+        use_agent_store = True  # pyright: ignore[reportAssignmentType]  # torch's property, fixed here
 
         def next_rendezvous(self) -> RendezvousInfo:
             if _Asked.by:  # torchrun would restart ranks that exited on request

@@ -14,6 +14,7 @@ import tempfile
 import zlib
 from multiprocessing import shared_memory
 from pathlib import Path
+from typing import Any
 
 PREFIX = "vmeg"
 OWNED = re.compile(rf"(?:sem\.)?{PREFIX}-(\d+)-(\d+)-([0-9a-f]{{8}})(?:-.*)?")
@@ -36,11 +37,13 @@ def begin(*, keep_folder: bool = False) -> None:
     shared = Path(tempfile.gettempdir())
     sweep(shared, SHORT)
     mark = mark_of(os.getpid())
-    multiprocessing.current_process()._config["semprefix"] = (
+    this_process: Any = multiprocessing.current_process()
+    this_process._config["semprefix"] = (
         # prefix of semaphores that spawned processes open by name
         f"/{mark}"
     )
-    shared_memory._SHM_NAME_PREFIX, shared_memory._SHM_SAFE_NAME_LENGTH = f"/{mark}-", len(mark) + 10
+    private: Any = shared_memory
+    private._SHM_NAME_PREFIX, private._SHM_SAFE_NAME_LENGTH = f"/{mark}-", len(mark) + 10
     _mark_torchruns_folder(shared)
     if keep_folder:
         return

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from math import inf
 from types import TracebackType
 
 import torch
@@ -98,7 +99,7 @@ class Preemption:
         if error is not None and self._asked.is_set():
             line = next(iter(traceback.extract_tb(trace)[-1:]), None)
             place = f" ({line.filename}:{line.lineno})" if line else ""
-            _say(f"{_who()}: after SIGTERM came {kind.__name__}: {error}{place}")
+            _say(f"{_who()}: after SIGTERM came {type(error).__name__}: {error}{place}")
             sys.stdout.flush()
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -114,7 +115,7 @@ class Preemption:
 
     def _listen(self) -> None:
         """Thread: the first byte sets the flag; a later one or the deadline ends the process."""
-        deadline = copies_end = None
+        deadline, copies_end = None, inf
         while True:
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0 and self._held.is_set():
@@ -153,7 +154,7 @@ def usual_grace_s() -> float:
             )
         return float(given)
     waits_s = 30
-    if torch.__version__ >= (2, 12):  # earlier versions do not read it
+    if torch.__version__ >= "2.12":  # earlier versions do not read it
         waits_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", waits_s))
     return max(waits_s - 5.0, 1.0)
 

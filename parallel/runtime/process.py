@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 from parallel.runtime import leftovers
 
@@ -93,7 +94,7 @@ def say_interrupted() -> None:
     os.write(2, b"interrupted; the same command goes on from the newest checkpoint, where there is one\n")
 
 
-def end(status: int) -> None:
+def end(status: int) -> NoReturn:
     """Exit at once, without teardown, and remove files that only this process uses."""
     leftovers.end()
     for stream in (sys.stdout, sys.stderr):

@@ -80,7 +80,7 @@ def _places(address: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]
     return [
         (family, place)
         for family, *_, place in found
-        if is_literal or not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
+        if is_literal or not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
     ]
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from parallel.rank_set import RankSet
 from parallel.runtime import leftovers
@@ -73,7 +73,7 @@ class Watchdog:
         self.timeout_s, self.stacks = timeout_s, Path(folder) / "stacks"
         self.iteration = 0  # for messages; the caller sets it
         self.on_beat: Callable[[], None] = lambda: None  # called by `beat`; the caller sets it
-        self._file: IO[str] | None = None
+        self._file: IO[str] | None = None  # of the stacks; open within the context
         self._position = Position(timeout_s=timeout_s)
         self._progress_at = self._armed_at = time.monotonic()
         if timeout_s == 0:
@@ -82,8 +82,9 @@ class Watchdog:
         _numbers[ranks.ranks] += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # a clone, because a waiting call blocks a client for other threads
-        self._store = ranks.store(f"watchdog/{attempt}/{_numbers[ranks.ranks]}").clone()
-        self._main = threading.main_thread().ident
+        store: Any = ranks.store(f"watchdog/{attempt}/{_numbers[ranks.ranks]}")
+        self._store = store.clone()  # a connection of its own
+        self._main = threading.main_thread().ident or 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._reports: dict[int, Report] = {}
@@ -106,6 +107,7 @@ class Watchdog:
             self._leaving.set()
             self._thread.join(timeout=INTERVAL_S + FAREWELL_S)
             faulthandler.cancel_dump_traceback_later()
+            assert self._file is not None
             self._file.close()
             with contextlib.suppress(OSError):  # the last rank to leave removes the empty folder
                 if not Path(self._file.name).stat().st_size:
@@ -264,6 +266,7 @@ class Watchdog:
                 _leave()
 
     def _dump(self, text: str) -> None:
+        assert self._file is not None
         try:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._file.flush()

@@ -126,7 +126,7 @@ def typed(key: str, value: Any, kind: type, problems: list[str], *, may_be_null:
     }[kind]
     if value is MISSING:
         problems.append(f"{key} is missing; add it as the model's authors give it")
-    elif value is None and may_be_null:
+    elif may_be_null and value is None:
         return None
     elif type(value) not in types or (kind is not bool and not 0 < value < math.inf):
         problems.append(f"{key}={short_repr(value)} must be {wanted}")

@@ -1,6 +1,6 @@
 """Readers of Hugging Face folders: rectangles of tensors by byte range."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -108,7 +108,7 @@ class CheckpointFolder:
         return matrix.to(dtype)
 
     def check_shapes(
-        self, expected: Mapping[str, tuple[int, ...]], *, optional: set[str] = frozenset()
+        self, expected: Mapping[str, tuple[int, ...]], *, optional: Collection[str] = ()
     ) -> None:
         """Compare the folder's tensors with those that its configuration describes (`rules.hf_shapes`).
 

@@ -1,6 +1,7 @@
 """Strict reading of JSON objects, with errors that name the fault."""
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ def read_object(path: Path) -> dict[str, Any]:
             the file.
     """
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
+            raise ValueError("it is no regular file")
+        if (size := status.st_size) > MOST_BYTES:
             raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
         return parse_object(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ Letters of tensor dimensions: V vocabulary, H hidden, Q query heads x head size,
 size, D head size, F feed-forward, L labels (one).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
@@ -118,7 +118,7 @@ def hf_shapes(arch: Architecture, head: Head = "lm") -> dict[str, tuple[int, ...
 
     A tied model has no lm_head.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     output = () if head == "lm" and arch.tied else OUTPUTS[head]
     for prefix, rules in (
         ("", (EMBEDDING,)),
@@ -142,7 +142,8 @@ def megatron_parameters(
     """
     if problems := tp_problems(arch, layout.tp):
         raise ValueError(problems[0])
-    place, parameters = layout.coordinates(rank), []
+    place = layout.coordinates(rank)
+    parameters: list[ShardedParameter] = []
     part = _Part(layout.tp, place.tp, padded_vocab(arch.vocab_size, layout.tp))
     for (stage, chunk), layers in layout.layers_of(arch.num_layers).items():
         if stage != place.pp:
@@ -185,7 +186,8 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
     ]
     rules += [(rule, "") for rule in (FINAL_NORM, *(() if arch.tied else OUTPUTS["lm"]))]
-    part, parameters = _Part(tp, tp_rank, vocab), []
+    part = _Part(tp, tp_rank, vocab)
+    parameters: list[ShardedParameter] = []
     for rule, prefix in rules:
         shape, blocks = _shard(rule, arch, _vllm_pieces(rule, arch, tp), prefix, part)
         parameters.append(ShardedParameter(name=prefix + rule.vllm, shape=shape, blocks=blocks))
@@ -197,7 +199,7 @@ def megatron_shards(
 ) -> Shards:
     """Return `megatron_parameters` of every rank; ranks with the same parameters share one list."""
     by_part: dict[tuple[int, int], list[ShardedParameter]] = {}
-    shards = {}
+    shards: dict[int, list[ShardedParameter]] = {}
     for rank in layout.ranks:
         place = layout.coordinates(rank)
         if (place.tp, place.pp) not in by_part:
@@ -273,7 +275,7 @@ class _Part:
 
 
 def _shard(
-    rule: Rule, arch: Architecture, pieces: Iterator[Piece], prefix: str, part: _Part
+    rule: Rule, arch: Architecture, pieces: Iterable[Piece], prefix: str, part: _Part
 ) -> tuple[tuple[int, ...], tuple[Block, ...]]:
     """Return shape and blocks of a rank's shard, from the pieces of all ranks' rows in rank order."""
     pieces, tp, tp_rank = list(pieces), part.tp, part.tp_rank
@@ -287,7 +289,8 @@ def _shard(
         if num_rows % tp:
             raise ValueError(f"tp={tp} must divide the {num_rows} rows of {rule.megatron}; choose a divisor")
         rows = (tp_rank * num_rows // tp, (tp_rank + 1) * num_rows // tp)
-    blocks, at = [], 0
+    blocks: list[Block] = []
+    at = 0
     for tensor, first, count in pieces:
         start, stop = max(rows[0], at), min(rows[1], at + count)
         if start < stop:

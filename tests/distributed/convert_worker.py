@@ -30,7 +30,7 @@ from parallel.layout import Layout  # noqa: E402
 from parallel.weights.architecture import read_architecture  # noqa: E402
 from tests.tiny import write_hf  # noqa: E402
 from verl_megatron.config import EngineConfig  # noqa: E402
-from verl_megatron.roles.engine import Engine  # noqa: E402
+from verl_megatron.roles.engine import Engine, EngineOptions  # noqa: E402
 
 BUDGET = Budget(slab_bytes=6000, workers=1)  # smaller than most tensors
 FILE_BYTES = 100_000
@@ -82,9 +82,8 @@ def build(
         arch=read_architecture(folder),
         folder=str(folder) if weights else None,
         groups=groups,
-        config=config or EngineConfig(),
         head=head,
-        seed=1,
+        options=EngineOptions(config=config or EngineConfig(), seed=1),
     )
 
 

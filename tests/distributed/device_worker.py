@@ -59,10 +59,11 @@ def train_a_step(folder: Path) -> None:
     from verl_megatron.algorithms.normalizers import LossScale
     from verl_megatron.config import EngineConfig
     from verl_megatron.data.batch import RolloutBatch
-    from verl_megatron.roles.engine import Engine
+    from verl_megatron.roles.engine import Engine, EngineOptions
 
     groups = ProcessGroups(Layout.parse("pp2", (0, 1)), world())
-    engine = Engine(arch=ARCH, folder=str(folder), groups=groups, config=EngineConfig(), head="lm", seed=1)
+    options = EngineOptions(config=EngineConfig(), seed=1)
+    engine = Engine(arch=ARCH, folder=str(folder), groups=groups, head="lm", options=options)
     engine.prepare_training(lr=1e-2, total_steps=1)
     before = {key: tensor.clone() for key, tensor in engine.tensors.items()}
     batch = RolloutBatch.from_lists([0, 1], [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])

@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from verl_megatron.config import RolloutConfig  # noqa: E402
 from verl_megatron.rollout import vllm_cpu, vllm_weights  # noqa: E402
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed  # noqa: E402
-from verl_megatron.rollout.vllm import VLLMActor  # noqa: E402
+from verl_megatron.rollout.vllm import Colocation, VLLMActor  # noqa: E402
 
 CONFIG = RolloutConfig(max_num_seqs=8, kv_cache_mib=32)
 SAMPLING = Sampling(temperature=0.7, max_tokens=24, ignore_eos=True)
@@ -260,7 +260,7 @@ def check_tied():
     expected = own.generate(REQUESTS[:4], SAMPLING)
     weights = {name: tensor.clone() for name, tensor in own.weight_target().items()}
     own.close()
-    actor = actor_of("tied", load_weights=False, shared_weights=shared)
+    actor = actor_of("tied", colocation=Colocation(shared_weights=shared))
     for name, tensor in shared.items():
         tensor.copy_(weights[name])
     assert actor.generate(REQUESTS[:4], SAMPLING) == expected
@@ -354,9 +354,7 @@ def check_refused_options():
     }
     for ranks, message in wrong.items():
         with pytest.raises(ValueError, match=message):
-            actor_of("a", 2, ranks=ranks)
-    with pytest.raises(ValueError, match="pass load_weights=False"):
-        actor_of("a", 2, shared_weights={"model.norm.weight": torch.zeros(64)})
+            actor_of("a", 2, colocation=Colocation(ranks=ranks))
 
 
 def check_shared(shards, expected, expected_logprobs):
@@ -365,12 +363,13 @@ def check_shared(shards, expected, expected_logprobs):
     with pytest.raises(
         ValueError, match=r"model.embed_tokens.weight is \(7, 7\) torch.float32, .* parameter is \("
     ):
-        actor_of("a", 2, load_weights=False, shared_weights={"model.embed_tokens.weight": torch.zeros(7, 7)})
+        small = Colocation(shared_weights={"model.embed_tokens.weight": torch.zeros(7, 7)})
+        actor_of("a", 2, colocation=small)
     weights = shards[ranks.index(dist.get_rank()) % 2]
     kept = {"model.norm.weight", "model.layers.1.self_attn.o_proj.weight"}
     assert kept < weights.keys()
     shared = {name: seven(tensor) for name, tensor in weights.items() if name not in kept}
-    actor = actor_of("a", 2, load_weights=False, ranks=ranks, shared_weights=shared)
+    actor = actor_of("a", 2, colocation=Colocation(ranks=ranks, shared_weights=shared))
     assert (actor.replica, actor.tp_rank, actor.is_owner) == {
         0: (0, 0, True),
         2: (0, 1, False),
@@ -402,9 +401,9 @@ def world():
     torch.manual_seed(100 + dist.get_rank())  # ranks whose generators differ, as a trainer's do
     expected, expected_logprobs = json.loads((folder / "alone.json").read_text())
     before = process_state()
-    actor = actor_of("a", 2, load_weights=False)
+    actor = actor_of("a", 2, colocation=Colocation(shared_weights={}))
     assert process_state() == before
-    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 2 ranks"):
+    with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 4 ranks"):
         VLLMActor(folder / "a", 3)
     source = actor_of("a", 2)
     write_all(actor, source)

@@ -21,7 +21,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import verl_megatron.rollout.vllm as rollout
 import verl_megatron.trainer  # noqa: F401
 from tests.end_to_end import killed_train
 from tests.end_to_end.forked import run_ranks
@@ -29,10 +28,11 @@ from tests.end_to_end.measured import learned
 from tests.worlds import ROOT
 from tools.make_toy import make_toy
 from verl_megatron.launch.command_line import run_command
+from verl_megatron.rollout.vllm_process import starting
 from verl_megatron.train import main as train
 
 transformers.AutoTokenizer  # noqa: B018 (imported when it is first touched)
-with rollout._starting():
+with starting():
     import vllm  # noqa: F401
     import vllm.v1.engine.llm_engine  # noqa: F401
 

@@ -41,7 +41,7 @@ def test_another_layout_goes_on_from_the_last_sound_checkpoint(whole_run, toy, t
         ended.stdout,
     ), ended.text
     assert re.search(
-        r"resuming after iteration 2 from .*/step_2, of layouts .* random states begin anew from "
+        r"resuming after iteration 2 from .*/step_2, of layouts .* random states start from "
         r"run.seed and the step, with the samples",
         ended.stdout,
     ), ended.text

@@ -13,7 +13,12 @@ from tools.make_toy import make_toy
 
 ROWS = 24  # of the toy's, in each file of a job
 WORLD = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}  # what the toy recipes are made for
-RECIPES = {"train": "ppo_toy_cpu", "sft": "sft_toy_cpu"}
+RECIPES = {
+    "train": "ppo_toy_cpu",
+    "sft": "sft_toy_cpu",
+    "dpo": "dpo_toy_cpu",
+    "reward_model": "reward_model_toy_cpu",
+}
 
 
 class Job:
@@ -54,13 +59,15 @@ class Job:
 
     def settings(self, program: str = "train") -> list[str]:
         """What a user gives beside the recipe."""
-        common = [f"run.output_dir={self.folder}/out", f"actor.path={self.toy}/model"]
+        model = "reward" if program == "reward_model" else "actor"
+        common = [f"run.output_dir={self.folder}/out", f"{model}.path={self.toy}/model"]
         if program == "sft":
             return [*common, f"data.train={self.toy}/few_sft.jsonl"]
+        train, validation = ("train", "val") if program == "train" else ("pairs", "val_pairs")
         return [
             *common,
-            f"data.train={self.toy}/few_train.jsonl",
-            f"data.validation={self.toy}/few_val.jsonl",
+            f"data.train={self.toy}/few_{train}.jsonl",
+            f"data.validation={self.toy}/few_{validation}.jsonl",
         ]
 
     def dry_run(
@@ -90,7 +97,7 @@ class Job:
 def make_job_base(toy: Path) -> None:
     """The toy job, and small files of its rows."""
     make_toy(toy)
-    for name in ("train", "val", "sft"):
+    for name in ("train", "val", "sft", "pairs", "val_pairs"):
         lines = (toy / f"{name}.jsonl").read_text().splitlines(keepends=True)[:ROWS]
         (toy / f"few_{name}.jsonl").write_text("".join(lines))
 
@@ -105,13 +112,16 @@ def clear(path: Path) -> None:
 
 def run_program(program: str, argv: list[str], env: dict[str, str | None]) -> None:
     """What `python -m verl_megatron.PROGRAM ARGV` does, with these variables; it does not return."""
-    from verl_megatron import sft, train
+    from verl_megatron import train
+    from verl_megatron.config import SCHEMAS
     from verl_megatron.launch.command_line import run_command
+    from verl_megatron.launch.supervised import run_supervised
 
     for name, value in env.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    module = {"train": train, "sft": sft}[program]
-    sys.argv[:] = [module.__file__, *argv]
-    run_command(module.main, plan=module.plan)
+    sys.argv[:] = [str(ROOT / "verl_megatron" / f"{program}.py"), *argv]
+    if program == "train":
+        run_command(train.main, plan=train.plan)
+    run_supervised(SCHEMAS[program])

@@ -46,11 +46,15 @@ SOUND = {
     "engine.clip_grad": (0, 0.5, 1),
     "engine.adam_betas": ("[0.9,0.999]", "[0,0.5]"),
     "engine.adam_eps": (1e-8, 1e-5),
-    "actor.lr": (0, 1e-6, 3e-4),
 }
+LR = (0, 1e-6, 3e-4)
+OF_PAIRS = {"data.max_tokens": (64, 256), "data.pairs_per_step": (4, 24), "run.save_interval": (0, 3)}
 SOUND_ONLY = {
-    "sft": {"data.max_tokens": (64, 256), "data.samples_per_step": (4, 24, 128)},
+    "sft": {"actor.lr": LR, "data.max_tokens": (64, 256), "data.samples_per_step": (4, 24, 128)},
+    "dpo": {"actor.lr": LR, "dpo.beta": (0.01, 1), "dpo.loss": ("sigmoid", "ipo"), **OF_PAIRS},
+    "reward_model": {"reward.lr": LR, **OF_PAIRS},
     "train": {
+        "actor.lr": LR,
         "run.save_interval": (0, 1, 5),
         "run.validate_interval": (0, 2),
         "data.max_prompt_tokens": (32, 64, 200),

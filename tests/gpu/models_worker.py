@@ -14,10 +14,12 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
 from tests.parity.world import make_batch, say, share_of, shared_folder, write_once
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
+from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 
 SIZES = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64
@@ -109,9 +111,8 @@ def check_family(folder: Path, family: str) -> None:
                 arch=arch,
                 folder=str(folder),
                 groups=groups,
-                config=EngineConfig(transformer_impl=spec, dtype=dtype),
                 head="lm",
-                seed=1,
+                options=EngineOptions(config=EngineConfig(transformer_impl=spec, dtype=dtype), seed=1),
             )
             mine, micro = share_of(batch, layout, 64)
             total, count = world().all_sum(error_of(engine.infer(mine, micro), mine, truth)).tolist()
@@ -133,7 +134,11 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     """Losses of five steps towards fixed samples."""
     arch, layout = read_architecture(folder), Layout.parse(text, tuple(range(dist.get_world_size())))
     engine = Engine(
-        arch=arch, folder=str(folder), groups=ProcessGroups(layout, world()), config=config, head="lm", seed=1
+        arch=arch,
+        folder=str(folder),
+        groups=ProcessGroups(layout, world()),
+        head="lm",
+        options=EngineOptions(config=config, seed=1),
     )
     engine.prepare_training(lr=1e-3, total_steps=5)
     batch = make_batch(arch.vocab_size)
@@ -141,7 +146,8 @@ def train(folder: Path, text: str, config: EngineConfig) -> list[float]:
     algorithm, losses = AlgorithmConfig(clip_ratio_high=10.0, clip_ratio_low=0.99), []
 
     def loss(outputs, micro):
-        return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), algorithm, 0.0)
+        tokens = PolicyTokens.of(micro)
+        return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, algorithm, 0.0)
 
     mine, micro = share_of(batch, layout, 64)
     for _ in range(5):

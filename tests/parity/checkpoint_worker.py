@@ -20,7 +20,7 @@ from tests.parity.training_worker import CLASSES, FIELDS, LR, experience, full_w
 from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 
 COMMON = {
     "clip_grad": 0.5,
@@ -36,9 +36,8 @@ def make_engine(folder: Path, head: str, layout: Layout, *, seed: int = 1, **set
         arch=read_architecture(folder),
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
-        config=EngineConfig(**COMMON, **settings),
         head=head,
-        seed=seed,
+        options=EngineOptions(config=EngineConfig(**COMMON, **settings), seed=seed),
     )
     engine.prepare_training(lr=LR, total_steps=6)
     return engine

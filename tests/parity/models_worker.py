@@ -31,7 +31,8 @@ from tests.tiny import FAMILIES
 from verl_megatron.config import EngineConfig
 from verl_megatron.models.build import frozen
 from verl_megatron.models.heads import head_weight
-from verl_megatron.roles.engine import Engine, infer_models
+from verl_megatron.roles.engine import Engine, EngineOptions
+from verl_megatron.roles.inference import infer_models
 from verl_megatron.roles.schedule import pack_all, run_schedule
 
 # (compact layout, ranks it occupies, stage_layers)
@@ -102,15 +103,12 @@ def check_logits(family: str, folder: Path, layouts) -> None:
             "arch": arch,
             "folder": str(folder),
             "groups": ProcessGroups(layout, world()),
-            "config": CONFIG,
             "head": "lm",
-            "seed": 1,
+            "options": EngineOptions(config=CONFIG, seed=1, temperature=TEMPERATURE),
         }
         mine, micro = share_of(batch, layout, 64)
         logits = logits_differ(LogitsEngine(**common), mine, micro, truth)
-        logprobs, entropy = results_differ(
-            Engine(**common, temperature=TEMPERATURE).infer(mine, micro), mine, truth
-        )
+        logprobs, entropy = results_differ(Engine(**common).infer(mine, micro), mine, truth)
         check(
             f"{family} {layout} on {count}{list(stage_layers) or ''}",
             limit=1e-4,
@@ -139,9 +137,8 @@ def check_heads() -> None:
                 arch=arch,
                 folder=str(path),
                 groups=ProcessGroups(layout, world()),
-                config=CONFIG,
                 head=head,
-                seed=1,
+                options=EngineOptions(config=CONFIG, seed=1),
             )
             mine, micro = share_of(batch, layout, 64)
             results = engine.infer(mine, micro, last_token=head == "sequence")
@@ -171,10 +168,11 @@ def check_together() -> None:
         ("cp2tp2", (0, 1, 2, 3)),
     ):
         layout = Layout.parse(text, ranks)
-        common = {"arch": arch, "groups": ProcessGroups(layout, world()), "config": CONFIG, "head": "lm"}
+        common = {"arch": arch, "groups": ProcessGroups(layout, world()), "head": "lm"}
+        read = EngineOptions(config=CONFIG, seed=1, temperature=TEMPERATURE)
         engines = [
-            Engine(folder=str(folder), seed=1, temperature=TEMPERATURE, **common),
-            Engine(folder=None, seed=2, **common),
+            Engine(folder=str(folder), options=read, **common),
+            Engine(folder=None, options=EngineOptions(config=CONFIG, seed=2), **common),
         ]
         mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
         alone, together = (
@@ -197,7 +195,11 @@ def check_shapes() -> None:
     write_once(folder, "qwen3")
     arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))
     engine = Engine(
-        arch=arch, groups=ProcessGroups(layout, world()), config=CONFIG, head="lm", folder=None, seed=1
+        arch=arch,
+        groups=ProcessGroups(layout, world()),
+        head="lm",
+        folder=None,
+        options=EngineOptions(config=CONFIG, seed=1),
     )
     usual, came = Pipeline._communicate_shapes, []
 

@@ -16,7 +16,7 @@ from verl_megatron.algorithms.normalizers import pair_mean
 from verl_megatron.config import DPOConfig, EngineConfig, RewardModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.supervised.dpo import DPO
 from verl_megatron.supervised.reward_model import REWARD_MODEL
 from verl_megatron.supervised.task import Step, Task
@@ -35,9 +35,8 @@ def steps(
         arch=read_architecture(folder),
         folder=str(folder),
         groups=groups,
-        config=EngineConfig(tokens_per_micro_batch=budget, adam_eps=1e-4),
         head="lm" if task is DPO else "sequence",
-        seed=1,
+        options=EngineOptions(config=EngineConfig(tokens_per_micro_batch=budget, adam_eps=1e-4), seed=1),
     )
     engine.prepare_training(lr=3e-3, total_steps=2)
     zero_B, whole = torch.zeros_like(batch.sample_id), range(len(batch))

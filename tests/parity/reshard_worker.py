@@ -41,9 +41,9 @@ from tests.tiny import SERVED, write_tokenizer
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig, ReshardConfig, RolloutConfig
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.rollout.sampling import Request, Sampling
-from verl_megatron.rollout.vllm import VLLMActor
+from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 
 # Every family under one tensor-parallel size of vLLM. With its 1 or 2 key-value heads, all under 4 and the
@@ -85,9 +85,8 @@ def make_engine(folder: Path, layout: Layout, *, head="lm", train: bool = False)
         arch=read_architecture(folder),
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
-        config=CONFIG,
         head=head,
-        seed=1,
+        options=EngineOptions(config=CONFIG, seed=1),
     )
     if train:  # weights move into the distributed optimizer's buffers, and away from the folder's
         engine.prepare_training(lr=1e-2, total_steps=1)
@@ -107,11 +106,9 @@ def make_vllm(folder: Path, tp: int, *, load_weights: bool) -> VLLMActor:
     return VLLMActor(
         str(folder),
         tp,
-        config=RolloutConfig(tp=tp, max_num_seqs=8, enforce_eager=True),
+        config=RolloutConfig(tp=tp, max_num_seqs=8, enforce_eager=True, dtype="float32"),
         max_model_len=64,
-        dtype="float32",
-        seed=0,
-        load_weights=load_weights,
+        colocation=None if load_weights else Colocation(shared_weights={}),
     )
 
 

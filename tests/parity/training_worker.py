@@ -28,13 +28,15 @@ from tests.parity.world import (
     shared_folder,
     write_once,
 )
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss, value_loss
+from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.roles.role import make_role
 
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
@@ -112,7 +114,8 @@ def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> Rollou
 
 
 def policy(outputs, micro):
-    return policy_loss(outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), ALGORITHM, KL_COEF)
+    tokens = PolicyTokens.of(micro)
+    return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, ALGORITHM, KL_COEF)
 
 
 def value(outputs, micro):
@@ -135,10 +138,8 @@ def train(
         arch=arch,
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
-        config=config,
         head=head,
-        seed=1,
-        temperature=temperature,
+        options=EngineOptions(config=config, seed=1, temperature=temperature),
     )
     engine.prepare_training(lr=LR, total_steps=6)
     mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
@@ -368,9 +369,8 @@ def steps_apart(
         arch=read_architecture(folder),
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
-        config=config,
         head="lm",
-        seed=1,
+        options=EngineOptions(config=config, seed=1),
     )
     engine.prepare_training(lr=LR, total_steps=6)
     mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
@@ -438,10 +438,17 @@ def check_turns() -> None:
     mine, micro = share_of(batch, layout, 64)
     learnt = {}
     for what in ("none", "all"):
-        common = dict(engine=EngineConfig(tokens_per_micro_batch=64), seed=1, temperature=1.0, train_steps=6)
+        options = EngineOptions(config=EngineConfig(tokens_per_micro_batch=64), seed=1)
         models = {name: ModelConfig(path=str(folder / name), lr=LR) for name in ("actor", "critic")}
         roles = {
-            name: make_role(model, layout, world(), arch=read_architecture(model.path), head=head, **common)
+            name: make_role(
+                model,
+                ProcessGroups(layout, world()),
+                arch=read_architecture(model.path),
+                head=head,
+                options=options,
+                train_steps=6,
+            )
             for (name, model), head in zip(models.items(), ("lm", "token"))
         }
         residency = Residency(

@@ -11,7 +11,7 @@ from tests.launchers import LAUNCH, environment, hostfile
 from tests.planned import arch
 from tests.worlds import ROOT
 from tools.reshard.case import read_case
-from verl_megatron.config import SFTConfig
+from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig
 from verl_megatron.launch.command_line import NO_ROOM
 from verl_megatron.launch.dry_run import supervised_plan, training_plan, world
 from verl_megatron.planner import MACHINES, check_supervised_fits
@@ -87,6 +87,21 @@ def test_supervised_runs_are_checked_too(ranks):
         supervised_plan({"actor": {"path": "llama3-8b"}, "data": {"max_tokens": 9000}}, SFTConfig)
     with pytest.raises(ValueError, match="abacus"):
         supervised_plan({"actor": {"path": "llama3-8b"}}, SFTConfig, gpu="abacus")
+
+
+def test_runs_on_pairs_are_planned(ranks):
+    """DPO holds a frozen copy of the actor: 2 bytes of 8 billion parameters more, and a forward pass."""
+    ranks(4, 4)
+    model = {"path": "llama3-8b", "layout": "tp2"}
+    plans = [supervised_plan({"actor": model}, schema) for schema in (SFTConfig, DPOConfig)]
+    weights = [float(re.search(r"weights ([\d.]+)", plan)[1]) for plan in plans]
+    assert weights[1] == pytest.approx(2 * weights[0], abs=0.2)
+    assert "actor tp2dp2: 64 pairs a step, about 32.0 a data-parallel rank" in plans[1]
+    assert "reference: the initial weights of the actor, frozen" in plans[1]
+    plan = supervised_plan({"reward": model}, RewardModelConfig)
+    assert "reward tp2dp2: 64 pairs a step" in plan and "It fits: " in plan
+    with pytest.raises(ValueError, match="reward.path='none' is neither a folder nor"):
+        supervised_plan({"reward": {"path": "none"}}, RewardModelConfig)
 
 
 def test_supervised_runs_are_planned_and_refused_too(ranks):

@@ -7,7 +7,7 @@ import torch
 
 from parallel.reshard.execute import ReshardReport
 from tests.one_rank import ONE_RANK
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import RecordedSleeper, ScriptedEngine
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
@@ -209,7 +209,7 @@ def test_what_was_generated_before_an_abort_is_there():
 # ---- residency ----------------------------------------------------------
 
 
-class Recorded:
+class Recorded(RecordedSleeper):
     """A model, a weight sync and an engine whose calls are written down in one list."""
 
     def __init__(self, calls, name):
@@ -232,15 +232,6 @@ class Recorded:
     def restore(self):
         self.calls.append("restore")
         return False
-
-    def sleep(self):
-        self.calls.append("sleep")
-
-    def wake(self, tag):
-        self.calls.append(f"wake {tag}")
-
-    def has_room(self, tag):
-        return True
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
@@ -282,9 +273,7 @@ def test_engine_and_models_take_turns(sleeps):
 
 def test_a_quota_drops_surplus_prompts():
     sampler = sampler_of(ScriptedEngine(lengths), FirstToken())
-    draw = Draw(num_prompts=6, samples_per_prompt=2, sampling=Sampling(max_tokens=5))
-    batch = sampler.collect(
-        Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 2, quota=3
-    )
+    draw = Draw(num_prompts=6, samples_per_prompt=2, sampling=Sampling(max_tokens=5), quota=3)
+    batch = sampler.collect(Endless(), draw, iteration=1, version=0, keep_group=lambda scores: scores[0] >= 2)
     assert batch.group_id.tolist() == [0, 0, 1, 1, 2, 2]
     assert sampler.score(batch, Sums()).int().tolist() == [2, 2, 3, 3, 4, 4]

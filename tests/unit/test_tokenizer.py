@@ -1,5 +1,6 @@
 """The tokenizer's four operations against sentencepiece and transformers themselves."""
 
+import os
 import shutil
 
 import pytest
@@ -94,3 +95,14 @@ def test_folders_without_tokenizer_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="has no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"]
+)
+def test_a_pipe_is_refused_and_not_waited_for(folder, tmp_path, name):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    with pytest.raises(ValueError, match=rf"{name} is no regular file; copy"):
+        load_tokenizer(copy)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod, sqrt
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class ReshardCase:
     rollout: Layout
     dtype: torch.dtype
     window_bytes: int
-    spec: str  # of Megatron's layers; decides the names of the norms
+    spec: Literal["te", "local"]  # of Megatron's layers; decides the names of the norms
     hardware: str  # description of the ranks' hardware
 
     def train_shards(self, rank: int, layout: Layout | None = None) -> list[ShardedParameter]:
@@ -56,7 +57,7 @@ class ReshardCase:
         """Return vLLM's parameters on a rank."""
         return vllm_parameters(self.arch, self.rollout.tp, self.rollout.coordinates(rank).tp)
 
-    def sides(self) -> dict[str, object]:
+    def sides(self) -> dict[str, Any]:
         """Return both sides, the input of every plan."""
         return dict(
             source=megatron_shards(self.arch, self.train, spec=self.spec),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,8 +95,8 @@ def megatron_refit(case: ReshardCase, groups: list[ProcessGroups]) -> tuple[Cont
     run, rank = partial(swap_model_weights, *models, refit_method="nccl"), dist.get_rank()
     run()  # plans
     into = {rank: case.train_shards(rank, case.rollout) for rank in case.rollout.ranks}
-    plan = compile_plan(**case.sides() | {"destination": into})
-    what = dict(
+    plan = compile_plan(**{**case.sides(), "destination": into})
+    what: dict[str, Any] = dict(
         plan=plan,
         received_bytes=plan.received_bytes[rank],
         second_copy_bytes=bytes_of(target),
@@ -123,9 +124,11 @@ class Ours:
         self.plan = compile_plan(**self.sides, peer_memory=self.ipc_tensors is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
-        kept = dict(target=self.destination, overwritable=self.destination, described=self.described)
+        kept: dict[str, Any] = dict(
+            target=self.destination, overwritable=self.destination, described=self.described
+        )
         # columns of a destination with its own memory
-        self.kept = kept | dict(second_copy_bytes=bytes_of(self.destination))
+        self.kept: dict[str, Any] = kept | dict(second_copy_bytes=bytes_of(self.destination))
 
     def contenders(self, mode: str) -> list[Contender]:
         """Return the contenders of a mode (keep, share or swap); swap's two form a pair, in this order.
@@ -168,7 +171,7 @@ class Ours:
         own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in target}
         target |= own
         to_rollout = self._resharder(plans.to_rollout, self.source, target, self.ipc_tensors)
-        second = dict(second_copy_bytes=bytes_of(own))
+        second: dict[str, Any] = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
                 f"{mode}, to rollout",

@@ -30,6 +30,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -98,7 +99,8 @@ def watched(command: Sequence[object]) -> Run:
         seconds = time.monotonic() - start
         if process.returncode:
             output.seek(0)
-            raise subprocess.CalledProcessError(process.returncode, command, output.read())
+            words = [str(part) for part in command]
+            raise subprocess.CalledProcessError(process.returncode, words, output.read())
     peak = [max(values) for values in zip(*map(astuple, uses))]
     return Run(seconds, Use(*peak))
 
@@ -249,8 +251,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, rows: list[Row], **run: object) -> None:
-    """Write one line per row, each with the case and the versions."""
+def write_csv(path: Path, rows: Sequence[Any], **run: object) -> None:
+    """Write one line per row (a dataclass), each with the case and the versions."""
     run |= {
         "machine": f"{os.cpu_count()} x {processor()}",
         "torch": torch.__version__,

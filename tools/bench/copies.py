@@ -41,7 +41,7 @@ def beside(
         return time.perf_counter() - began, waited
 
 
-def seconds(work: Callable[[], None]) -> float:
+def seconds(work: Callable[[], object]) -> float:
     """Return the seconds of one call, waited for."""
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -36,8 +36,10 @@ from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import say
-from verl_megatron.algorithms.losses import PolicyTokens, policy_loss
+from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.algorithms.objectives import clip
+from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import EngineConfig, TrainerConfig
@@ -48,7 +50,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.profiling import described, make_profiler
 from verl_megatron.planner import Case, machine_here
 from verl_megatron.planner.training import forward_flops
-from verl_megatron.roles.engine import Engine, Loss
+from verl_megatron.roles.engine import Engine, EngineOptions, Loss
 
 # once parallel.device has prepared the machine
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
@@ -132,16 +134,15 @@ def product_rate() -> float:
         device.synchronize()
         start = time.perf_counter()
         for _ in range(count):
-            a @ b
+            torch.matmul(a, b)
         device.synchronize()
     return 20 * 2 * size**3 / (time.perf_counter() - start)
 
 
 def policy(outputs, micro):
     """Return PPO's clipped loss with its usual settings."""
-    return policy_loss(
-        outputs["logprobs"], outputs["entropy"], PolicyTokens.of(micro), TrainerConfig().algorithm, 0.0
-    )
+    tokens, config = PolicyTokens.of(micro), TrainerConfig().algorithm
+    return policy_loss(outputs["logprobs"], outputs["entropy"], tokens, clip.objective, config, 0.0)
 
 
 class Bench:
@@ -149,7 +150,11 @@ class Bench:
 
     def __init__(self, arch: Architecture, layout: Layout, config: EngineConfig, options: argparse.Namespace):
         self.engine = Engine(
-            arch=arch, folder=None, groups=ProcessGroups(layout, world()), config=config, head="lm", seed=1
+            arch=arch,
+            folder=None,
+            groups=ProcessGroups(layout, world()),
+            head="lm",
+            options=EngineOptions(config=config, seed=1),
         )
         self.batch = make_rows(
             options.rows,
@@ -187,7 +192,7 @@ class Bench:
 
         self.engine.outputs = outputs
         try:
-            self._steps(lambda found, _: (found["losses"].sum(), Sums()), ())
+            self._steps(lambda outputs, micro: (outputs["losses"].sum(), Sums()), ())
         finally:
             self.engine.outputs = usual
 

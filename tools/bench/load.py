@@ -104,7 +104,7 @@ def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) 
     sampler.join()
     digest = hashlib.sha256()
     for tensor in tensors.values():
-        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
     needed = sum(tensor.nbytes for tensor in tensors.values())
     return dict(
         seconds=seconds, read=read, peak_rss=peak, peak_own=max(own), digest=digest.hexdigest(), needed=needed

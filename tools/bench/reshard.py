@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ def best_gather(make: Callable[[int], GatherEverything], buckets_mib: list[int],
         make(best * MIB),
         f"re-enactment: gather everything, {f'{best} MiB buckets' if best else 'tensor by tensor'}",
     )
-    sizes = dict(received_bytes=gather.received_bytes, staging_bytes=gather.staging_bytes)
+    sizes: dict[str, Any] = dict(received_bytes=gather.received_bytes, staging_bytes=gather.staging_bytes)
     return Contender(kind="gather", name=name, run=gather.run, plan=ours.plan, **sizes, **ours.kept)
 
 
@@ -140,11 +141,11 @@ def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[R
         low, median, high = torch.quantile(
             seconds_N, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
         ).tolist()
-        rated = dict(
+        rated: dict[str, Any] = dict(
             gb_per_s=received / median / 1e9,
             floor_share=floor_of(contender.plan, rates) / median if contender.plan else 0.0,
         )
-        what = dict(
+        what: dict[str, Any] = dict(
             kind=contender.kind,
             name=contender.name,
             received_bytes=received,
@@ -197,7 +198,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _times(seconds: list[float]) -> dict[str, float]:
+def _times(seconds: list[float]) -> dict[str, Any]:
     return dict(zip(("p10_ms", "median_ms", "p90_ms"), (1000 * value for value in seconds)))
 
 

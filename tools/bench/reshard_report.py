@@ -77,7 +77,8 @@ def write_png(path: Path, case: ReshardCase, rows: list[Row]) -> None:
 
     methods = [row for row in rows if row.kind in COLOURS][::-1]
     longest = max(row.p90_ms for row in methods)
-    axis = Figure(figsize=(13, 1.6 + 0.45 * len(methods)), layout="constrained").subplots()
+    figure = Figure(figsize=(13, 1.6 + 0.45 * len(methods)), layout="constrained")
+    axis = figure.subplots()
     for height, row in enumerate(methods):
         floor = row.floor_share * row.median_ms
         axis.barh(height, row.median_ms, color=COLOURS[row.kind], height=0.6)
@@ -93,7 +94,7 @@ def write_png(path: Path, case: ReshardCase, rows: list[Row]) -> None:
         "move"
     )
     axis.set_title(f"{case}, {case.hardware}", fontsize=11)
-    axis.figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _in_words(row: Row) -> str:

@@ -32,7 +32,7 @@ from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import model_folder, say
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.vllm import VLLMActor, _sampling_params
+from verl_megatron.rollout.vllm import Colocation, VLLMActor, _sampling_params
 
 SEED, SHORTEST = 1, 8  # the shortest response is the full length divided by this
 
@@ -152,7 +152,7 @@ def main() -> None:
             options.tp,
             config=config,
             max_model_len=options.prompt + options.response,
-            load_weights=False,
+            colocation=Colocation(shared_weights={}),
         )
         rows = measure(actor, make_requests(options, arch.vocab_size), sampling, options.repetitions)
         actor.close()

@@ -218,7 +218,7 @@ def _case(options: argparse.Namespace) -> tuple[SyncCase, dict]:
         arch=arch,
         train=train,
         rollout=rollout,
-        learns=options.optimizer,
+        trainable=options.optimizer,
         config=config,
         folder=folder,
     ), hf

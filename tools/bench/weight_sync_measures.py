@@ -2,10 +2,11 @@
 
 import csv
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class Row:
 
     kind: str  # phase, memory, plan, build, check or digest
     name: str
-    value: float | str  # the median if it is a time
+    value: Any  # a number, the median if it is a time; the text of a digest
     unit: str
     p10: float | str = ""
     p90: float | str = ""
@@ -144,7 +145,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, run: Mapping[str, object], rows: list[Row]) -> None:
+def write_csv(path: Path, run: dict[str, Any], rows: list[Row]) -> None:
     """Write one line per row, beginning with the columns `run` that describe the measurement."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*run, *asdict(rows[0])])

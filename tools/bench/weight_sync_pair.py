@@ -28,7 +28,7 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import ReshardConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches
-from verl_megatron.roles.engine import Engine
+from verl_megatron.roles.engine import Engine, EngineOptions
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed
 from verl_megatron.rollout.vllm import VLLMActor
 from verl_megatron.rollout.weights import WeightSync
@@ -45,7 +45,7 @@ class SyncCase:
     arch: Architecture
     train: Layout
     rollout: Layout
-    learns: bool  # trainable: with gradient buffers and an optimizer
+    trainable: bool  # with gradient buffers and an optimizer
     config: TrainerConfig
     folder: str | None  # of the weights; None: random weights
 
@@ -66,7 +66,7 @@ class SyncCase:
             "mode": self.reshard.mode,
         }
         columns |= {
-            "optimizer": self.learns,
+            "optimizer": self.trainable,
             "offload": self.reshard.offload,
             "verify": self.reshard.verify,
             "window_mib": self.reshard.window_mib,
@@ -102,7 +102,7 @@ class ModelAndEngine:
             self.vllm = self._serve(self.sync.shared_weights)
         with clock.part("every slice resolved"):
             self.sync.attach(self.vllm)
-        if case.learns:
+        if case.trainable:
             with clock.part("one optimizer step"):
                 self._step()
         rng = random.Random(SEED)
@@ -126,16 +126,15 @@ class ModelAndEngine:
                 arch=case.arch,
                 folder=None,
                 groups=ProcessGroups(case.train, world()),
-                config=case.config.engine,
                 head="lm",
-                seed=SEED,
+                options=EngineOptions(config=case.config.engine, seed=SEED),
             )
         with clock.part("weights read" if case.folder else "random weights"), self._weights() as weights:
             for parameter in engine.parameters:
                 tensor = engine.tensors[parameter.chunk, parameter.name]
                 tensor.copy_(weights(parameter, tensor.dtype))
             device.release_cached_memory()
-        if case.learns:
+        if case.trainable:
             with clock.part("optimizer"):
                 engine.prepare_training(lr=0.0, total_steps=1)
         return engine
@@ -247,6 +246,7 @@ class ModelAndEngine:
             outputs = self.engine.infer(
                 batch, micro_batches(lengths, tokens_per_micro_batch=budget, multiple_of=self.case.train.pp)
             )
+        assert batch.rollout_logprobs is not None
         apart = (
             (outputs["logprobs"] - batch.rollout_logprobs)[batch.response_mask].abs().mean()
             if outputs
@@ -278,7 +278,7 @@ class ModelAndEngine:
             "weights that training keeps": bytes_of(self.engine.tensors),
             "weights that vLLM has of its own": bytes_of(own),
         }
-        if self.case.learns:
+        if self.case.trainable:
             sizes |= {
                 "gradient buffers": _bytes(gradients(self.engine.chunks)),
                 "what the optimizer keeps": _bytes(optimizer_tensors(self.engine.optimizer)),

@@ -107,7 +107,8 @@ def known_seconds(case: Case, phase: str, links: Machine) -> float:
         return moved_bytes(case) / (
             links.other_host_rate if case.resharding_crosses_hosts else links.same_host_rate
         )
-    return gradient_seconds(case, _role_of(case, phase), links) if phase in UPDATES else 0.0
+    role = _role_of(case, phase) if phase in UPDATES else None
+    return 0.0 if role is None else gradient_seconds(case, role, links)
 
 
 def dealing_seconds(case: Case, deal: Deal) -> float:

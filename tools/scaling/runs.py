@@ -126,7 +126,7 @@ class Recipe:
         if path.suffix == ".sh":
             path, written = _dry_run(self.command(ranks, settings), ranks)
         try:
-            merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(written))
+            merged: Any = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(written))
         except OmegaConfBaseException as error:
             raise ValueError(f"the settings cannot be put together: {error}") from None
         if "samples_per_step" in merged.get("data", {}):
@@ -230,7 +230,7 @@ class Sizing:
 
     def settings(self, ranks: int) -> Settings:
         """Return the settings that `ranks` ranks add to the recipe, except output folder and prompts."""
-        settings = MEASURING | {
+        settings: dict[str, Any] = MEASURING | {
             "run.iterations": self.steps,
             "data.max_prompt_tokens": self.prompt_tokens,
             "data.prompts_per_iteration": self.prompts_on(ranks),

@@ -48,8 +48,8 @@ class Algorithm:
     advantages: AdvantageFunction
     objective: str = "clip"  # of OBJECTIVES
     normalizer: str = "token_mean"  # of NORMALIZERS
-    # Besides the actor: "critic", "teacher"; "greedy", a greedy sample of each prompt; "logprobs", the actor's
-    # before the update.
+    # Besides the actor: "critic", "teacher"; "greedy", a greedy sample of each prompt; "logprobs", the
+    # actor's before the update.
     needs: frozenset[str] = frozenset()
     min_samples: int = 1  # per prompt
 

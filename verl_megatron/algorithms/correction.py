@@ -27,7 +27,7 @@ OUTSIDE, SAMPLE_SIZE = "policy/correction_fraction", "policy/effective_sample_si
 def importance_weights(
     old_logprobs_N: Tensor, tokens: PolicyTokens, config: AlgorithmConfig
 ) -> tuple[Tensor, Sums]:
-    """Compute the weights [N] float32, without gradient, and their metrics. Collective over `tokens.cp_group`.
+    """Compute the weights [N] float32, without gradient, and metrics. Collective over `tokens.cp_group`.
 
     Log ratios are limited to ±MAX_LOG_RATIO nats.
     """

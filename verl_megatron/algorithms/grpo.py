@@ -22,7 +22,7 @@ def advantages(
     """
     scores_B = penalized_scores(batch, config, kl_coef)
     advantages_B = group_advantages(
-        scores_B, batch.group_id, num_groups, scale_by_std=config.scale_by_std, all_sum=all_sum
+        scores_B, batch.required("group_id"), num_groups, scale_by_std=config.scale_by_std, all_sum=all_sum
     )
     return replace(
         batch,

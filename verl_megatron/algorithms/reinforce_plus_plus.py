@@ -28,7 +28,9 @@ def baseline_advantages(
 ) -> RolloutBatch:
     """Set advantages to score minus the mean of the group, whitened over the iteration's tokens."""
     scores_B = penalized_scores(batch, config, kl_coef)
-    centered_B = group_advantages(scores_B, batch.group_id, num_groups, scale_by_std=False, all_sum=all_sum)
+    centered_B = group_advantages(
+        scores_B, batch.required("group_id"), num_groups, scale_by_std=False, all_sum=all_sum
+    )
     centered_BT = batch.response_mask * centered_B.unsqueeze(-1)
     return replace(
         batch,

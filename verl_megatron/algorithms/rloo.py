@@ -20,7 +20,7 @@ def advantages(
     score - (total - score) / (n - 1) = n / (n - 1) (score - mean). The only sample of a group gets 0.
     """
     scores_B = penalized_scores(batch, config, kl_coef)
-    mean_B, count_B = group_statistics(scores_B, batch.group_id, num_groups, all_sum=all_sum)
+    mean_B, count_B = group_statistics(scores_B, batch.required("group_id"), num_groups, all_sum=all_sum)
     advantages_B = count_B / (count_B - 1).clamp(min=1) * (scores_B.double() - mean_B)
     return replace(
         batch,

@@ -30,7 +30,7 @@ class PolicyTokens:
 
     @classmethod
     def of(
-        cls, micro: MicroBatch, *, num_samples: int, cp_group: dist.ProcessGroup | None = None
+        cls, micro: MicroBatch, *, num_samples: int = 0, cp_group: dist.ProcessGroup | None = None
     ) -> "PolicyTokens":
         """Return the target tokens of a micro-batch."""
         fields = micro.fields
@@ -57,7 +57,7 @@ class PolicyTokens:
         return self._sums([x_N])[0][self.sample_N]
 
     def mean_of_sample(self, x_N: Tensor) -> Tensor:
-        """Average x over all tokens of each token's sample: [N], with gradient. Collective over `cp_group`."""
+        """Average x over each token's sample: [N], with gradient. Collective over `cp_group`."""
         total_B, count_B = self._sums([x_N, torch.ones_like(x_N)])
         return (total_B / count_B.clamp(min=1))[self.sample_N]
 

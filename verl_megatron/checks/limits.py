@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from parallel.runtime.refusal import nearest, short_repr
 
@@ -19,11 +19,9 @@ def check_types(config: Any) -> list[str]:
     """Return a problem for each section and setting of `config` with a wrong type."""
     problems = []
     for section in fields(config):
-        values = getattr(config, section.name)
-        if type(values) is not section.type:
-            problems.append(
-                f"{section.name}={short_repr(values)} is no section; give a {section.type.__name__}"
-            )
+        values, kind = getattr(config, section.name), cast(type, section.type)
+        if type(values) is not kind:
+            problems.append(f"{section.name}={short_repr(values)} is no section; give a {kind.__name__}")
             continue
         for field in fields(values):
             value = getattr(values, field.name, None)

@@ -1,7 +1,7 @@
 """Settings from a recipe and a command line: names and types, all wrong ones reported together."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,15 +41,13 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
             ]
     problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
     refuse(problems)
-    return OmegaConf.to_object(merged)
+    return cast(Schema, OmegaConf.to_object(merged))
 
 
 def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     try:
-        return OmegaConf.to_container(
-            overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides)),
-            resolve=True,
-        )
+        given = overrides if isinstance(overrides, DictConfig) else OmegaConf.create(dict(overrides))
+        return cast(dict[str, Any], OmegaConf.to_container(given, resolve=True))
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{error.full_key or 'a setting'} cannot be read ({str(error).splitlines()[0]}); "
@@ -59,7 +57,7 @@ def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
 
 def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
     """Set one setting; return its problem, or an empty string."""
-    known = list(section.keys())
+    known = [str(key) for key in section]
     if new := present_name(name, known):
         return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
     if name not in known:
@@ -79,5 +77,5 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
 
 
 def _example(section: DictConfig, name: str) -> str:
-    default = getattr(OmegaConf.get_type(section)(), name)
+    default = getattr(cast(type, OmegaConf.get_type(section))(), name)
     return f"{default!r}" if default != [] else "[a, b]"

@@ -8,7 +8,7 @@ the machine are in `checks/`.
 import os
 from collections.abc import Iterable
 from dataclasses import field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from parallel.runtime.refusal import nearest
 
@@ -48,6 +48,8 @@ class UnknownSettingError(AttributeError, ValueError):
 
 class Section:
     """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, **settings: Any) -> Self:
         for name in settings:

@@ -46,6 +46,12 @@ class RolloutBatch:
         """Return the fields that are set, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
+    def required(self, name: str) -> Tensor:
+        """Return an optional field that the caller cannot do without."""
+        value = getattr(self, name)
+        assert value is not None, f"the batch has no {name}"
+        return value
+
     def select(self, index: Tensor) -> "RolloutBatch":
         """Return samples `index` [B'] int64, in that order."""
         return RolloutBatch(**{name: value[index] for name, value in self.tensors().items()})

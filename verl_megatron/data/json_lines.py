@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from parallel.runtime.refusal import short_repr
 
@@ -115,7 +115,7 @@ def _opened(path: str | Path) -> io.BufferedReader:
         kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "is a device")
         if kind:
             raise ValueError(f"{kind}; name a .jsonl file")
-        return open(descriptor, "rb", buffering=1 << 20)
+        return cast(io.BufferedReader, open(descriptor, "rb", buffering=1 << 20))
     except BaseException:
         os.close(descriptor)
         raise

@@ -44,14 +44,14 @@ class PairDataset(RowReader):
         config = self._config
         if prompt != other:
             raise ValueError(
-                f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} answer different prompts: "
-                f"{short_repr(prompt)} and {short_repr(other)}; give both responses to one prompt"
+                f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} answer "
+                f"different prompts: {short_repr(prompt)} and {short_repr(other)}; give both responses to one prompt"
             )
         texts = [self._tokenizer.demonstration_text(prompt, response) for response in (chosen, rejected)]
         if texts[0] == texts[1]:
             raise ValueError(
-                f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} are the same response, "
-                "which teaches nothing; leave the row out"
+                f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} are the same "
+                "response, which teaches nothing; leave the row out"
             )
         if (fewest := max(self._fewest_tokens(*text) for text in texts)) > self._limit:
             return None, fewest
@@ -68,8 +68,8 @@ class PairDataset(RowReader):
             prompt, given = split_answer(self._value(row, "prompt_key"))
             if given:
                 raise ValueError(
-                    f"{short_repr(self._config.prompt_key)} ends in an assistant turn, and {short_repr(key)} is "
-                    "another response; remove one of them"
+                    f"{short_repr(self._config.prompt_key)} ends in an assistant turn, and "
+                    f"{short_repr(key)} is another response; remove one of them"
                 )
             return prompt, response
         messages, answers = ([], response) if _is_turn(response) else split_answer(response)

@@ -59,7 +59,8 @@ class RowReader(Sequence):
             raise ValueError(f"data.overlong={short_repr(config.overlong)} is unknown; choose error or drop")
         if not config.prompt_key:
             raise ValueError("data.prompt_key is empty; name the key of a row's prompt")
-        self.path, self._tokenizer, self._config, self._vocab_size = path, tokenizer, config, vocab_size
+        self.path, self._tokenizer, self._vocab_size = path, tokenizer, vocab_size
+        self._config: Any = config
         self.dropped = 0  # rows that are too long
         self.cut = 0  # prompts whose trailing assistant turns were removed
         self._limit: int = getattr(config, self._limit_name)
@@ -153,6 +154,7 @@ class PromptDataset(RowReader):
     """
 
     _limit_name = "max_prompt_tokens"
+    _config: DataConfig
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer, config: DataConfig, **options: int | None):
         if config.answer_key and config.answer_key == config.prompt_key:
@@ -187,6 +189,7 @@ class DemonstrationDataset(RowReader):
     """
 
     _limit_name = "max_tokens"
+    _config: SFTDataConfig
 
     def _parse(self, row: dict) -> tuple[Demonstration | None, int]:
         prompt, answers = split_answer(self._value(row, "prompt_key"))

@@ -32,7 +32,7 @@ class SampleTable:
         """Gather the table. Collective over `world`.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
-        gaps. Mini-batches differ by one unit at most: `unit` consecutive samples that stay in one micro-batch.
+        gaps. Mini-batches differ by one unit at most: `unit` consecutive samples, which share a micro-batch.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
         table = torch.zeros(5, num_samples, dtype=torch.int64)
@@ -45,7 +45,8 @@ class SampleTable:
         assert (table[4] == 1).all(), "every sample has one owner"
         num_units = num_samples // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
-        return cls(*table[:4], [range(first, end) for first, end in pairwise(bounds)], unit)
+        lengths, response, owner, group, _ = table
+        return cls(lengths, response, owner, group, [range(*ends) for ends in pairwise(bounds)], unit)
 
     @property
     def num_groups(self) -> int:

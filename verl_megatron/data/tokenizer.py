@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import cast
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.json_files import read_object, reason_of
@@ -10,6 +11,7 @@ from verl_megatron.data.chat import Message, Messages, checked, continuation, re
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # transformers may silently ignore a broken one of these.
+READ_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # that transformers may open; a pipe would block it
 SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -44,13 +46,13 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is not valid JSON.
         """
-        found = {self.eos_token_id}
+        ids = {self.eos_token_id}
         for name in ("generation_config.json", "config.json"):  # vLLM reads the first one that exists
             path = Path(self.hf.name_or_path, name)
             if self.hf.name_or_path and path.is_file():
-                found |= _eos_of(path)
+                ids |= _eos_of(path)
                 break
-        return frozenset(found)
+        return frozenset(ids)
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -90,11 +92,12 @@ class Tokenizer:
             if isinstance(prompt, str):
                 return prompt, answer
             answer = {"role": "assistant", "content": answer}
-        *messages, answer = self._checked([*prompt, answer] if isinstance(prompt, list) else prompt)
+        turns = [*prompt, answer] if isinstance(prompt, list) else prompt
+        *messages, answer = self._checked(cast(Messages, turns))
         if not ((answer.get("content") or "").strip() or answer.get("tool_calls")):
             raise ValueError("the assistant turn is empty; give it content, or leave the row out")
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("beside a response, the prompt must be messages that end in a turn of the user")
+            raise ValueError("with a response, the prompt must be messages that end in a user turn")
         return continuation(self.hf, messages, answer)
 
     def _checked(self, messages: Messages) -> Messages:
@@ -216,12 +219,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)});"
             " copy the model's tokenizer files into it"
         )
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READ_SUFFIXES and path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file; copy the tokenizer's files again from their source")
     for name in SMALL_FILES:
         if (folder / name).exists():
             read_object(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode("a")), tokenizer.get_vocab()  # some defects show only on first use
+        tokenizer.decode(tokenizer.encode("a"))  # some defects show only on first use
+        tokenizer.get_vocab()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a Rust panic of the tokenizers library is not an Exception

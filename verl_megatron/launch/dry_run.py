@@ -126,7 +126,7 @@ def _stand_ins(settings: Settings, trained: str = "actor") -> Iterator[tuple[Set
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(shape(name)))
-            section["path"] = str(folder)
+            complete[role]["path"] = str(folder)
             if role == trained and isinstance(data := complete.setdefault("data", {}), dict):
                 data.setdefault("train", "")
         data = complete.get("data")

@@ -50,12 +50,8 @@ class Progress:
         say: prints a message on one rank.
     """
 
-    learnt: tuple[str, ...] = (
-        "policy/",
-        "sft/",
-        "dpo/",
-        "reward_model/",
-    )  # metrics that a repetition has again
+    # Prefixes of the metrics that a repeated iteration reproduces.
+    compared: tuple[str, ...] = ("policy/", "sft/", "dpo/", "reward_model/")
     repeated_on = ""  # what a repeated iteration is computed from, for messages
 
     def __init__(
@@ -125,10 +121,10 @@ class Progress:
         self._newest = self.folder / f"step_{step}"
         self._background.submit(write)
 
-    def _snapshots(self, told: dict) -> Iterator[tuple[str, Snapshot]]:
+    def _snapshots(self, metadata: dict) -> Iterator[tuple[str, Snapshot]]:
         for name, role in self.trainable.items():
             self.enter(role.engine)
-            snapshot, told[name] = role.engine.snapshot()
+            snapshot, metadata[name] = role.engine.snapshot()
             yield name, snapshot
 
     def _manifest(self) -> dict:
@@ -172,28 +168,28 @@ class Progress:
             for name, role in self.trainable.items()
             for kind, value in self._norms(role).items()
         }
-        learnt = {
+        results = {
             name: value
             for name, value in metrics.items()
-            if name.startswith(self.learnt) and not name.endswith("_ms")
+            if name.startswith(self.compared) and not name.endswith("_ms")
         } | norms
         if is_repeated and self.config.run.resume == "verify":
-            self._verify(path, learnt)
+            self._verify(path, results)
         else:
-            self._background.submit(lambda _: self._record(path, learnt))
+            self._background.submit(lambda _: self._record(path, results))
 
     def _norms(self, role: Role) -> dict[str, float]:
         self.enter(role.engine)
         return role.engine.norms()
 
-    def _record(self, path: Path, learnt: dict[str, float]) -> None:
+    def _record(self, path: Path, results: dict[str, float]) -> None:
         if self.world.is_first:
             try:
-                checkpoints.write_record(path, RECORDED, learnt)
+                checkpoints.write_record(path, RECORDED, results)
             except OSError as error:
                 self.say(f"warning: iteration {self.step} was not recorded in {path}: {error}")
 
-    def _verify(self, path: Path, learnt: dict[str, float]) -> None:
+    def _verify(self, path: Path, results: dict[str, float]) -> None:
         recorded = resume.read_record(path, RECORDED, self.world, say=self.say, check=recorded_problem)
         if recorded is None:
             return self.say(
@@ -202,7 +198,7 @@ class Progress:
             )
         # On GPUs the summation order of some kernels is not deterministic.
         apart = differences(
-            recorded, learnt, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2
+            recorded, results, relative=0 if self._is_same_layout and not device.is_gpu() else 1e-2
         )
         if apart:
             numbers = "; ".join(f"{name}={found!r}, recorded {was!r}" for name, was, found in apart[:5])
@@ -234,18 +230,19 @@ class Progress:
                     "remove what is not wanted"
                 )
             return
-        found = resume.newest_sound(self.folder, self.world, say=self.say, check=manifest_problem)
-        if found is None:
+        newest = resume.newest_sound(self.folder, self.world, say=self.say, check=manifest_problem)
+        if newest is None:
             return
-        path, saved = found
-        mine = self._manifest()
-        if (kind := saved.get("kind", mine["kind"])) != mine["kind"]:
+        path, saved = newest
+        manifest = self._manifest()
+        if (kind := saved.get("kind", manifest["kind"])) != manifest["kind"]:
             raise CheckpointError(
-                f"{path} is of another kind of run: its settings are a {short_repr(kind)}, here a {mine['kind']}; "
+                f"{path} is of another kind of run: its settings are a {short_repr(kind)}, "
+                f"here a {manifest['kind']}; "
                 "choose another run.output_dir, or set run.resume=never"
             )
-        resume.refuse_other_models(path, saved, mine["models"])
-        if changed := changed_settings(saved["settings"], mine["settings"]):
+        resume.refuse_other_models(path, saved, manifest["models"])
+        if changed := changed_settings(saved["settings"], manifest["settings"]):
             self.say(f"settings changed since {path}: {', '.join(changed)}")
         self.cursor.load_state_dict(saved["cursor"])  # first, because it rejects other data
         for name, role in self.trainable.items():
@@ -254,20 +251,22 @@ class Progress:
         self.step, self.before, self.validated = saved["step"], saved["before"], saved["validation"]
         self._restore(saved)
         self._newest, how = path, "with its random states"
-        self._is_same_layout = saved["world_size"] == self.world.size and saved["layouts"] == mine["layouts"]
+        self._is_same_layout = (
+            saved["world_size"] == self.world.size and saved["layouts"] == manifest["layouts"]
+        )
         if self._is_same_layout:
             with checkpoints.together(
                 f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
                 self.world,
             ):
-                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng"))
+                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng") or {})
         else:
             random_state.seed_anew(
                 next(iter(self.trainable.values())).engine.groups, seed=self.config.run.seed, step=self.step
             )
             how = (
-                f"of layouts {saved['layouts']} under {mine['layouts']}; "
-                "random states begin anew from run.seed and the step"
+                f"of layouts {saved['layouts']} under {manifest['layouts']}; "
+                "random states start from run.seed and the step"
             )
         attached = self._resume_attached(path)
         self.say(

@@ -6,6 +6,7 @@ size.
 
 import math
 from inspect import signature
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ class PackedAttention(MegatronModule):
 
     def __init__(self, config, *, pg_collection, softmax_scale=None, **_):
         super().__init__(config)
+        assert pg_collection is not None, "this attention takes its groups from the collection"
         self.cp = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
@@ -49,13 +51,14 @@ class PackedAttention(MegatronModule):
         return out.flatten(1)
 
     def _varlen(self, query, key, value, params) -> Tensor:
-        grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
         if not grouped and key.size(1) != query.size(1):
             key, value = (x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))
         cu, longest = params.cu_seqlens_q, params.max_seqlen_q
-        return varlen_attn(
+        out = varlen_attn(
             query, key, value, cu, cu, longest, longest, window_size=(-1, 0), scale=self.scale, **grouped
         )
+        return cast(Tensor, out)  # a pair only with return_aux
 
     def _attend(self, q, k, v, *, causal) -> Tensor:
         """Attention of one sequence or chunk: [Tq, n, d] against [Tk, k, d].

@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ def choose_spec(setting: str) -> Spec:
     "auto" is transformer-engine on GPUs where it is installed, and else local.
     """
     if setting != "auto":
-        return setting
+        return cast(Spec, setting)
     return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
 
 
@@ -63,27 +63,30 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config, hidden_size, eps=1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> TransformerConfig:
     """Build Megatron's TransformerConfig for the architecture under a layout."""
     stages = [len(layers) for layers in layout.layers_of(arch.num_layers).values()]
-    uneven = dict(
+    uneven: dict[str, Any] = dict(
         num_layers_in_first_pipeline_stage=stages[0] * layout.vpp,
         num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp,
     )
     assert len(set(stages[1 : layout.pp - 1])) <= 1, (
         "Megatron-Core lets only the first and the last stage differ"
     )
-    recompute = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": dict(recompute_granularity="selective"),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     }
     # Scales come from the current tensors, reduced over the tensor-parallel ranks that split them. No wider
     # group is lent to Megatron's globals.
-    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True) if compute.fp8 else {}
+    fp8: dict[str, Any] = (
+        dict(fp8="hybrid", fp8_recipe="tensorwise", tp_only_amax_red=True) if compute.fp8 else {}
+    )
     on_gpu = torch.cuda.is_available()
     _, attention_factor = rope_frequencies(arch)
     return TransformerConfig(
@@ -128,13 +131,13 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
     )
 
 
-def layer_spec(arch: Architecture, spec: Spec):
+def layer_spec(arch: Architecture, spec: Spec) -> tuple[Any, Any]:
     """Return the spec of one layer and the class of the final norm."""
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm), TENorm
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -160,22 +163,24 @@ def build_chunks(
         layers = layout.layers_of(arch.num_layers)[place.pp, chunk]
         with warnings.catch_warnings(), megatron.megatron_globals(groups):
             warnings.simplefilter("ignore")
+            block: Any = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=final_norm)
             model = GPTModel(
                 config,
-                TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=final_norm),
+                block,
                 vocab_size=padded_vocab(arch.vocab_size, layout.tp),
                 max_sequence_length=arch.max_positions,
                 pre_process=place.pp == 0 and chunk == 0,
                 post_process=is_last,
                 position_embedding_type="rope",
-                rotary_base=arch.rope_theta,
+                rotary_base=cast(int, arch.rope_theta),  # any number will do
                 share_embeddings_and_output_weights=tied,
                 pg_collection=megatron.collection(groups),
                 vp_stage=chunk if layout.vpp > 1 else None,
             )
         frequencies, _ = rope_frequencies(arch)
         model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
-        assert [layer.layer_number - 1 for layer in model.decoder.layers] == list(layers), (
+        built: Any = model.decoder.layers
+        assert [layer.layer_number - 1 for layer in built] == list(layers), (
             "Megatron numbers the layers of this stage differently"
         )
         if is_last:
@@ -184,7 +189,7 @@ def build_chunks(
     return chunks
 
 
-def _replace_head(model: GPTModel, config: TransformerConfig, groups: ProcessGroups, head: Head) -> None:
+def _replace_head(model: Any, config: TransformerConfig, groups: ProcessGroups, head: Head) -> None:
     if head == "lm":
         model.output_layer.__class__ = LanguageHead  # same weight and attributes, other forward pass
     else:

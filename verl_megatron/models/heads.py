@@ -3,6 +3,8 @@
 Letters: T packed tokens on this rank, H hidden size.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
@@ -40,7 +42,8 @@ class ValueHead(torch.nn.Module):
         self.bias = (
             torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device)) if bias else None
         )
-        for parameter in self.parameters():
+        parameters: Any = self.parameters()
+        for parameter in parameters:
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(
@@ -57,7 +60,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def trunk(chunk: torch.nn.Module) -> torch.nn.Module:
+def trunk(chunk: Any) -> Any:
     """Return the GPTModel of a chunk, which may be wrapped for data parallelism."""
     while not hasattr(chunk, "share_embeddings_and_output_weights"):
         chunk = chunk.module

@@ -9,6 +9,7 @@ temperature, in float32 from the first step on, whatever the dtype of the logits
 
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,8 @@ def stats_by_triton(
 ) -> Tensor:
     """`stats` in one launch, one program per token."""
     stats_4N = torch.empty(4, len(labels_N), device=logits_NV.device)
-    stats_kernel[(len(labels_N),)](
+    kernel: Any = stats_kernel  # Triton's launch, which types do not know
+    kernel[(len(labels_N),)](
         logits_NV,
         labels_N,
         stats_4N,
@@ -127,7 +129,8 @@ def grad_logits_by_triton_(
     logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor, tuning: Tuning = GRAD
 ) -> Tensor:
     """`grad_logits_` in one launch, one program per token and block of columns."""
-    grad_kernel[(len(labels_N), triton.cdiv(logits_NV.size(1), tuning.block))](
+    kernel: Any = grad_kernel
+    kernel[(len(labels_N), -(-logits_NV.size(1) // tuning.block))](
         logits_NV,
         labels_N,
         factors_4N,

@@ -157,7 +157,7 @@ class PhaseTimer:
         )
         self._used_memory = used_memory
         self._around = around  # context manager factory, called with the phase's name
-        self._wait_for_others: Callable[[], None] | None = None  # None: nothing is recorded
+        self._wait_for_others: Callable[[], object] | None = None  # None: nothing is recorded
         self._events: list[PhaseEvent] = []
         self._began_s = self._began_at = self._inside_s = 0.0
         self._popped_s: float | None = None  # None: no phase yet
@@ -165,7 +165,7 @@ class PhaseTimer:
         self.memory_bytes: dict[str, int] = {}  # in use at the end of each phase
         self.recorded: RecordedIteration | None = None  # the iteration that the last pop() ended
 
-    def record(self, wait_for_others: Callable[[], None]) -> None:
+    def record(self, wait_for_others: Callable[[], object]) -> None:
         """Record the start and end of each phase in `recorded` from now on.
 
         Every phase then ends with `wait_for_others`, a barrier of all ranks, so that waiting is attributed to
@@ -218,10 +218,12 @@ class PhaseTimer:
 
     def _meet(self) -> None:
         """Set the time origin to the end of a barrier, because the hosts' clocks differ."""
+        assert self._wait_for_others is not None
         self._wait_for_others()
         self._began_s, self._began_at = time.perf_counter(), time.time()
 
     def _finish(self, name: str, start: float) -> None:
+        assert self._wait_for_others is not None
         busy_end = self._busy_end_s or time.perf_counter()
         self._wait_for_others()
         self._events.append(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -112,7 +113,7 @@ def make_profiler() -> profile:
 def described(profiler: profile) -> str:
     """Report GPU idle time, the process's operators during it, and the tables of kernels and operators."""
     kernels, operators = [], []
-    for event in profiler.events():
+    for event in profiler.events() or []:
         on_gpu = event.device_type != DeviceType.CPU
         # A named range on the GPU spans its kernels and the gaps between them.
         if on_gpu and event.is_user_annotation:
@@ -162,7 +163,7 @@ def meanwhile(gaps: list[Span], operators: list[Span]) -> Counter[str]:
 
     Gaps are in order. Of several operators, the one that began last counts.
     """
-    found: Counter[str] = Counter()
+    time_by_operation: Any = Counter()
     coming, under_way = sorted(operators, key=lambda operator: -operator.start), []
     for gap in gaps:
         middle = (gap.start + gap.end) / 2
@@ -170,5 +171,5 @@ def meanwhile(gaps: list[Span], operators: list[Span]) -> Counter[str]:
             under_way.append(coming.pop())
         while under_way and under_way[-1].end <= middle:
             under_way.pop()
-        found[under_way[-1].name if under_way else BETWEEN] += gap.end - gap.start
-    return found
+        time_by_operation[under_way[-1].name if under_way else BETWEEN] += gap.end - gap.start
+    return time_by_operation

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from verl_megatron.observe.metrics import PhaseEvent
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Rows = list[dict[str, float | None]]
+Rows = list[dict[str, Any]]  # of `read_metrics`: numbers, None for those that are not finite
 BLUE, ORANGE, GREEN = "#3465a4", "#d9730d", "#2e8b57"
 
 
@@ -25,6 +26,7 @@ def draw_report(output_dir: str | Path) -> Path:
 
     matplotlib.use("Agg")  # a file, no display
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained", sharex=True)
     draw_reward(axes[0, 0], rows)
@@ -33,7 +35,7 @@ def draw_report(output_dir: str | Path) -> Path:
     draw_phases(axes[1, 1], rows)
     for axis in axes.flat:
         axis.grid(alpha=0.25)
-        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.tick_params(labelbottom=True)
         axis.set_xlabel("iteration")
     path = Path(output_dir) / "report.png"
@@ -63,14 +65,15 @@ def draw_timeline(path: Path, ranks: Sequence[Sequence[PhaseEvent]]) -> None:
                 hatch="////",
                 linewidth=0,
             )
-    axis.yaxis.get_major_locator().set_params(integer=True)
+    locator: Any = axis.yaxis.get_major_locator()
+    locator.set_params(integer=True)
     axis.set(title="One iteration", xlabel="seconds", ylabel="rank", ylim=(len(ranks) - 0.5, -0.5))
     legend = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in colours.items()]
     legend.append(
         Patch(facecolor="none", edgecolor="gray", hatch="////", linewidth=0, label="waits for other ranks")
     )
     axis.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize=9)
-    axis.figure.savefig(path, dpi=110)
+    cast("Figure", axis.figure).savefig(path, dpi=110)
 
 
 def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:

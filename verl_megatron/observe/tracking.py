@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -25,7 +25,7 @@ def complete_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
-def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, float | None]], int]:
+def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
     """Return the lines that are rows of metrics, and the number of other lines."""
     rows = [row for line in lines if (row := _parsed_row(line)) is not None]
     return rows, len(lines) - len(rows)
@@ -49,7 +49,7 @@ def _is_small(value: object) -> bool:
     return type(value) is int and abs(value) <= 2**53  # larger integers may have no exact float
 
 
-def read_metrics(output_dir: str | Path) -> list[dict[str, float | None]]:
+def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     """Return the rows of `metrics.jsonl` in order, each with "step"; None replaces non-finite numbers.
 
     Raises:
@@ -130,7 +130,7 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
 
 
 class Console:
-    """One line per row, with the remaining time.
+    """A line per row, with the remaining time.
 
     On a terminal a progress bar below shows that time; elsewhere it ends the line.
     """

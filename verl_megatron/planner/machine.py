@@ -70,9 +70,8 @@ class Machine:
                     f"machine file {path}: {key}={value!r} is not known; known are {', '.join(sorted(known))}"
                 )
             is_text = key in ("name", "source")
-            if not isinstance(value, str if is_text else int | float) or (
-                not is_text and not 0 < value < float("inf")
-            ):
+            is_number = isinstance(value, int | float) and 0 < value < float("inf")
+            if not (isinstance(value, str) if is_text else is_number):
                 raise ValueError(
                     f"machine file {path}: {key}={value!r}"
                     f" must be {'a text' if is_text else 'a positive number'}"

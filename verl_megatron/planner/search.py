@@ -58,6 +58,12 @@ class Candidate:
     time: TimePlan | None = None  # None where something does not fit
 
     @property
+    def seconds(self) -> TimePlan:
+        """Predicted time of a candidate that fits."""
+        assert self.time is not None, "something does not fit"
+        return self.time
+
+    @property
     def line(self) -> str:
         """The settings for the command line of verl_megatron.train, or a recipe."""
         return " ".join(f"{name}={spelled(value)}" for name, value in self.settings.items())
@@ -140,7 +146,7 @@ def search(
 
 
 def _seconds(candidate: Candidate) -> float:
-    return round(candidate.time.iteration, 2)  # finer differences do not decide
+    return round(candidate.seconds.iteration, 2)  # finer differences do not decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +231,7 @@ class _Maker:
                 best = found
             if not problems and share >= wanted:
                 break
+        assert best is not None
         return best
 
     def _shares(self, case: Case, empty: MemoryPlan) -> tuple[float, float]:
@@ -303,7 +310,8 @@ def _layouts(
                     for axis, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("cp", cp))
                     if size > 1
                 )
-                yield {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models} | split
+                layouts: Settings = {f"{name}.layout": (sizes or "tp1") + "sp" * (tp > 1) for name in models}
+                yield layouts | split
 
 
 def uneven_stages(layers: int, pp: int) -> list[int]:
@@ -348,7 +356,8 @@ def _frozen_layouts(
 ) -> Settings:
     """Layouts under which reward model and teacher take little of a GPU, unless the user chose them."""
     layouts = {}
-    for section, head in (("reward", "sequence"), ("teacher", "lm")):
+    heads: dict[str, Head] = {"reward": "sequence", "teacher": "lm"}
+    for section, head in heads.items():
         model = getattr(base, section)
         if model.path and model.layout == RewardConfig().layout:
             arch, sizes = read(model.path), _tensor_sizes(ranks_per_host)

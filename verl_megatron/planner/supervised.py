@@ -52,8 +52,8 @@ def supervised_case(
     )
     case = Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
     arch, layout = case.actor.arch, case.actor.layout
-    actor = PlannedRole.of(name="actor", arch=arch, layout=layout, head=trained.head, learns=True)
-    return replace(case, roles=(actor, *(replace(actor, name=spec.name, learns=False) for spec in frozen)))
+    actor = PlannedRole.of(name="actor", arch=arch, layout=layout, head=trained.head, trainable=True)
+    return replace(case, roles=(actor, *(replace(actor, name=spec.name, trainable=False) for spec in frozen)))
 
 
 def supervised_report(

@@ -141,7 +141,7 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
     shown = result.fitting[:best]
     lines = []
     if shown:
-        phases = [phase for phase in PHASES_SHOWN if phase in shown[0].time.seconds]
+        phases = [phase for phase in PHASES_SHOWN if phase in shown[0].seconds.seconds]
         head = (
             f"{'':>3} {'actor layout':<18}{'rollout':<11}"
             + _cells(phases, 14)
@@ -166,7 +166,7 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
             "",
             "the first:",
             *memory_lines(first.memory, machine),
-            *seconds_lines(first.case, first.time, first.memory),
+            *seconds_lines(first.case, first.seconds, first.memory),
         ]
     if result.refused:
         lines += [
@@ -223,7 +223,7 @@ def comparison_lines(compared: list[Compared]) -> list[str]:
 
 
 def _row(candidate: Candidate, phases: list[str]) -> str:
-    case, time, peak = candidate.case, candidate.time, candidate.memory.peak
+    case, time, peak = candidate.case, candidate.seconds, candidate.memory.peak
     rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
     seconds = _cells((f"{time.seconds[phase]:.1f}" for phase in phases), 14)
     rest = " ".join(

@@ -6,6 +6,7 @@ which do not overlap here. A backward pass has twice the products of a forward p
 attention; recomputation adds a forward pass. Letters as in activations.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_megatron.models.log_probs import CHUNK_BYTES
@@ -59,7 +60,7 @@ def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
     ), 2.0 * queries * case.packed_tokens
 
 
-def infer_seconds(case: Case, machine: Machine, roles: list[PlannedRole]) -> float:
+def infer_seconds(case: Case, machine: Machine, roles: Sequence[PlannedRole]) -> float:
     """Seconds of a forward pass over all samples by models of one layout.
 
     The models follow each other through one pipeline with all mini-batches.

@@ -40,8 +40,8 @@ def last_number(prompt: str, response: str, ground_truth: Any, extra: dict[str, 
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 REWARDS: dict[str, RewardFunction] = {"match": match, "last_number": last_number}

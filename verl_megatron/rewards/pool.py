@@ -219,8 +219,7 @@ class _Slot(Thread):
 
     def run(self) -> None:
         try:
-            self._ensure_worker()
-            self._first.put(self._worker.refused)
+            self._first.put(self._ensure_worker().refused)
         except Exception as error:
             self._first.put(error)
         while (task := self._tasks.get()) is not None:
@@ -241,8 +240,8 @@ class _Slot(Thread):
         started = time.perf_counter()
         for repeated in (False, True):
             try:
-                self._ensure_worker()
-                score, metrics, kind, text, elapsed_ms = self._worker.ask(pickle.dumps(call), self._timeout_s)
+                worker = self._ensure_worker()
+                score, metrics, kind, text, elapsed_ms = worker.ask(pickle.dumps(call), self._timeout_s)
                 return [float(score), metrics, kind, text, elapsed_ms]
             except TimeoutError:
                 self._end_worker()
@@ -260,15 +259,15 @@ class _Slot(Thread):
             break
         return [0.0, {}, kind, text, (time.perf_counter() - started) * 1000]
 
-    def _ensure_worker(self) -> None:
-        """Start a worker if there is none; ValueError if it cannot be started."""
+    def _ensure_worker(self) -> "_Worker":
+        """Return the worker, started if there is none; ValueError if it cannot be started."""
         if self.closing:
             raise ValueError("the pool is closed")
         if self._worker is not None and self._worker.has_ended():
             self._end_worker()
         for repeated in (False, True):
             if self._worker is not None:
-                return
+                break
             self._starts += 1
             self._worker = _Worker(self._spec, output_bytes=OUTPUT_BYTES // self._starts)
             try:
@@ -277,6 +276,8 @@ class _Slot(Thread):
                 code = self._end_worker()
                 if repeated or code not in _KILLED_BY_OTHERS:
                     raise
+        assert self._worker is not None
+        return self._worker
 
     def _end_worker(self, *, grace_s: float = 0.0) -> int | None:
         worker, self._worker = self._worker, None

@@ -3,7 +3,7 @@
 Letters: B samples on this rank, G prompts of the whole iteration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ def overlong_penalty(response_B: Tensor, *, max_tokens: int, overlong_tokens: in
     return -(excess_B / overlong_tokens).clamp(max=1).float()
 
 
-def has_variance(scores: list[float]) -> bool:
+def has_variance(scores: Sequence[float]) -> bool:
     """Whether the samples of a prompt differ in their score; otherwise group-relative advantages are 0."""
     return max(scores) > min(scores)
 
@@ -40,12 +40,15 @@ def take_baselines(
     The remaining samples are renumbered. `all_sum` adds over the ranks, and each of them must call it.
     """
     is_greedy_B = batch.sample_id % group_size == group_size - 1
-    greedy_B = batch.rewards.double() * is_greedy_B
+    greedy_B = batch.required("rewards").double() * is_greedy_B
     sums.add("reward/greedy_mean", greedy_B.sum(), is_greedy_B.sum())
-    score_G = all_sum(torch.zeros(num_groups, dtype=torch.float64).index_add_(0, batch.group_id, greedy_B))
+    score_G = all_sum(
+        torch.zeros(num_groups, dtype=torch.float64).index_add_(0, batch.required("group_id"), greedy_B)
+    )
     part = batch.select((~is_greedy_B).nonzero().squeeze(1))
+    group_B = part.required("group_id")
     return replace(
         part,
-        sample_id=part.group_id * (group_size - 1) + part.sample_id % group_size,
-        baselines=score_G[part.group_id].float(),
+        sample_id=group_B * (group_size - 1) + part.sample_id % group_size,
+        baselines=score_G[group_B].float(),
     )

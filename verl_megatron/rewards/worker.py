@@ -13,7 +13,8 @@ import pickle
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from io import TextIOWrapper
+from typing import Any, NoReturn, cast
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.rewards.functions import RewardFunction, described, load_reward
@@ -40,8 +41,9 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     os.set_inheritable(connection, False)
     own_id, trainer = os.getpid(), socket.socket(fileno=connection)
     sys.argv[:] = [""]
-    sys.stdout.reconfigure(line_buffering=True)  # this process ends by being killed
-    function, answer = None, {"refused": refused}
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # this process ends by being killed
+    function: Any = None
+    answer: Any = {"refused": refused}
     try:
         function = load_reward(spec)
     except ValueError as error:

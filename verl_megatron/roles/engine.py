@@ -2,18 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 from parallel import device, megatron
@@ -30,21 +23,15 @@ from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
-from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec, frozen
-from verl_megatron.models.heads import head_weight
-from verl_megatron.models.log_probs import Softmax, token_log_probs
+from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec
+from verl_megatron.models.heads import trunk
+from verl_megatron.models.log_probs import Softmax
 from verl_megatron.observe.metrics import Sums
+from verl_megatron.roles.heads import HEADS, HeadOutputs, Outputs
+from verl_megatron.roles.inference import infer_models
 from verl_megatron.roles.learning_rate import make_scheduler
+from verl_megatron.roles.optimizer import gathers_late, make_optimizer, wrap_data_parallel
 from verl_megatron.roles.schedule import pack_all, run_schedule
-
-Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the selected tokens
-
-# Prefix of the metrics and settings section of a trained model, by its head.
-TRAINED_BY_HEAD: dict[Head, tuple[str, str]] = {
-    "lm": ("policy", "actor"),
-    "token": ("critic", "critic"),
-    "sequence": ("reward_model", "reward"),
-}
 
 
 class Loss(Protocol):
@@ -78,6 +65,16 @@ def compute_of(config: EngineConfig) -> Compute:
     return compute
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options shared by the models of a run."""
+
+    config: EngineConfig
+    seed: int  # of initial weights
+    temperature: float = 1.0  # of the sampling distribution; divides the logits of a language-model head
+    progress: Callable[[], None] = lambda: None  # called before each micro-batch
+
+
 class Engine:
     """A model on the ranks of its layout.
 
@@ -90,38 +87,32 @@ class Engine:
         arch: Architecture,
         folder: str | None,
         groups: ProcessGroups,
-        config: EngineConfig,
         head: Head,
-        seed: int,
-        temperature: float = 1.0,
-        progress: Callable[[], None] = lambda: None,
+        options: EngineOptions,
     ):
         """
         Args:
             folder: Hugging Face folder with the weights; None keeps the initial weights and reads no files.
-            progress: called before each micro-batch.
         """
-        self.progress = progress
-        self.arch, self.groups, self.config, self.head = arch, groups, config, head
-        self.layout, self.compute, self.temperature = groups.layout, compute_of(config), temperature
-        self.optimizer, self.scattered = None, False
+        self.arch, self.groups = arch, groups
+        self.head: Head = head
+        self.config, self.temperature, self.progress = options.config, options.temperature, options.progress
+        self.layout, self.compute = groups.layout, compute_of(options.config)
+        self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
+        self.scattered = False
         self.offload = Offload(device.device())  # optimizer state
         self.idle_gradients = Offload(device.device())
         self.copies = checkpoint.HostCopies()
-        self.chunks = []
+        self.chunks: list[Any] = []
         if not groups.is_member:
             return
-        megatron.seed(groups, seed)
+        megatron.seed(groups, options.seed)
         self.chunks = build_chunks(arch, groups, self.compute, head=head)
-        self.model_config = self.chunks[0].config
+        self.model_config: Any = self.chunks[0].config
         self.parameters = megatron_parameters(
             arch, self.layout, groups.rank, spec=self.compute.spec, head=head
         )
-        self.tensors = {
-            (i, name): parameter.data
-            for i, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
+        self.tensors = _tensors_of(self.chunks)
         described = {(p.chunk, p.name): p.shape for p in self.parameters}
         built = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
         assert described == built, (
@@ -131,7 +122,7 @@ class Engine:
             with CheckpointFolder(folder) as files:
                 new = load_parameters(files, self.parameters, self.tensors)
             if new and head == "sequence":
-                self._initialize_score(seed)
+                self._initialize_score(options.seed)
 
     def _initialize_score(self, seed: int) -> None:
         """Draw the weights of a new score head, the same under every layout.
@@ -148,73 +139,16 @@ class Engine:
     def prepare_training(self, *, lr: float, total_steps: int) -> None:
         """Create gradient buffers, the optimizer and its schedule. Collective over `groups.world`."""
         if self.groups.is_member:
-            self._wrap()
-        config = self.config
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=lr,
-            min_lr=lr * config.min_lr_ratio,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_betas[0],
-            adam_beta2=config.adam_betas[1],
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad,
-            bf16=self.compute.dtype == torch.bfloat16,
-            params_dtype=self.compute.dtype,
-            use_distributed_optimizer=config.distributed_optimizer,
-            overlap_param_gather=self._gathers_late,
+            self.chunks = wrap_data_parallel(self.chunks, self.groups, self.config)
+        self.optimizer = make_optimizer(
+            self.chunks, self.groups, self.config, dtype=self.compute.dtype, lr=lr
         )
-        self.optimizer = megatron.build_optimizer(optimizer_config, self.chunks, self.groups)
         if not self.groups.is_member:
             return
         self.model_config.grad_scale_func = self.optimizer.scale_loss
         # The distributed optimizer may have moved parameters into its buffers; weight sync reads them there.
-        self.tensors = {
-            (i, name): parameter.data
-            for i, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.module.named_parameters()
-        }
-        self.scheduler = make_scheduler(self.optimizer, config, lr=lr, total_steps=total_steps)
-
-    @property
-    def _gathers_late(self) -> bool:
-        """Whether parameters stay sharded over data-parallel ranks after a step.
-
-        The next forward pass then gathers them layer by layer (overlap_param_gather).
-        """
-        return self.config.distributed_optimizer and self.layout.dp * self.layout.cp > 1
-
-    def _wrap(self) -> None:
-        overlap = self.layout.dp * self.layout.cp > 1
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=self.config.distributed_optimizer,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=self._gathers_late,
-        )
-        for module in (module for chunk in self.chunks for module in chunk.modules()):
-            if hasattr(
-                module, "fuse_wgrad_accumulation"
-            ):  # transformer-engine accumulates weight gradients in the buffer
-                module.fuse_wgrad_accumulation = True
-        view = megatron.collection(self.groups)
-        self.chunks = [
-            DistributedDataParallel(
-                self.model_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=view
-            )
-            for i, chunk in enumerate(self.chunks)
-        ]
-        if overlap:
-            no_sync, start = (
-                [chunk.no_sync for chunk in self.chunks],
-                [chunk.start_grad_sync for chunk in self.chunks],
-            )
-            self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-            self.model_config.grad_sync_func = start if len(start) > 1 else start[0]
-        # No gradient scaling: the loss is divided by the global token count before the backward pass.
-        self.model_config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: (
-            finalize_model_grads(chunks, None, **kwargs)
-        )
+        self.tensors = _tensors_of(self.chunks)
+        self.scheduler = make_scheduler(self.optimizer, self.config, lr=lr, total_steps=total_steps)
 
     def train_step(
         self,
@@ -240,7 +174,7 @@ class Engine:
         Raises:
             ValueError: the gradient norm is not finite.
         """
-        sums = Sums()
+        sums, head = Sums(), HEADS[self.head]
         if not self.groups.is_member:
             return sums
         self.onload_async()
@@ -253,15 +187,14 @@ class Engine:
         def on_last_stage(_: Engine, outputs: Outputs, micro: MicroBatch):
             loss_N, metrics = loss(outputs, micro)
             if scale.weight_B is not None:
-                loss_N = (
-                    scale.weight_B.to(loss_N.device)[batch.sample_id.to(loss_N.device)[micro.sample]] * loss_N
-                )
+                sample_N = batch.sample_id.to(loss_N.device)[micro.sample]
+                loss_N = scale.weight_B.to(loss_N.device)[sample_N] * loss_N
             total = loss_N.sum()
             return total / scale.divisor, torch.zeros((), dtype=torch.int, device=total.device), metrics
 
         for metrics in run_schedule(
             [self],
-            pack_all(self, batch, micro_batches, fields=fields, last_token=self.head == "sequence"),
+            pack_all(self, batch, micro_batches, fields=fields, last_token=head.last_token),
             on_last_stage,
             forward_only=False,
         ):
@@ -269,16 +202,8 @@ class Engine:
         self.scheduler.step(1)  # before the optimizer step, so that the first warm-up rate is above 0
         self.offload.wait()
         _, grad_norm, _ = self.optimizer.step()
-        kind, section = TRAINED_BY_HEAD[self.head]
-        if not math.isfinite(grad_norm := float(grad_norm or 0.0)):  # the same on all members
-            raise ValueError(
-                f"{kind}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
-                "so the run ends, and checkpoints stay as they are;"
-                f" lower {section}.lr or engine.clip_grad, "
-                "or look at the rewards and ratios before it"
-            )
-        sums.max(f"{kind}/grad_norm", grad_norm)
-        self.scattered = self._gathers_late
+        sums.max(f"{head.metrics}/grad_norm", _finite(float(grad_norm or 0.0), head))
+        self.scattered = gathers_late(self.config, self.layout)
         return sums
 
     def gather_weights(self) -> None:
@@ -382,7 +307,10 @@ class Engine:
         return world.broadcast_object(value, src=world.ranks.index(self.layout.ranks[0]))
 
     def load(self, folder: Path, state: dict) -> None:
-        """Load a snapshot from `folder` with its metadata, under any layout. Collective over `groups.world`."""
+        """Load a snapshot from `folder` with its metadata, under any layout.
+
+        Collective over `groups.world`.
+        """
         if self.groups.is_member:
             self._restore()
             self.gather_weights()
@@ -421,65 +349,32 @@ class Engine:
     ) -> dict[str, Tensor] | None:
         """Return per-token outputs [B, T] float32 on the CPU; None on ranks without the last stage.
 
-        Unselected tokens have 0. A language-model head returns "logprobs" and "entropy", a value head
-        "values". With context parallelism each rank fills in its own tokens and the results are summed.
+        Tokens that are no targets have 0. A language-model head returns "logprobs" and "entropy", a value
+        head "values". With context parallelism each rank fills in its own tokens and the results are summed.
         """
-        names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
-        return infer_models([self], batch, micro_batches, names, last_token=last_token)[0]
+        return infer_models([self], batch, micro_batches, HEADS[self.head].names, last_token=last_token)[0]
 
     def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
-        """Compute head outputs [N] of the selected tokens from the last chunk's output [1, P, H or 1]."""
+        """Compute head outputs [N] of the target tokens from the last chunk's output [1, P, H or 1]."""
         target = output.squeeze(0).index_select(0, micro.index)
-        if self.head != "lm":
-            return {"values": target.squeeze(-1)}
         softmax = Softmax(vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
-        logprobs, entropy = token_log_probs(target, head_weight(model), micro.labels, softmax)
-        return {"logprobs": logprobs, "entropy": entropy}
+        return HEADS[self.head].compute(target, model, micro.labels, softmax)
 
 
-def infer_models(
-    engines: Sequence[Engine],
-    batch: RolloutBatch,
-    micro_batches: Sequence[list[int]],
-    names: Sequence[str],
-    *,
-    last_token: bool = False,
-) -> list[dict[str, Tensor] | None]:
-    """Run `Engine.infer` of several models under the same layout, in one pass over the samples."""
-    groups = engines[0].groups
-    if not groups.is_member:
-        return [None] * len(engines)
-
-    def on_last_stage(engine: Engine, outputs: Outputs, micro: MicroBatch):
-        return engine, micro, outputs
-
-    with ExitStack() as frozen_models:
-        for engine in engines:
-            frozen_models.enter_context(frozen(engine.chunks))
-        packed = pack_all(engines[0], batch, micro_batches, last_token=last_token)
-        answers = run_schedule(engines, packed, on_last_stage, forward_only=True)
-    if not groups.is_last_stage:
-        return [None] * len(engines)
-    return [
-        filled(
-            engine, batch, [(micro, outputs) for owner, micro, outputs in answers if owner is engine], names
+def _finite(grad_norm: float, head: HeadOutputs) -> float:
+    """Return the gradient norm, which is the same on all members; ValueError if it is not finite."""
+    if not math.isfinite(grad_norm):
+        raise ValueError(
+            f"{head.metrics}/grad_norm is {grad_norm}: this step would leave weights that are no numbers, "
+            "so the run ends, and checkpoints stay as they are;"
+            f" lower {head.section}.lr or engine.clip_grad, or look at the rewards and ratios before it"
         )
-        for engine in engines
-    ]
+    return grad_norm
 
 
-def filled(
-    engine: Engine, batch: RolloutBatch, answers: list[tuple[MicroBatch, Outputs]], names: Sequence[str]
-) -> dict[str, Tensor]:
-    """Scatter outputs of micro-batches to their samples: [B, T] float32 by name, 0 elsewhere, on the CPU.
-
-    Called on the last stage; collective over its context-parallel ranks.
-    """
-    scattered = {name: torch.zeros(batch.generated_ids.shape, device=device.device()) for name in names}
-    for micro, outputs in answers:
-        for name in names:
-            scattered[name][micro.sample, micro.offset] = outputs[name]
-    if engine.layout.cp > 1:
-        for value in scattered.values():
-            dist.all_reduce(value, group=engine.groups.cp)
-    return {name: value.cpu() for name, value in scattered.items()}
+def _tensors_of(chunks: list) -> dict[tuple[int, str], Tensor]:
+    """Return the parameters of model chunks, which may be wrapped, by chunk and name."""
+    tensors = {}
+    for i, chunk in enumerate(chunks):
+        tensors |= {(i, name): parameter.data for name, parameter in trunk(chunk).named_parameters()}
+    return tensors

@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.layout import Layout
 from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.config import EngineConfig, ModelConfig
+from verl_megatron.config import ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
 from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.models.build import Head
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.roles.engine import Engine, Loss, Outputs, filled, infer_models
+from verl_megatron.roles.engine import Engine, EngineOptions, Loss
+from verl_megatron.roles.heads import Outputs
+from verl_megatron.roles.inference import filled, infer_models
 
 TOKENS = ("generated_ids", "attention_mask", "response_mask")  # fields that every pass needs
 
@@ -29,10 +31,10 @@ class DispatchedBatch:
     """Samples of this rank's data-parallel index and their micro-batches."""
 
     batch: RolloutBatch
+    table: SampleTable  # of the iteration
     dp_of_sample: Tensor  # [B] int64, data-parallel index of each sample of the iteration
-    micro_batches: list[
-        list[list[int]]
-    ]  # per mini-batch; the same for forward passes and updates, so that ratios start at 1
+    # By mini-batch; the same for forward passes and updates, so that ratios start at 1.
+    micro_batches: list[list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,8 @@ class Update:
     """Optimizer steps on the mini-batches of an iteration."""
 
     loss: Loss
-    normalizer: Callable[
-        [Tensor, range], LossScale
-    ]  # response tokens of all samples [B], samples of the step
+    # Response tokens of all samples of the iteration [B], samples of the step → scale of its loss.
+    normalizer: Callable[[Tensor, range], LossScale]
     fields: Sequence[str] = ()  # per-token fields that the loss reads
     first_fields: Sequence[str] | None = None  # those of the first step; None: the same
     after_first: Callable[[], None] = lambda: None  # called after the first step, on every rank
@@ -75,7 +76,7 @@ class Role:
         micro = table.micro_batches(
             here.sample_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
         )
-        return DispatchedBatch(here, dp_of_sample, micro)
+        return DispatchedBatch(here, table, dp_of_sample, micro)
 
     def send_fields(self, dispatched: DispatchedBatch, batch: RolloutBatch, names: Sequence[str]) -> None:
         """Send per-token fields of dispatched samples; fields that are None are skipped."""
@@ -93,13 +94,12 @@ class Role:
 
         `names` are "logprobs" and "entropy", or "values".
         """
-        return infer_together(
-            [self], self.dispatch(batch, table), batch, table, names, last_token=last_token
-        )[0]
+        dispatched = self.dispatch(batch, table)
+        return infer_together([self], dispatched, batch, names, last_token=last_token)[0]
 
-    def update(self, dispatched: DispatchedBatch, table: SampleTable, update: Update) -> tuple[Sums, int]:
+    def update(self, dispatched: DispatchedBatch, update: Update) -> tuple[Sums, int]:
         """Run optimizer steps over all mini-batches for `epochs`; return metrics and the number of steps."""
-        sums, steps = Sums(), 0
+        sums, steps, table = Sums(), 0, dispatched.table
         for _ in range(update.epochs):
             for mini_batch, micro in zip(table.mini_batches, dispatched.micro_batches):
                 fields = update.fields if steps or update.first_fields is None else update.first_fields
@@ -120,21 +120,20 @@ class Role:
         dispatched: DispatchedBatch,
         answers: list[tuple[MicroBatch, Outputs]],
         batch: RolloutBatch,
-        table: SampleTable,
         names: Sequence[str],
     ) -> dict[str, Tensor]:
         """Return outputs of micro-batches, kept on the last stage, to the owner ranks: [B, T] float32."""
         groups = self.engine.groups
         is_last = groups.is_member and groups.is_last_stage
         sent = filled(self.engine, dispatched.batch, answers, names) if is_last else None
-        return self.collector.to_owner(names, sent, dispatched.batch.sample_id, table.owner_B, batch)
+        owner_B = dispatched.table.owner_B
+        return self.collector.to_owner(names, sent, dispatched.batch.sample_id, owner_B, batch)
 
 
 def infer_together(
     roles: Sequence[Role],
     dispatched: DispatchedBatch,
     batch: RolloutBatch,
-    table: SampleTable,
     names: Sequence[str],
     *,
     last_token: bool = False,
@@ -149,44 +148,31 @@ def infer_together(
         [role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token
     )
     keys = [(place, name) for place in range(len(roles)) for name in names]
-    sent = (
-        {f"{name}_{place}": results[place][name] for place, name in keys} if results[0] is not None else None
-    )
+    sent: dict[str, Tensor] | None = None
+    if results[0] is not None:
+        answers = [cast(dict[str, Tensor], result) for result in results]
+        sent = {f"{name}_{place}": answers[place][name] for place, name in keys}
+    owner_B = dispatched.table.owner_B
     returned = roles[0].collector.to_owner(
-        [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.sample_id, table.owner_B, batch
+        [f"{name}_{place}" for place, name in keys], sent, dispatched.batch.sample_id, owner_B, batch
     )
-    return [{name: returned[f"{name}_{place}"] for name in names} for place in range(len(roles))]
+    by_role: list[dict[str, Tensor]] = [{} for _ in roles]
+    for place, name in keys:
+        by_role[place][name] = returned[f"{name}_{place}"]
+    return by_role
 
 
 def make_role(
     model: ModelConfig,
-    layout: Layout,
-    world: RankSet,
+    groups: ProcessGroups,
     *,
     arch: Architecture,
-    engine: EngineConfig,
     head: Head,
-    seed: int,
-    temperature: float,
+    options: EngineOptions,
     train_steps: int = 0,
-    progress: Callable[[], None] = lambda: None,
 ) -> Role:
-    """Build a role on its layout; it is trainable if `train_steps` is above 0.
-
-    Args:
-        progress: called before each micro-batch.
-    """
-    groups = ProcessGroups(layout, world)
-    made = Engine(
-        arch=arch,
-        folder=model.path,
-        groups=groups,
-        config=engine,
-        head=head,
-        seed=seed,
-        temperature=temperature,
-        progress=progress,
-    )
+    """Build a role on the ranks of its layout; it is trainable if `train_steps` is above 0."""
+    engine = Engine(arch=arch, folder=model.path, groups=groups, head=head, options=options)
     if train_steps:
-        made.prepare_training(lr=model.lr, total_steps=train_steps)
-    return Role(made, DataCollector(layout, world, device=device.device()))
+        engine.prepare_training(lr=model.lr, total_steps=train_steps)
+    return Role(engine, DataCollector(groups.layout, groups.world, device=device.device()))

@@ -131,7 +131,7 @@ def _forward_step(
         received, chunk = trunk(chunk).decoder.input_tensor, engine.chunks[first.chunks.index(chunk)]
         trunk(chunk).set_input_tensor(received)
     longest = max(micro.lengths)
-    params = PackedSeqParams(
+    params: Any = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=micro.cu_seqlens,
         cu_seqlens_kv=micro.cu_seqlens,

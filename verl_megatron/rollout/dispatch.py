@@ -13,13 +13,10 @@ from parallel.rank_set import RankSet
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, token_budget
 
-ContinueTurn = Callable[
-    [Generation], Sequence[int] | None
-]  # tokens to append after a turn, such as a tool's output; None: stop
+# The sample so far → tokens to append after its turn, such as a tool's output; None: stop.
+ContinueTurn = Callable[[Generation], Sequence[int] | None]
 
-_queue_number = (
-    itertools.count()
-)  # the same on every rank, as all ranks construct their queues in the same order
+_queue_number = itertools.count()  # the same on every rank: all construct their queues in the same order
 
 
 class WorkQueue:
@@ -38,17 +35,18 @@ class WorkQueue:
         self.total = total
         self.num_replicas = num_replicas
         self._key = f"samples/{next(_queue_number)}"
-        self._store = world.store("verl_megatron") if num_replicas > 1 else dist.HashStore()
+        assert world is not None or num_replicas == 1, "several replicas meet in the world's store"
+        self._store = dist.HashStore() if world is None or num_replicas == 1 else world.store("verl_megatron")
 
     def take(self, count: int) -> range:
         """Draw the next `count` indices, fewer at the end; the last draw of each replica is empty."""
         assert count > 0
         start = self._store.add(self._key, count) - count
-        taken = range(min(start, self.total), min(start + count, self.total))
-        if not taken and self._store.add(self._key + "/finished", 1) == self.num_replicas:
+        drawn = range(min(start, self.total), min(start + count, self.total))
+        if not drawn and self._store.add(self._key + "/finished", 1) == self.num_replicas:
             self._store.delete_key(self._key)  # the last replica deletes the keys
             self._store.delete_key(self._key + "/finished")
-        return taken
+        return drawn
 
 
 class Dispatcher:
@@ -76,17 +74,17 @@ class Dispatcher:
         room = self.target - running
         if self.exhausted or room <= 0:
             return range(0)
-        taken = self._take(room)
-        self.exhausted = not taken
-        return taken
+        drawn = self._take(room)
+        self.exhausted = not drawn
+        return drawn
 
     def _take(self, count: int) -> range:
         if self.group is None:
             return self.queue.take(count)
         bounds_2 = torch.zeros(2, dtype=torch.int64)
         if dist.get_rank(self.group) == 0:
-            taken = self.queue.take(count)
-            bounds_2[0], bounds_2[1] = taken.start, taken.stop
+            drawn = self.queue.take(count)
+            bounds_2[0], bounds_2[1] = drawn.start, drawn.stop
         dist.broadcast(bounds_2, group=self.group, group_src=0)
         return range(*bounds_2.tolist())
 
@@ -149,9 +147,8 @@ class _Turns:
 
     def __init__(self, engine: RolloutEngine, continue_turn: ContinueTurn | None):
         self._engine, self._continue_turn = engine, continue_turn
-        self._earlier: dict[
-            int, tuple[Generation, Sequence[int]]
-        ] = {}  # unfinished samples: their turns so far and the tokens to append
+        # Unfinished samples: their turns so far and the tokens to append.
+        self._earlier: dict[int, tuple[Generation, Sequence[int]]] = {}
         self._num_turns: dict[int, int] = {}
 
     def add(self, request: Request, generation: Generation) -> tuple[Generation, Request | None]:
@@ -178,6 +175,7 @@ class _Turns:
 
     def _ask(self, generation: Generation) -> Sequence[int] | None:
         """Call `continue_turn` on the owner rank and broadcast the result: calls may not be deterministic."""
+        assert self._continue_turn is not None
         answer = [self._continue_turn(generation) if self._engine.is_owner else None]
         if self._engine.tp_group is not None:
             dist.broadcast_object_list(answer, group=self._engine.tp_group, group_src=0)
@@ -200,11 +198,11 @@ def _check_same_samples(samples: list[Generation], engine: RolloutEngine) -> Non
         return
     text = json.dumps([(sample.sample_id, sample.token_ids) for sample in samples]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-    mine_1, all_R = (
+    own_1, all_R = (
         torch.tensor([digest]),
         torch.empty(dist.get_world_size(engine.tp_group), dtype=torch.int64),
     )
-    dist.all_gather_into_tensor(all_R, mine_1, group=engine.tp_group)
+    dist.all_gather_into_tensor(all_R, own_1, group=engine.tp_group)
     assert (all_R == digest).all(), (
         f"the tensor-parallel ranks of rollout replica {engine.replica} generated different tokens"
     )

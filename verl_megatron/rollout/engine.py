@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.rank_set import RankSet
+from verl_megatron.residency import Tag
 from verl_megatron.rollout.sampling import Generation, Request
 
-Tag = Literal["weights", "kv_cache"]
-TAGS: tuple[Tag, ...] = ("weights", "kv_cache")  # memory that sleeps, in wake-up order
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")  # in wake-up order
 
 
 def num_replicas(*, world_size: int, tp: int) -> int:
@@ -41,10 +41,14 @@ class RolloutEngine(Protocol):
     num_replicas: int
     tp_rank: int  # tensor-parallel index of this rank
     tp_group: dist.ProcessGroup | None  # CPU group of the replica's ranks; None: a single rank
-    max_num_seqs: int  # maximum number of requests decoded concurrently
     max_model_len: int  # maximum length of prompt and response together
     vocab_size: int
     has_tokenizer: bool  # required for stop strings
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of requests decoded concurrently."""
+        ...
 
     @property
     def is_owner(self) -> bool:

@@ -38,6 +38,8 @@ class Draw:
     num_prompts: int
     samples_per_prompt: int
     sampling: Sampling
+    # Prompts to keep with `keep_group`, if the first round draws more; the surplus is dropped. None: all.
+    quota: int | None = None
     max_rounds: int = 10  # maximum number of rounds with `keep_group`
     with_greedy: bool = False  # generate one more sample of each prompt, the last, greedily
 
@@ -86,7 +88,6 @@ class Sampler:
         version: int,
         continue_turn: ContinueTurn | None = None,
         keep_group: KeepGroup | None = None,
-        quota: int | None = None,
     ) -> RolloutBatch:
         """Collect samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
 
@@ -97,15 +98,13 @@ class Sampler:
             keep_group: selects the prompts whose samples to keep; the others are replaced by further
                 prompts, in at most `draw.max_rounds` rounds. If prompts are then still missing, the last
                 of the others stay.
-            quota: number of prompts to keep with `keep_group`, where the first round draws more of them than
-                are needed; None: `draw.num_prompts`. Surplus prompts are dropped.
 
         Returns:
             The samples owned by this rank (the first of its replica; other ranks own none), ordered by
             number. Call `score` for their rewards.
         """
         self._results, self._latency_ms, self._calls, self._num_drawn = {}, 0.0, 0, 0
-        wanted, num_drawn, parts, kept = quota or draw.num_prompts, 0, [], []
+        wanted, num_drawn, parts, kept = draw.quota or draw.num_prompts, 0, [], []
         for _ in range(draw.max_rounds):
             prompts = source.draw(wanted - len(kept) if parts else draw.num_prompts)
             requests = self._requests(prompts, draw, iteration=iteration, first_group=num_drawn)
@@ -143,11 +142,12 @@ class Sampler:
         self, requests: list[Request], prompts: list[Prompt], draw: Draw, continue_turn: ContinueTurn | None
     ) -> list[Generation]:
         """Generate this rank's samples, ordered by number; submit each for reward as it finishes."""
-        first = requests[0].sample_id
+        first, pool = requests[0].sample_id, self.pool
 
         def score(sample: Generation) -> None:
             prompt = prompts[(sample.sample_id - first) // draw.group_size]
-            self.pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
+            assert pool is not None
+            pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
 
         on_finish = score if self.pool is not None and self.engine.is_owner else None
         samples = generate(
@@ -211,7 +211,7 @@ class Sampler:
         self._wait_for_rewards()
         mine = [
             (group, self._results[sample].score)
-            for sample, group in zip(batch.sample_id.tolist(), batch.group_id.tolist())
+            for sample, group in zip(batch.sample_id.tolist(), batch.required("group_id").tolist())
         ]
         gathered = self.engine.world.all_gather_object(mine)
         scores: dict[int, list[float]] = {}
@@ -222,9 +222,11 @@ class Sampler:
     def _renumbered(self, batch: RolloutBatch, chosen: list[int], group_size: int) -> RolloutBatch:
         """Return the samples of groups `chosen`, numbered densely in that order, with their rewards."""
         number = {group: new for new, group in enumerate(chosen)}
-        places = [b for b, group in enumerate(batch.group_id.tolist()) if group in number]
+        places = [b for b, group in enumerate(batch.required("group_id").tolist()) if group in number]
         part = batch.select(torch.tensor(places, dtype=torch.int64))
-        group_id = torch.tensor([number[group] for group in part.group_id.tolist()], dtype=torch.int64)
+        group_id = torch.tensor(
+            [number[group] for group in part.required("group_id").tolist()], dtype=torch.int64
+        )
         sample_id = group_id * group_size + part.sample_id % group_size
         self._results = {
             new: self._results[old] for old, new in zip(part.sample_id.tolist(), sample_id.tolist())

@@ -24,15 +24,15 @@ class Sampling:
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> "Sampling":
-        limits = dict(min_tokens=config.min_tokens, max_tokens=config.max_tokens)
-        ends = dict(stop=tuple(config.stop), stop_token_ids=tuple(config.stop_token_ids))
         return cls(
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             ignore_eos=config.ignore_eos,
-            **limits,
-            **ends,
+            min_tokens=config.min_tokens,
+            max_tokens=config.max_tokens,
+            stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
         )
 
     @property
@@ -80,7 +80,7 @@ def sample_seed(run_seed: int, iteration: int, sample_id: int) -> int:
 
     (iteration, sample_id) is packed into one number below 2^63, and an odd multiple of the run's seed is
     added. The bits are mixed by invertible steps: multiplication by an odd number, xor with the upper bits.
-    So within a run all samples have different seeds, and those of neighbours differ in about half of the bits.
+    So all samples of a run have different seeds, and those of neighbours differ in half of the bits.
 
     Args:
         iteration: below 2^31.

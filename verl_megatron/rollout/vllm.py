@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,29 @@ from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
-from verl_megatron.rollout.state import paused_collector, preserved_environment, preserved_random_state
+from verl_megatron.rollout.state import preserved_environment, preserved_random_state
+from verl_megatron.rollout.vllm_process import (
+    ENVIRONMENT,
+    check_ranks,
+    groups_in_order,
+    release_groups,
+    resolve_dtype,
+    starting,
+)
 
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in-process engine: weights are written in place
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is optional
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",  # no usage statistics are sent
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Colocation:
+    """The part of a trainer's ranks and memory that an engine uses."""
+
+    # All ranks of the world by replica, then by tensor-parallel index; increasing within a replica.
+    # Example: with (2, 3, 0, 1) and two ranks per replica, replica 0 is ranks 2 and 3. None: 0, 1, ...
+    ranks: Sequence[int] | None = None
+    # Tensors on this rank's device by vLLM's parameter names (as in `weight_target`). vLLM's parameters alias
+    # their memory: writing into them updates vLLM. Construction keeps their contents, `sleep` does not free
+    # them, and gpu_memory_utilization excludes them. Parameters without a tensor are random until the trainer
+    # writes them: no weights are read from files. None: weights are read.
+    shared_weights: Mapping[str, Tensor] | None = None
 
 
 class VLLMActor:
@@ -41,16 +56,8 @@ class VLLMActor:
         model_name: Hugging Face folder.
         config: engine settings; `config.tp` is not read, and sampling parameters are passed to `generate`.
         max_model_len: maximum length of prompt and response together; None: the model's maximum.
-        dtype: of the weights; "auto": `config.dtype`, or if that is auto too, bfloat16 on GPUs and float32 on
-            CPUs.
-        seed: of dummy weights and of `generate_text`.
-        load_weights: False starts from random weights without reading files; the trainer writes them later.
-        ranks: all ranks of the world, ordered by replica and then by tensor-parallel index, increasing within
-            a replica; None: 0, 1, ... Example: (2, 3, 0, 1) with size 2: replica 0 is ranks 2 and 3.
-        shared_weights: tensors on this rank's device by vLLM's parameter names (as in `parameters`). vLLM's
-            parameters alias their memory, so writing into them updates vLLM. Construction keeps their
-            contents, `sleep` does not free them, and gpu_memory_utilization excludes them. Needs
-            load_weights=False.
+        seed: of random weights and of `generate_text`.
+        colocation: ranks and weights; None: ranks 0, 1, ... and the weights of the folder.
 
     Raises:
         ValueError: `tensor_parallel_size` does not divide the world size or the model's heads, the folder has
@@ -69,14 +76,11 @@ class VLLMActor:
         *,
         config: RolloutConfig | None = None,
         max_model_len: int | None = None,
-        dtype: str = "auto",
         seed: int = 0,
-        load_weights: bool = True,
-        ranks: Sequence[int] | None = None,
-        shared_weights: Mapping[str, Tensor] | None = None,
+        colocation: Colocation | None = None,
     ):
         self.model_name, self.tp, self.seed = str(model_name), tensor_parallel_size, seed
-        self.config = config or RolloutConfig()
+        self.config, colocation = config or RolloutConfig(), colocation or Colocation()
         self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
         if self._in_world and not dist.is_initialized():
             device.initialize()
@@ -86,39 +90,37 @@ class VLLMActor:
         self.num_replicas = num_replicas(world_size=world, tp=self.tp)
         if problems := vllm_tp_problems(read_architecture(self.model_name), self.tp):
             raise ValueError(f"rollout.tp={self.tp}: {problems[0]}")
-        self.ranks = _check_ranks(range(world) if ranks is None else ranks, self.tp, world)
+        self.ranks = check_ranks(
+            range(world) if colocation.ranks is None else colocation.ranks, self.tp, world
+        )
         if VLLMActor._open and self.ranks != VLLMActor._open_ranks:
             raise ValueError(
                 f"ranks={self.ranks}: an open engine has {VLLMActor._open_ranks}, "
                 "and engines of a process share their groups; close it first"
             )
-        if shared_weights and load_weights:
-            raise ValueError(
-                "shared_weights would be overwritten by the files' weights; "
-                "pass load_weights=False and write them yourself"
-            )
         self.replica, self.tp_rank = divmod(self.ranks.index(rank), self.tp)
         self._asleep: set[Tag] = set()
         self._running: dict[int, Request] = {}
         self._tokenizer = None
-        options = dict(
+        self._llm: Any = None  # while it starts, and once it is closed
+        options: dict[str, Any] = dict(
             max_model_len=max_model_len,
-            dtype=_resolve_dtype(dtype, self.config.dtype),
-            load_format="auto" if load_weights else "dummy",
+            dtype=resolve_dtype(self.config.dtype),
+            load_format="auto" if colocation.shared_weights is None else "dummy",
         )
         with self._guarded():
             try:
-                self._llm = self._start(options, shared_weights or {})
+                self._llm = self._start(options, colocation.shared_weights or {})
             except Exception:
                 if not VLLMActor._open:  # existing groups may not fit the next engine
-                    _release_groups(ours=not self._in_world)
+                    release_groups(ours=not self._in_world)
                 raise
         self.world = rank_set.world()  # standalone, vLLM has created the default group
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
 
-    def _start(self, options: dict[str, object], shared_weights: Mapping[str, Tensor]):
-        with _starting():
+    def _start(self, options: dict[str, Any], shared_weights: Mapping[str, Tensor]):
+        with starting():
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
 
@@ -137,13 +139,13 @@ class VLLMActor:
         if self._in_world:
             options |= dict(tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher")
         self.has_tokenizer = any((Path(self.model_name) / name).exists() for name in TOKENIZER_FILES)
-        groups = _groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
+        groups = groups_in_order(self.ranks, self.world.rank) if self._in_world else contextlib.nullcontext()
         weights = (
             contextlib.nullcontext()
             if options["load_format"] == "auto"
             else vllm_weights.sharing(shared_weights)
         )
-        with _starting(), groups, weights:
+        with starting(), groups, weights:
             llm = LLM(
                 model=self.model_name,
                 skip_tokenizer_init=not self.has_tokenizer,
@@ -162,9 +164,9 @@ class VLLMActor:
         if self._in_world:
             expected = list(self.ranks[self.replica * self.tp : (self.replica + 1) * self.tp])
             assert get_tp_group().ranks == expected, f"vLLM's group {get_tp_group().ranks} is not {expected}"
-        held = _parameters(llm)
+        parameters = _parameters(llm)
         for name, tensor in shared_weights.items():
-            assert held[name].data_ptr() == tensor.data_ptr(), (
+            assert parameters[name].data_ptr() == tensor.data_ptr(), (
                 f"vLLM replaced {name} while it started, so that it is no longer shared"
             )
         VLLMActor._open += 1
@@ -299,14 +301,14 @@ class VLLMActor:
                 raise
             share, used = self.config.gpu_memory_utilization, device.used_memory_bytes() / 2**30
             raise ValueError(
-                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} beside the models, "
+                f"rollout.gpu_memory_utilization={share}: no room for vLLM's {tag} next to the models, "
                 f"{used:.0f} GiB are in use; lower it, or raise tp or pp"
             ) from error
         self._asleep.remove(tag)
 
     def reset_cache(self) -> None:
         """Clear the prefix cache; required after the weights have changed."""
-        assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests are still under way"
+        assert self._llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests are still running"
 
     def close(self) -> None:
         """Free the engine; the last one also destroys vLLM's process groups, not the caller's. Collective."""
@@ -317,13 +319,13 @@ class VLLMActor:
             self._llm = self.tp_group = None
             VLLMActor._open -= 1
             if not VLLMActor._open:
-                _release_groups(ours=VLLMActor._groups_are_ours)
+                release_groups(ours=VLLMActor._groups_are_ours)
                 VLLMActor._groups_are_ours = False
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Restore environment, random states and thread count on exit."""
-        environment = dict(_ENVIRONMENT)
+        environment = dict(ENVIRONMENT)
         if self._in_world:  # read by the external launcher; only torchrun sets them
             environment |= dict(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
             environment |= dict(
@@ -332,45 +334,6 @@ class VLLMActor:
         with preserved_environment(environment), preserved_random_state():
             with contextlib.nullcontext() if device.is_gpu() else vllm_cpu.preserving_threads():
                 yield
-
-
-@contextlib.contextmanager
-def _starting() -> Iterator[None]:
-    """Context for importing and constructing vLLM: faster, and without third-party deprecation warnings."""
-    with (
-        paused_collector(),
-        warnings.catch_warnings(),
-        contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing(),
-    ):
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-@contextlib.contextmanager
-def _groups_in_order(ranks: tuple[int, ...], rank: int) -> Iterator[None]:
-    """Context for starting an engine: map the positions 0, 1, ... of vLLM's groups to `ranks`."""
-    from vllm.distributed import parallel_state
-
-    initialize = parallel_state.init_model_parallel_group
-
-    def initialize_in_order(group_ranks: list[list[int]], *args, **kwargs):
-        return initialize([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
-
-    parallel_state.init_model_parallel_group = initialize_in_order
-    # vLLM needs the position here: it computes with it, and it is the key of the compile cache on disk.
-    os.environ["RANK"] = str(ranks.index(rank))
-    try:
-        yield
-    finally:
-        parallel_state.init_model_parallel_group = initialize
-        os.environ["RANK"] = str(rank)
-
-
-def _release_groups(*, ours: bool) -> None:
-    """Destroy vLLM's process groups; with `ours` the default group as well."""
-    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
-
-    cleanup_dist_env_and_memory() if ours else destroy_model_parallel()
 
 
 def _partial_output(processor, request_id: str):
@@ -387,26 +350,6 @@ def _partial_output(processor, request_id: str):
 def _parameters(llm) -> dict[str, Tensor]:
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
-    if sorted(ranks) != list(range(world)):
-        raise ValueError(f"ranks={tuple(ranks)} must name each of the world's {world} ranks once")
-    for first in range(0, world, tp):
-        replica = list(ranks[first : first + tp])
-        if replica != sorted(
-            replica
-        ):  # torch sorts the ranks of a group, and vLLM takes the TP index from it
-            raise ValueError(
-                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; "
-                f"write {sorted(replica)}"
-            )
-    return tuple(ranks)
-
-
-def _resolve_dtype(*wishes: str) -> str:
-    """Return the first dtype that is not "auto", or else the default of this machine."""
-    return next((wish for wish in wishes if wish != "auto"), "bfloat16" if device.is_gpu() else "float32")
 
 
 def _sampling_params(sampling: Sampling, *, seed: int, max_tokens: int):

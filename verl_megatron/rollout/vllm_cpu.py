@@ -7,22 +7,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-HEAD_SIZES = (
-    32,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    512,
-)  # head sizes that vLLM's CPU attention supports
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
 
 
 def _keep_weights():
@@ -38,7 +27,8 @@ def _plain_all_reduce():
 
 
 def _free_memory_policy():
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    operators: Any = torch.ops._C
+    operators.init_cpu_memory_env = lambda nodes: None
 
 
 # Failure without the patch, and the patch.
@@ -49,7 +39,7 @@ CPU_PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
         _keep_weights,
     ),
     "plain_all_reduce": (
-        "the shared-memory all-reduce names its files alike in all jobs of a machine (a killed job blocks "
+        "the shared-memory all-reduce uses the same file names in all jobs of a machine (a killed job blocks "
         "every later one) and spins, "
         "which is erratic where ranks outnumber cores; gloo takes its place",
         _plain_all_reduce,

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +153,8 @@ def make_room(tag: str) -> bool:
     try:
         from vllm.device_allocator import get_mem_allocator_instance
 
-        needed_bytes = sleeping_bytes(get_mem_allocator_instance().pointer_to_data.values(), tag)
+        allocator: Any = get_mem_allocator_instance()
+        needed_bytes = sleeping_bytes(allocator.pointer_to_data.values(), tag)
     except (ImportError, AttributeError, TypeError, LookupError):  # another vLLM version with other records
         needed_bytes = None
     if needed_bytes is None or needed_bytes + _MARGIN_BYTES > torch.cuda.mem_get_info()[0]:

@@ -1,8 +1,8 @@
 """Weight sync from the trained model's shards to the rollout engine's, and back for aliased memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class WeightSync:
         self.source, self.destination = source.tensors, vllm_shards(source.arch, rollout)
         self.ipc_tensors = _map_everywhere(self.source, world) if dtype == source.dtype else None
         single_host = device.host_of(world.ranks[0]) == device.host_of(world.ranks[-1])
-        common = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
+        common: dict[str, Any] = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
         self.plan_to_train: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
@@ -178,7 +178,9 @@ def _host_group(world: RankSet) -> dist.ProcessGroup:
     return groups[device.host_of(world.global_rank)]
 
 
-def check_parameters(described: list[ShardedParameter], parameters: Parameters, dtype: torch.dtype) -> None:
+def check_parameters(
+    described: Sequence[ShardedParameter], parameters: Parameters, dtype: torch.dtype
+) -> None:
     """Check vLLM's parameters against the weight map.
 
     They differ if they are quantised, repacked or of another architecture.

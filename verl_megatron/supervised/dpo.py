@@ -50,8 +50,8 @@ def loss(outputs: Outputs, micro: MicroBatch, step: Step) -> tuple[Tensor, Sums]
 
 def evaluate(config: DPOConfig, batch: RolloutBatch) -> Sums:
     """Return loss, accuracy and margins of the pairs."""
-    logprobs_BT = batch.logprobs.double()
-    log_ratio_P2 = (logprobs_BT - batch.ref_logprobs).sum(1).view(-1, 2)
+    logprobs_BT = batch.required("logprobs").double()
+    log_ratio_P2 = (logprobs_BT - batch.required("ref_logprobs")).sum(1).view(-1, 2)
     return losses(config, "validation", log_ratio_P2, logprobs_BT.sum(1).view(-1, 2))[1]
 
 

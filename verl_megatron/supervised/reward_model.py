@@ -28,7 +28,7 @@ def loss(outputs: Outputs, micro: MicroBatch, step: Step) -> tuple[Tensor, Sums]
 
 def evaluate(config: RewardModelConfig, batch: RolloutBatch) -> Sums:
     """Return loss, accuracy and margins of the pairs."""
-    score_P2 = batch.values.double().sum(1).view(-1, 2)  # 0 but at the last token
+    score_P2 = batch.required("values").double().sum(1).view(-1, 2)  # 0 but at the last token
     return pair_sums("validation", bradley_terry_loss(*score_P2.unbind(1)), *score_P2.unbind(1))
 
 

@@ -22,7 +22,7 @@ def loss(outputs: Outputs, micro: MicroBatch, step: Step) -> tuple[Tensor, Sums]
 def evaluate(config: SFTConfig, batch: RolloutBatch) -> Sums:
     """Return the mean negative log-likelihood of the response tokens."""
     sums = Sums()
-    sums.add("validation/loss", -batch.logprobs.double().sum(), batch.response_mask.sum())
+    sums.add("validation/loss", -batch.required("logprobs").double().sum(), batch.response_mask.sum())
     return sums
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from parallel import device
+from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet, agree
 from parallel.runtime.refusal import short_repr, speak_once
 from parallel.weights.architecture import read_architecture
@@ -22,7 +23,7 @@ from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import inspect_supervised
-from verl_megatron.roles.engine import compute_of
+from verl_megatron.roles.engine import EngineOptions, compute_of
 from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together, make_role
 from verl_megatron.supervised.dpo import DPO
 from verl_megatron.supervised.reward_model import REWARD_MODEL
@@ -72,15 +73,11 @@ class SupervisedTrainer(BaseTrainer):
         run = self.config.run
         return make_role(
             spec.model,
-            layout_of(spec.model, self.world.size),
-            self.world,
+            ProcessGroups(layout_of(spec.model, self.world.size), self.world),
             arch=read_architecture(spec.model.path),
-            engine=self.config.engine,
             head=spec.head,
-            seed=run.seed,
-            temperature=1.0,
+            options=EngineOptions(config=self.config.engine, seed=run.seed, progress=self.watchdog.beat),
             train_steps=run.iterations if spec.trainable else 0,
-            progress=self.watchdog.beat,
         )
 
     def loop(self) -> dict[str, float]:
@@ -120,7 +117,7 @@ class SupervisedTrainer(BaseTrainer):
             batch, table = spread(items, task.samples_per_item, self.world)
             dispatched = self.trained.dispatch(batch, table)
             if self.frozen:
-                self._infer(self.frozen, dispatched, batch, table)
+                self._infer(self.frozen, dispatched, batch)
                 self.trained.send_fields(dispatched, batch, fields)
         with clock.phase("update"):
             groups = self.trained.engine.groups
@@ -130,7 +127,7 @@ class SupervisedTrainer(BaseTrainer):
                 cp_group=groups.cp if groups.layout.cp > 1 else None,
             )
             update = Update(loss=partial(task.loss, step=step), normalizer=task.normalizer, fields=fields)
-            sums, _ = self.trained.update(dispatched, table, update)
+            sums, _ = self.trained.update(dispatched, update)
         return sums.reduce(self.world)
 
     def _validate(self) -> dict[str, float]:
@@ -139,18 +136,16 @@ class SupervisedTrainer(BaseTrainer):
             return {}
         with self.clock.phase("validation"):
             batch, table = spread(self.inputs.validation, self.task.samples_per_item, self.world)
-            self._infer(self.roles, self.trained.dispatch(batch, table), batch, table)
-            found = self.task.evaluate(self.config, batch).reduce(self.world)
-        self.state.validated = {"step": self.state.step} | found
-        return found
+            self._infer(self.roles, self.trained.dispatch(batch, table), batch)
+            metrics = self.task.evaluate(self.config, batch).reduce(self.world)
+        self.state.validated = {"step": self.state.step} | metrics
+        return metrics
 
-    def _infer(
-        self, roles: dict[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch, table: SampleTable
-    ) -> None:
-        """Set what each of the models says of the samples, in one pass; all have the same layout."""
+    def _infer(self, roles: dict[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch) -> None:
+        """Set the outputs of each model for the samples, in one pass; all have the same layout."""
         output = self.task.output
         results = infer_together(
-            list(roles.values()), dispatched, batch, table, (output,), last_token=output == "values"
+            list(roles.values()), dispatched, batch, (output,), last_token=output == "values"
         )
         for name, result in zip(roles, results):
             setattr(batch, FIELDS[name], result[output])

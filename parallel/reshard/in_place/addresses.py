@@ -1,6 +1,7 @@
 """Addresses of tensors as plain numbers that all ranks can plan with, and tensors at such addresses."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ def addresses_of(parameters: Mapping[Key, Tensor]) -> Addresses:
     """Return the address of each parameter: an index into `allocations_of` and the first byte in it."""
     numbers = {storage.data_ptr(): number for number, storage in enumerate(allocations_of(parameters))}
     return {
-        key: (numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset() * tensor.element_size())
+        key: (
+            numbers[tensor.untyped_storage().data_ptr()],
+            int(tensor.storage_offset()) * tensor.element_size(),
+        )
         for key, tensor in parameters.items()
         if tensor.numel()
     }
@@ -36,12 +40,12 @@ def views_at(
     dtype: torch.dtype,
 ) -> dict[Key, Tensor]:
     """Return tensors for the `parameters` that have an address, in the allocations that hold `memory`."""
-    allocations, views = allocations_of(memory), {}
+    allocations = allocations_of(memory)
+    views: dict[Key, Tensor] = {}
     for parameter in parameters:
         key = (parameter.chunk, parameter.name)
         if key in addresses:
             space, first = addresses[key]
-            views[key] = torch.empty(0, dtype=dtype, device=allocations[space].device).set_(
-                allocations[space], first // dtype.itemsize, parameter.shape
-            )
+            view: Any = torch.empty(0, dtype=dtype, device=allocations[space].device)
+            views[key] = view.set_(allocations[space], first // dtype.itemsize, parameter.shape)
     return views

@@ -28,8 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
+from typing import Any
 
 from parallel.reshard.in_place.memory_layout import (
+    Address,
     Addresses,
     Interval,
     Key,
@@ -136,7 +138,7 @@ def plan_in_place(
         ValueError: as `compile_plan`.
     """
     # Without a window limit transfers stay whole; `Scheduler` cuts them, so that the pieces of a cycle match.
-    common = dict(element_bytes=sides.element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)
+    common: dict[str, Any] = dict(element_bytes=sides.element_bytes, window_bytes=_NO_LIMIT, host_of=host_of)
     to_rollout = compile_plan(
         source=sides.source, destination=sides.destination, peer_memory=peer_memory, **common
     )
@@ -224,7 +226,7 @@ def _relocate(cycles: Sequence[Cycle], layouts: MemoryLayouts) -> None:
     one cycle. From a cycle larger than 1/_SMALL of the model only the parameter with the most elements moves.
     """
 
-    def first_address(cycle: Cycle) -> tuple[int, int]:
+    def first_address(cycle: Cycle) -> tuple[int, Address]:
         return min((rank, layouts[rank].addresses[key]) for rank, key in cycle)
 
     relocated: set[tuple[int, Key]] = set()

@@ -1,4 +1,4 @@
-"""Clipped importance-sampling policy optimization (CISPO, MiniMax-M1 2025): the weight is clipped, no gradient."""
+"""Clipped importance-sampling policy optimization (CISPO, MiniMax-M1 2025): a clipped weight, no gradient."""
 
 from torch import Tensor
 

@@ -1,0 +1,76 @@
+"""The process around a vLLM engine: environment, imports, and process groups."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+
+from parallel import device
+from verl_megatron.rollout import vllm_cpu
+from verl_megatron.rollout.state import paused_collector
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in-process engine: weights are written in place
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is optional
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",  # no usage statistics are sent
+}
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Context for importing and constructing vLLM: faster, and without third-party deprecation warnings."""
+    with (
+        paused_collector(),
+        warnings.catch_warnings(),
+        contextlib.nullcontext() if device.is_gpu() else vllm_cpu.importing(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def groups_in_order(ranks: tuple[int, ...], rank: int) -> Iterator[None]:
+    """Context for starting an engine: map the positions 0, 1, ... of vLLM's groups to `ranks`."""
+    from vllm.distributed import parallel_state
+
+    initialize = parallel_state.init_model_parallel_group
+
+    def initialize_in_order(group_ranks: list[list[int]], *args, **kwargs):
+        in_order = [list(map(ranks.__getitem__, group)) for group in group_ranks]
+        return initialize(in_order, *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = initialize_in_order
+    # vLLM needs the position here: it computes with it, and it is the key of the compile cache on disk.
+    os.environ["RANK"] = str(ranks.index(rank))
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = initialize
+        os.environ["RANK"] = str(rank)
+
+
+def release_groups(*, ours: bool) -> None:
+    """Destroy vLLM's process groups; with `ours` the default group as well."""
+    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
+
+    cleanup_dist_env_and_memory() if ours else destroy_model_parallel()
+
+
+def check_ranks(ranks: Sequence[int], tp: int, world: int) -> tuple[int, ...]:
+    """Return `ranks` as a tuple; ValueError unless they are all ranks of the world, increasing by replica."""
+    if sorted(ranks) != list(range(world)):
+        raise ValueError(f"ranks={tuple(ranks)} must name each of the world's {world} ranks once")
+    for first in range(0, world, tp):
+        replica = list(ranks[first : first + tp])
+        if replica != sorted(replica):  # torch sorts a group's ranks, and vLLM takes the TP index from that
+            raise ValueError(
+                f"ranks={tuple(ranks)}: the ranks of a replica must increase, and {replica} do not; "
+                f"write {sorted(replica)}"
+            )
+    return tuple(ranks)
+
+
+def resolve_dtype(setting: str) -> str:
+    """Return the dtype of the weights; "auto" is bfloat16 on GPUs and float32 on CPUs."""
+    return setting if setting != "auto" else "bfloat16" if device.is_gpu() else "float32"
