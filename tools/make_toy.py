@@ -17,8 +17,8 @@ verified reward (`match`). No set of six words in val.jsonl occurs in train.json
     OUT/val.jsonl    {"prompt", "answer"}
     OUT/pairs.jsonl, OUT/val_pairs.jsonl
                      {"prompt", "chosen", "rejected"}, preferences for `verl_megatron.dpo` and
-                     `verl_megatron.reward_model`: the correct answer over one with two words swapped
-                     (in half of them the last two)
+                     `verl_megatron.reward_model`: the correct answer over one in which two words are swapped,
+                     or one is replaced
 """
 
 import argparse
@@ -75,11 +75,16 @@ def question_of(items: list[str]) -> dict[str, str]:
 
 
 def pair_of(items: list[str], rng: random.Random) -> dict[str, str]:
-    """Return a line of pairs.jsonl: the correct answer, and one in which two words are swapped."""
+    """Return a line of pairs.jsonl: the correct answer, and one that is wrong in one of three ways."""
     right = sorted(items)
-    one, other = (ITEMS - 2, ITEMS - 1) if rng.random() < 0.5 else rng.sample(range(ITEMS), 2)
-    wrong = list(right)
-    wrong[one], wrong[other] = right[other], right[one]
+    wrong, kind = list(right), rng.randrange(3)
+    if kind == 0:  # a word that was not asked for, or one twice
+        place = rng.randrange(ITEMS)
+        wrong[place] = rng.choice([word for word in WORDS if word != right[place]])
+        wrong.sort()
+    else:  # two words swapped: the last ones, as in demonstrations, or any
+        one, other = (ITEMS - 2, ITEMS - 1) if kind == 1 else rng.sample(range(ITEMS), 2)
+        wrong[one], wrong[other] = right[other], right[one]
     return {"prompt": prompt_of(items), "chosen": " ".join(right), "rejected": " ".join(wrong)}
 
 

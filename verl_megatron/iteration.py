@@ -3,22 +3,9 @@
 These functions are collective over the world.
 """
 
-from dataclasses import dataclass
-
-from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.sample_table import SampleTable
+from verl_megatron.learner import Collected
 from verl_megatron.observe.metrics import Sums, iteration_metrics
 from verl_megatron.run import Run
-
-
-@dataclass(kw_only=True)
-class Collected:
-    """Samples and scores of an iteration, before training."""
-
-    batch: RolloutBatch  # the samples owned by this rank
-    table: SampleTable
-    sums: Sums
-    reshard_bytes: int
 
 
 def collect(run: Run, step: int) -> Collected:

@@ -5,6 +5,7 @@ layout only dispatch their samples.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,6 +31,16 @@ from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_togeth
 POLICY_FIELDS = ("logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 VALUE_FIELDS = ("values", "returns")
 LOGPROBS_OF = {"actor": "logprobs", "reference": "ref_logprobs"}  # fields of the batch
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """Samples and scores of an iteration, before training."""
+
+    batch: RolloutBatch  # the samples owned by this rank
+    table: SampleTable
+    sums: Sums
+    reshard_bytes: int
 
 
 class Learner:

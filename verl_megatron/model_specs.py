@@ -72,3 +72,8 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
 
 def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:
     return ModelConfig(path=section.path, layout=section.layout, devices=section.devices)
+
+
+def shares_dtype(config: TrainerConfig) -> bool:
+    """Whether vLLM's weights have the actor's dtype."""
+    return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))

@@ -9,7 +9,7 @@ from parallel.checkpoint import resume
 from parallel.checkpoint.folders import CheckpointError
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.iteration import Collected
+from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.manifest import samples_problem, with_present_names
 from verl_megatron.observe.metrics import Sums

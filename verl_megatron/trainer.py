@@ -10,7 +10,8 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.iteration import Collected, collect, learn
+from verl_megatron.iteration import collect, learn
+from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.report import draw_report

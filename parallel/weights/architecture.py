@@ -157,7 +157,16 @@ class Architecture:
             config["sliding_window"] = None  # transformers assumes 4096 if it is absent
         if head != "lm":
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        return {key: value for key, value in (carry or {}).items() if key in HARMLESS} | config
+        config = {key: value for key, value in (carry or {}).items() if key in HARMLESS} | config
+        if head == "sequence" and _is_end(config, config.get("pad_token_id")):
+            config["pad_token_id"] = None  # else transformers scores the token before the end of the response
+        return config
+
+
+def _is_end(config: Mapping[str, Any], token_id: Any) -> bool:
+    """Return whether a token ends responses, by a config.json with one end-of-sequence id or several."""
+    ends = config.get("eos_token_id")
+    return token_id is not None and token_id in (ends if isinstance(ends, list) else [ends])
 
 
 def read_architecture(folder: str | Path) -> Architecture:

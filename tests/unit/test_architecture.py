@@ -366,3 +366,12 @@ def test_positions_that_a_rollout_can_use():
     assert Architecture.from_hf(CONFIGS["qwen25_yarn"]).served_positions == 32768
     short = YARN | {"factor": 2.5, "original_max_position_embeddings": 1024}
     assert Architecture.from_hf(LLAMA2 | {"rope_scaling": short}).served_positions == 2560
+
+
+@pytest.mark.parametrize("ends", [7, [5, 7]])
+def test_a_reward_model_is_not_padded_with_the_end_of_a_response(ends):
+    """transformers scores the last token that is no padding."""
+    arch, carry = Architecture.from_hf(CONFIGS["llama2"]), {"eos_token_id": ends, "pad_token_id": 7}
+    assert arch.to_hf(head="sequence", carry=carry)["pad_token_id"] is None
+    assert arch.to_hf(head="sequence", carry=carry | {"pad_token_id": 3})["pad_token_id"] == 3
+    assert arch.to_hf(carry=carry)["pad_token_id"] == 7

@@ -79,6 +79,16 @@ def test_demonstrations_are_right_as_often_as_promised(toy):
     assert right / len(rows) == pytest.approx(CORRECT_SHARE, abs=0.02)  # 4 standard deviations are 0.017
 
 
+def test_pairs_prefer_the_right_answer_on_the_same_held_out_words(toy):
+    seen = {frozenset(words_of(row)) for row in read_rows(toy / "pairs.jsonl")}
+    for row in read_rows(toy / "pairs.jsonl") + read_rows(toy / "val_pairs.jsonl"):
+        assert row["chosen"].split() == sorted(words_of(row)) != row["rejected"].split()
+        assert len(row["rejected"].split()) == ITEMS and set(row["rejected"].split()) <= set(WORDS)
+    held_out = {frozenset(words_of(row)) for row in read_rows(toy / "val_pairs.jsonl")}
+    assert held_out <= {frozenset(words_of(row)) for row in read_rows(toy / "val.jsonl")}
+    assert not seen & held_out
+
+
 def test_rows_follow_the_seed():
     assert make_rows(1) == make_rows(1)
     assert make_rows(1)["val"] != make_rows(2)["val"]

@@ -6,6 +6,7 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import LEAST_TEMPERATURE, RolloutConfig, TrainerConfig
+from verl_megatron.model_specs import shares_dtype
 from verl_megatron.rollout.engine import num_replicas
 
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
@@ -89,8 +90,3 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
             f"this host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
-
-
-def shares_dtype(config: TrainerConfig) -> bool:
-    """Whether vLLM's weights have the actor's dtype."""
-    return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))

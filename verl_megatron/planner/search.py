@@ -14,8 +14,8 @@ from math import ceil, floor, inf
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
-from verl_megatron.checks.rollout import shares_dtype
 from verl_megatron.config import RewardConfig, TrainerConfig
+from verl_megatron.model_specs import shares_dtype
 from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
