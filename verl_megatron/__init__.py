@@ -9,7 +9,7 @@ from parallel.runtime.refusal import speak_once
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULES = {
     "RLTrainer": "trainer",
     "TrainerConfig": "config",
     "get_trainer_config": "launch.presets",
@@ -18,15 +18,15 @@ _HOME = {
     "VLLMActor": "rollout.vllm",
     "MetricsTracker": "observe.tracking",
 }
-__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]  # names are resolved late
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # names are resolved late
 
 
 def __getattr__(name: str):
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     speak_once()
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULES])

@@ -157,10 +157,8 @@ def _is_batch(value: Any) -> bool:
     samples, whole = value["sample_id"].shape, value["generated_ids"].shape
     if len(samples) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
-    shapes = {
-        name: samples if name in ("sample_id", "group_id", "policy_version", "rewards") else whole
-        for name in value
-    }
+    per_sample = ("sample_id", "group_id", "policy_version", "rewards", "baselines")
+    shapes = {name: samples if name in per_sample else whole for name in value}
     shapes["input_ids"] = (*samples, value["input_ids"].size(1))
     return all(
         t.dtype == dtypes.get(name, torch.float32) and t.shape == shapes[name] for name, t in value.items()

@@ -21,7 +21,7 @@ from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector
-from verl_megatron.data.micro_batch import pack
+from verl_megatron.data.micro_batch import TokenSplit, pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8)
 
@@ -185,7 +185,7 @@ def loss_gradient(
     """Gradient of the loss's token sum in the log-probs [B, T] of this context-parallel rank's tokens."""
     cp, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
     fields = ("logprobs", "advantages", "rollout_logprobs")
-    micro = pack(batch, samples, fields=fields, cp=cp, cp_rank=cp_rank)
+    micro = pack(batch, samples, fields=fields, split=TokenSplit(cp=cp, cp_rank=cp_rank))
     noise_BT = torch.randn(batch.generated_ids.shape, generator=torch.Generator().manual_seed(7))
     logprobs_BT = (batch.logprobs + 0.2 * noise_BT).requires_grad_()
     tokens = PolicyTokens.of(micro, num_samples=len(batch), cp_group=cp_group)

@@ -208,8 +208,8 @@ def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
 
 
 # tools/bench/weight_sync.py: an actor alone, GiB with vLLM's weights awake and asleep. The last has no
-# optimizer: it does not learn.
-HANDOVERS = [
+# optimizer: it is not trained.
+WEIGHT_SYNCS = [
     ("llama3-8b", "tp2sp", 2, 2, "keep", True, 81.0, 73.3),
     ("llama3-8b", "tp2sp", 2, 2, "share", True, 73.8, 73.0),
     ("llama3-70b", "tp2pp2sp", 4, 4, "swap", False, 39.6, 39.4),
@@ -217,9 +217,9 @@ HANDOVERS = [
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "gpus", "rollout", "mode", "trainable", "awake", "asleep"), HANDOVERS
+    ("model", "layout", "gpus", "rollout", "mode", "trainable", "awake", "asleep"), WEIGHT_SYNCS
 )
-def test_the_memory_of_a_hand_over(model, layout, gpus, rollout, mode, trainable, awake, asleep):
+def test_the_memory_of_a_weight_sync(model, layout, gpus, rollout, mode, trainable, awake, asleep):
     config = run_config(layout, model=model, rollout=rollout)
     config.reshard.mode = mode
     case = actor_alone(config, gpus)

@@ -12,7 +12,9 @@ import torch
 
 from tests.one_rank import ONE_RANK
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import PromptCursor
 from verl_megatron.lifecycle.progress import differences
+from verl_megatron.manifest import samples_problem
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.saved_state import SavedState, _merged
 
@@ -45,6 +47,23 @@ def test_samples_of_several_ranks_make_one_batch():
     assert found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
+
+
+def test_samples_with_every_field_that_a_collection_sets_are_valid():
+    batch = RolloutBatch.from_lists([0, 1], [[1], [2, 3]], [[4], [5]], [[-0.5], [-0.25]])
+    batch.group_id, batch.policy_version = torch.tensor([0, 1]), torch.tensor([3, 3])
+    batch.rewards, batch.baselines = torch.ones(2), torch.zeros(2)
+    part = {
+        "made_with": {},
+        "batch": batch.tensors(),
+        "sums": Sums().state_dict(),
+        "reshard_bytes": 0,
+        "seconds": {},
+        "cursor": PromptCursor(num_prompts=2, seed=1, shuffle=True).state_dict(),
+    }
+    assert samples_problem(part) is None
+    part["batch"]["baselines"] = torch.zeros(2, 3)
+    assert "batch" in samples_problem(part)
 
 
 def test_sums_survive_the_disk():

@@ -35,8 +35,8 @@ from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import SHAPES, shape
 from tools.bench.case import model_folder, say
+from tools.bench.synced_models import PROMPT_TOKENS, SyncCase, SyncedModels
 from tools.bench.weight_sync_measures import Clock, Memory, Row, table, write_csv
-from tools.bench.weight_sync_pair import PROMPT_TOKENS, ModelAndEngine, SyncCase
 from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
 
@@ -52,8 +52,8 @@ LOG_PROBS_APART = {torch.float32: 5e-4, torch.bfloat16: 0.06}
 class Checks:
     """Checks after every repetition, on every rank."""
 
-    def __init__(self, pair: ModelAndEngine):
-        self.pair, self.before_N = pair, pair.parameters.run()
+    def __init__(self, models: SyncedModels):
+        self.models, self.before_N = models, models.parameters.run()
         self.tokens: list[list[list[int]]] = []  # of each repetition
         self.apart = 0.0  # largest difference between log-probs of training and rollout
         self.ways_back = self.changed = 0
@@ -63,7 +63,7 @@ class Checks:
         self.tokens.append(tokens)
         self.apart = max(self.apart, apart)
         self.ways_back += 1
-        self.changed += int((self.pair.parameters.run() != self.before_N).sum())
+        self.changed += int((self.models.parameters.run() != self.before_N).sum())
 
     def rows(self) -> list[Row]:
         """Return the result's rows. Collective over the world."""
@@ -74,7 +74,7 @@ class Checks:
             world().all_max(torch.tensor([self.changed, int(not self.vllm_has_weights)])).tolist()
         )
         flat = [token for row in self.tokens[0] for token in row]
-        limit = LOG_PROBS_APART[self.pair.engine.compute.dtype] * self.pair.case.arch.num_layers**0.5
+        limit = LOG_PROBS_APART[self.models.engine.compute.dtype] * self.models.case.arch.num_layers**0.5
         holds = {
             "vLLM's weights are, element by element, those that training should have": not lacking,
             f"Megatron's weights have the same bits after each of {self.ways_back} ways back": not changed,
@@ -96,22 +96,22 @@ def digest(tokens: list[list[int]]) -> str:
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
 
 
-def measure(pair: ModelAndEngine, repetitions: int) -> list[Row]:
+def measure(models: SyncedModels, repetitions: int) -> list[Row]:
     """Run one uncounted repetition, then the given number of each kind."""
-    clock, memory, checks = Clock(), Memory(), Checks(pair)
+    clock, memory, checks = Clock(), Memory(), Checks(models)
     memory.note("trained, vLLM asleep")
     for number in range(-1, 2 * repetitions):
         clock.splits = number % 2 == 0 or number < 0
-        pair.to_rollout(clock, memory)
+        models.to_rollout(clock, memory)
         if number < 0:
-            checks.vllm_has_weights = pair.vllm_has_the_weights()
-        rows = pair.generate(clock, memory)
-        pair.to_train(clock, memory)
-        checks.after([row.token_ids for row in rows], pair.log_probs_apart(rows, clock))
+            checks.vllm_has_weights = models.vllm_has_the_weights()
+        rows = models.generate(clock, memory)
+        models.to_train(clock, memory)
+        checks.after([row.token_ids for row in rows], models.log_probs_apart(rows, clock))
         if number < 0:  # warm-up: libraries start and kernels are compiled
             clock.milliseconds.clear()
             memory.stages = {"trained, vLLM asleep": memory.stages["trained, vLLM asleep"]}
-    return [*clock.rows("phase"), *memory.rows(), *pair.plan_rows(), *checks.rows()]
+    return [*clock.rows("phase"), *memory.rows(), *models.plan_rows(), *checks.rows()]
 
 
 # ---- command line ------------------------------------------------------------------------------------------
@@ -234,9 +234,9 @@ def main() -> int:
     built = Clock()
     with model_folder(case.arch, hf) as folder:
         case.config.actor.path = folder
-        pair = ModelAndEngine(case, built)
-        rows = [*measure(pair, options.repetitions), *built.rows("build")]
-        pair.close()
+        models = SyncedModels(case, built)
+        rows = [*measure(models, options.repetitions), *built.rows("build")]
+        models.close()
     if dist.get_rank() == 0:
         print(table(rows), flush=True)
         if options.csv:

@@ -83,7 +83,7 @@ class SyncCase:
         }
 
 
-class ModelAndEngine:
+class SyncedModels:
     """A trained model, its vLLM engine and the weight sync between them.
 
     Built and used by all ranks of the world together.
