@@ -27,4 +27,4 @@ class Transport:
     @property
     def rank(self) -> int:
         """World rank of this process."""
-        return dist.get_rank()
+        return dist.get_global_rank(self.group, dist.get_rank(self.group))
