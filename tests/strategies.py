@@ -91,16 +91,21 @@ def model_cases(draw: st.DrawFn) -> Case:
     )
 
 
+def _divides(one: int, other: int) -> bool:
+    """Whether one of the two numbers divides the other."""
+    return one % other == 0 or other % one == 0
+
+
 @st.composite
 def _architectures(draw: st.DrawFn, tp: int, served_tp: int, *, num_layers: int) -> Architecture:
     """A small model that both tensor-parallel sizes split."""
     both = lcm(tp, served_tp)
     num_heads = both * draw(st.integers(1, 2 if both < 12 else 1))
-
-    def splits(groups: int) -> bool:
-        return all(groups % size == 0 or size % groups == 0 for size in (tp, served_tp))
-
-    groups = [g for g in range(1, num_heads + 1) if num_heads % g == 0 and splits(g)]
+    groups = [
+        g
+        for g in range(1, num_heads + 1)
+        if num_heads % g == 0 and _divides(g, tp) and _divides(g, served_tp)
+    ]
     num_kv_heads = draw(st.sampled_from(groups))
     head_dim = (
         tp // gcd(tp, num_heads + 2 * num_kv_heads) * draw(st.integers(1, 3))
