@@ -68,7 +68,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
         "gather",
         *(name for name in OURS if on_gpus or name != "keep, by messages"),
     ], output
-    assert output.count("slices proved at both ends") == (5 if on_gpus else 4) and (
+    assert output.count("slices verified at both ends") == (5 if on_gpus else 4) and (
         "refit is left out" in output
     ) == (not refitted)
     assert all((row["train"], row["rollout"]) == ("tp2pp2", "tp4") for row in rows.values())
