@@ -21,7 +21,6 @@ def run_config(
     layout: str = "tp2pp2sp",
     *,
     model: str = "llama3-8b",
-    critic: str = "",
     samples: int = 256,
     tokens: int = 512,
     rollout: int = 2,
@@ -30,7 +29,7 @@ def run_config(
 ) -> TrainerConfig:
     """The 8B recipe with its critic and reference model, on other layouts."""
     config = TrainerConfig()
-    config.actor.path, config.critic.path = model, critic or model
+    config.actor.path = config.critic.path = model
     config.actor.layout = config.critic.layout = layout
     config.rollout.tp, config.rollout.max_tokens, config.rollout.gpu_memory_utilization = (
         rollout,

@@ -92,6 +92,11 @@ def model_cases(draw: st.DrawFn) -> Case:
     )
 
 
+def _divides(one: int, other: int) -> bool:
+    """Whether one of the two numbers divides the other."""
+    return one % other == 0 or other % one == 0
+
+
 @st.composite
 def _architectures(draw: st.DrawFn, tp: int, served_tp: int, *, num_layers: int) -> Architecture:
     """A small model that both tensor-parallel sizes split."""
@@ -100,7 +105,7 @@ def _architectures(draw: st.DrawFn, tp: int, served_tp: int, *, num_layers: int)
     groups = [
         g
         for g in range(1, num_heads + 1)
-        if num_heads % g == 0 and all(g % size == 0 or size % g == 0 for size in (tp, served_tp))
+        if num_heads % g == 0 and _divides(g, tp) and _divides(g, served_tp)
     ]
     num_kv_heads = draw(st.sampled_from(groups))
     head_dim = (

@@ -228,4 +228,4 @@ class Learner:
         critic = self.roles["critic"]
         critic.send_fields(dispatched, batch, VALUE_FIELDS)
         update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
-        return self.critic.update(dispatched, update)[0]
+        return critic.update(dispatched, update)[0]

@@ -100,13 +100,13 @@ def test_parallel_knows_nothing_of_reinforcement_learning():
     assert not strangers
 
 
+def top_packages(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in IMPORTS[path]}
+
+
 @pytest.mark.parametrize("package", OWNERS)
 def test_heavy_packages_stay_with_their_owners(package):
-    users = {
-        str(path.relative_to(ROOT))
-        for path in FILES
-        if any(name.split(".")[0] == package for name in IMPORTS[path])
-    }
+    users = {str(path.relative_to(ROOT)) for path in FILES if package in top_packages(path)}
     assert {user for user in users if not user.startswith(OWNERS[package])} == set()
 
 

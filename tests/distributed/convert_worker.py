@@ -162,19 +162,25 @@ def check_keys(saved: Path, converted: Path, *, older: str | None = None) -> Non
     Args:
         older: part of keys that only older versions of Megatron-Core have; they are in the converted folder.
     """
-    tables = [read_metadata(path).state_dict_metadata for path in (saved, converted / "release")]
-    described = [
-        {
-            key: (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else None
-            for key, entry in table.items()
-        }
-        for table in tables
-    ]
-    described[0].pop(COMMON_STATE, None)
+    theirs, ours = (read_metadata(path).state_dict_metadata for path in (saved, converted / "release"))
+    theirs, ours = described(theirs), described(ours)
+    theirs.pop(COMMON_STATE, None)
     if older:
-        assert any(older in key for key in described[1]), described[1].keys()
-        described = [{key: what for key, what in table.items() if older not in key} for table in described]
-    assert described[0] == described[1], set(described[0].items()) ^ set(described[1].items())
+        assert any(older in key for key in ours), ours.keys()
+        theirs, ours = without(theirs, older), without(ours, older)
+    assert theirs == ours, set(theirs.items()) ^ set(ours.items())
+
+
+def described(table: dict) -> dict:
+    """Shape and dtype of each tensor of a checkpoint's table, None for its objects."""
+    return {
+        key: (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else None
+        for key, entry in table.items()
+    }
+
+
+def without(table: dict, part: str) -> dict:
+    return {key: what for key, what in table.items() if part not in key}
 
 
 def main() -> None:

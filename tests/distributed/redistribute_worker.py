@@ -51,7 +51,8 @@ def check_exchange(ranks: RankSet) -> None:
     everything = [samples_of(source) for source in range(world)]
     assert list(received) == list(mine)
     for name in mine:
-        width = [max(part[name].shape[d] for part in everything) for d in range(1, mine[name].dim())]
+        shapes = [part[name].shape[1:] for part in everything]
+        width = [max(sizes) for sizes in zip(*shapes)]
         expected = []
         for source, part in enumerate(everything):
             for sample, value in enumerate(part[name]):

@@ -27,12 +27,15 @@ from verl_megatron.rollout import vllm_cpu, vllm_weights  # noqa: E402
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed  # noqa: E402
 from verl_megatron.rollout.vllm import Colocation, VLLMActor  # noqa: E402
 
+
+def make_prompt(i: int) -> list[int]:
+    return [1] + [3 + (7 * i + j * j) % 140 for j in range(2 + (147 if i % 4 == 3 else i))]
+
+
 CONFIG = RolloutConfig(max_num_seqs=8, kv_cache_mib=32)
 SAMPLING = Sampling(temperature=0.7, max_tokens=24, ignore_eos=True)
 # Prompts of 3 to 149 tokens, two samples each; the long ones fill a block of the prefix cache.
-PROMPTS = [
-    [1] + [3 + (7 * i + j * j) % 140 for j in range(2 + (147 if i % 4 == 3 else i))] for i in range(16)
-]
+PROMPTS = [make_prompt(i) for i in range(16)]
 REQUESTS = [Request(sample, PROMPTS[sample // 2], sample_seed(5, 1, sample)) for sample in range(32)]
 STARTED = time.monotonic()
 

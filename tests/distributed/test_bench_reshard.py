@@ -74,9 +74,8 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
     assert all((row["train"], row["rollout"]) == ("tp2pp2", "tp4") for row in rows.values())
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
-    received, second = (
-        {name: row[f"{what}_bytes"] for name, row in rows.items()} for what in ("received", "second_copy")
-    )
+    received = {name: row["received_bytes"] for name, row in rows.items()}
+    second = {name: row["second_copy_bytes"] for name, row in rows.items()}
     floor = received["floor of any plan"]
     assert (
         0

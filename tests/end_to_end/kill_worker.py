@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import verl_megatron.trainer  # noqa: F401
 from tests.end_to_end import killed_train
 from tests.end_to_end.forked import run_ranks
-from tests.end_to_end.measured import learned
+from tests.end_to_end.measured import learned_in_attempts
 from tests.worlds import ROOT
 from tools.make_toy import make_toy
 from verl_megatron.launch.command_line import run_command
@@ -119,13 +119,6 @@ def leftovers(mark: str) -> list[str]:
     return found
 
 
-def metrics_of(output_dir: Path) -> list[dict]:
-    """Metrics without the bytes sent to vLLM: it keeps weights after a validation, not over a restart."""
-    return [
-        {name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)
-    ]
-
-
 def same_weights(one: Path, other: Path) -> bool:
     whole, again = load_file(one), load_file(other)
     return whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
@@ -164,7 +157,7 @@ def main() -> int:
         number += 1
     struck = Counter(line.split()[0] for line in kills.with_suffix(".log").read_text().splitlines())
     print(f"{sum(-signal.SIGKILL in codes for codes in ends)} kills in {len(ends)} attempts: {dict(struck)}")
-    expected, found = metrics_of(whole), metrics_of(broken)
+    expected, found = learned_in_attempts(whole), learned_in_attempts(broken)
     problems = [
         f"other metrics of step {one['step']}" for one, other in zip(expected, found) if one != other
     ] + ["other steps"] * (len(expected) != len(found))

@@ -11,7 +11,16 @@ MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob
 
 def learned(output_dir) -> list[dict]:
     """What the rows of metrics say about the mathematics."""
-    return [
-        {key: value for key, value in row.items() if not MEASURED.match(key)}
-        for row in read_metrics(output_dir)
-    ]
+    return [mathematics_of(row) for row in read_metrics(output_dir)]
+
+
+def learned_in_attempts(output_dir) -> list[dict]:
+    """`learned` without the bytes sent to vLLM: it keeps weights after a validation, not over a restart."""
+    rows = learned(output_dir)
+    for row in rows:
+        row.pop("reshard/bytes", None)
+    return rows
+
+
+def mathematics_of(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not MEASURED.match(key)}

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.end_to_end.measured import learned
+from tests.end_to_end.measured import learned_in_attempts
 from tests.worlds import ROOT
 from tools.make_toy import make_toy
 
@@ -240,7 +240,7 @@ def kills(folder: Path, toy: Path, *, count: int, seed: int) -> list[str]:
 
 def apart(whole: Path, broken: Path) -> list[str]:
     """In what two runs differ."""
-    expected, found = metrics_of(whole), metrics_of(broken)
+    expected, found = learned_in_attempts(whole), learned_in_attempts(broken)
     problems = [
         f"other metrics of step {one['step']}" for one, other in zip(expected, found) if one != other
     ] + ["other steps"] * (len(expected) != len(found))
@@ -299,13 +299,6 @@ def names_left(folder: Path) -> list[str]:
         ),
     ]
     return [f"left behind: {path}" for path in paths]
-
-
-def metrics_of(output_dir: Path) -> list[dict]:
-    """Without the bytes that went to vLLM: after a restart it needs the weights again."""
-    return [
-        {name: value for name, value in row.items() if name != "reshard/bytes"} for row in learned(output_dir)
-    ]
 
 
 def same_weights(one: Path, other: Path) -> bool:

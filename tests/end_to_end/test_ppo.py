@@ -28,8 +28,9 @@ def test_memory_modes_learn_the_same(whole_run, toy, tmp_path, mode, offload):
         "reshard.verify=all",
         folder=tmp_path,
     )
-    expected, found = (learned(folder) for folder in (whole_run.output_dir, tmp_path / "run"))
-    kept, moved = ([row.pop("reshard/bytes", 0) for row in rows] for rows in (expected, found))
+    expected, found = learned(whole_run.output_dir), learned(tmp_path / "run")
+    kept = [row.pop("reshard/bytes", 0) for row in expected]
+    moved = [row.pop("reshard/bytes", 0) for row in found]
     assert found == expected
     assert 0 < moved[-1] < kept[-1], "what lies right already was moved, too: both copies are there"
     for role in ("actor", "critic"):

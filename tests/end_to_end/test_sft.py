@@ -36,11 +36,11 @@ def train(toy, folder, layout: str) -> list[dict]:
 
 
 def test_sft_lowers_the_loss_under_any_layout(toy, tmp_path):
-    runs = {}
+    runs, losses = {}, {}
     for layout in ("dp2", "tp2"):
         (tmp_path / layout).mkdir()
         runs[layout] = train(toy, tmp_path / layout, layout)
-    losses = {layout: [row["sft/loss"] for row in rows] for layout, rows in runs.items()}
+        losses[layout] = [row["sft/loss"] for row in runs[layout]]
     assert len(losses["dp2"]) == 12
     assert losses["dp2"][-1] < 0.6 * losses["dp2"][0], losses
     for one, other in zip(losses["dp2"], losses["tp2"], strict=True):

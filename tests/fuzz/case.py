@@ -73,12 +73,9 @@ def _of_the_code(case: Case, ended: Ended) -> str:
         return SILENT
     if case.expected == ACCEPTED and ended.code:
         return WRONGLY
-    return (
-        case.expected
-        if all(any(text in ended.text for text in _options(name)) for name in case.names)
-        else UNNAMED
-    )
+    return case.expected if all(_is_named(name, ended.text) for name in case.names) else UNNAMED
 
 
-def _options(name: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (name,) if isinstance(name, str) else name
+def _is_named(name: str | tuple[str, ...], text: str) -> bool:
+    """Whether a message contains `name`, or one of several."""
+    return any(option in text for option in ((name,) if isinstance(name, str) else name))

@@ -53,11 +53,8 @@ def mutations() -> list[Mutation]:
     found += [
         partial(of_the_manifest, path=path, value=value) for path in INNER for value in (*VALUES, ..., 0.5)
     ]
-    found += [
-        partial(of_the_manifest, path=path, value=value, is_sealed=True)
-        for paths, values in (([(key,) for key in KEYS], OF_NO_KEY), (INNER[:4], OF_NO_NUMBER))
-        for path, value in product(paths, values)
-    ]
+    sealed = [*product([(key,) for key in KEYS], OF_NO_KEY), *product(INNER[:4], OF_NO_NUMBER)]
+    found += [partial(of_the_manifest, path=path, value=value, is_sealed=True) for path, value in sealed]
     found += [
         partial(of_a_file, file=file, what=what, make=make)
         for file in (WEIGHTS, OWN, MANIFEST)

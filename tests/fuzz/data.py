@@ -7,6 +7,7 @@ import os
 import random
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,6 @@ from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job, clear
 
 Rows = list[dict[str, Any]]
-KEYS = {"train": ("data.train", "data.validation"), "sft": ("data.train",)}
-SAMPLES = {"train": "train", "sft": "sft"}
 # Lines that are no JSON object.
 BAD_LINES = (
     *(
@@ -141,26 +140,34 @@ def mutations() -> list[Mutation]:
     )
 
 
-def case_of(
-    job: Job,
-    rng: random.Random,
-    what: str,
-    path: Path,
-    *,
-    expected: str,
-    names: tuple = (),
-    more: tuple[str, ...] = (),
-    program: str = "train",
-) -> Case:
-    """A run on this file of training or validation data."""
-    setting = rng.choice(KEYS[program])
-    more = more + ("data.max_prompt_tokens=128",) * (program == "train")
-    return Case(
-        name=f"{setting}: {what}"[:160],
-        expected=expected,
-        names=names,
-        act=job.dry_run(f"{setting}={path}", *more, program=program),
-    )
+@dataclass(frozen=True)
+class Program:
+    """A command line that reads a data file."""
+
+    name: str
+    settings: tuple[str, ...]  # that name the file
+    more: tuple[str, ...] = ()
+
+    def case(
+        self, job: Job, rng: random.Random, what: str, path: Path, *, expected: str, names: tuple = ()
+    ) -> Case:
+        """A run on this file of training or validation data."""
+        setting = rng.choice(self.settings)
+        return Case(
+            name=f"{setting}: {what}"[:160],
+            expected=expected,
+            names=names,
+            act=job.dry_run(f"{setting}={path}", *self.more, program=self.name),
+        )
+
+
+TRAIN = Program("train", ("data.train", "data.validation"), ("data.max_prompt_tokens=128",))
+SFT = Program("sft", ("data.train",))
+
+
+def dropping(program: Program) -> Program:
+    """The program with settings under which it leaves out rows that are too long."""
+    return replace(program, more=("data.overlong=drop", *program.more))
 
 
 def with_row(
@@ -178,37 +185,36 @@ def line_names(path: Path, line: int) -> tuple[str, str]:
 
 
 def bad_line(job: Job, rng: random.Random, *, line: bytes) -> Case:
-    program = rng.choice(("train", "train", "sft"))
-    lines = [json.dumps(row).encode() for row in job.rows(SAMPLES[program])]
+    program = rng.choice((TRAIN, TRAIN, SFT))
+    lines = [json.dumps(row).encode() for row in job.rows(program.name)]
     at = rng.randrange(len(lines) + 1)
     path = job.write("data.jsonl", b"\n".join([*lines[:at], line, *lines[at:]]) + b"\n")
-    return case_of(
+    return program.case(
         job,
         rng,
         f"line {at + 1} is {line[:40]!r}",
         path,
         expected=REFUSED,
         names=(str(path), (f"line {at + 1}", "JSON array")),  # a file that begins with one is taken for one
-        program=program,
     )
 
 
 def of_a_row(job: Job, rng: random.Random, *, key: str, value: Any, expected: str, word: str = "") -> Case:
     path, line = with_row(job, rng, lambda row: row | {key: value})
     names = line_names(path, line) if expected == REFUSED else (word,) if word else ()
-    return case_of(job, rng, f"{key}={value!a}", path, expected=expected, names=names)
+    return TRAIN.case(job, rng, f"{key}={value!a}", path, expected=expected, names=names)
 
 
 def missing(job: Job, rng: random.Random) -> Case:
     key = rng.choice(("prompt", "answer"))
     path, line = with_row(job, rng, lambda row: {name: value for name, value in row.items() if name != key})
-    return case_of(job, rng, f"no {key}", path, expected=REFUSED, names=(*line_names(path, line), key))
+    return TRAIN.case(job, rng, f"no {key}", path, expected=REFUSED, names=(*line_names(path, line), key))
 
 
 def too_long(job: Job, rng: random.Random) -> Case:
     words = rng.choice((200, 5000, 200_000))
     path, line = with_row(job, rng, lambda row: row | {"prompt": "fig " * words})
-    return case_of(
+    return TRAIN.case(
         job,
         rng,
         f"a prompt of {words} words",
@@ -226,14 +232,13 @@ def dropped(job: Job, rng: random.Random) -> Case:
     )
     names = (str(path), "max_prompt_tokens") if is_all else ()
     expected = REFUSED if is_all else ACCEPTED
-    return case_of(
+    return dropping(TRAIN).case(
         job,
         rng,
         f"{'all' if is_all else 'five'} too long, overlong=drop",
         path,
         expected=expected,
         names=names,
-        more=("data.overlong=drop",),
     )
 
 
@@ -249,7 +254,7 @@ def other_key(job: Job, rng: random.Random) -> Case:
 
 
 def few(job: Job, rng: random.Random) -> Case:
-    return case_of(job, rng, "one row", job.write_rows(job.rows("train")[:1]), expected=ACCEPTED)
+    return TRAIN.case(job, rng, "one row", job.write_rows(job.rows("train")[:1]), expected=ACCEPTED)
 
 
 def number(job: Job, rng: random.Random) -> Case:
@@ -258,20 +263,20 @@ def number(job: Job, rng: random.Random) -> Case:
         "data.jsonl",
         '{"prompt": "a", "answer": ' + rng.choice(("1e999", "NaN", "-Infinity", "1" * 400)) + "}\n",
     )
-    return case_of(job, rng, "a number beyond all", path, expected=EITHER)
+    return TRAIN.case(job, rng, "a number beyond all", path, expected=EITHER)
 
 
 def unpaired(job: Job, rng: random.Random) -> Case:
     """Half of a surrogate pair in what the reward is handed."""
     path, _ = with_row(job, rng, lambda row: row | {rng.choice(("answer", "extra")): "\ud800"})
-    return case_of(job, rng, "a lone surrogate in an answer", path, expected=EITHER)
+    return TRAIN.case(job, rng, "a lone surrogate in an answer", path, expected=EITHER)
 
 
 def flipped(job: Job, rng: random.Random) -> Case:
     content = bytearray(Path(job.toy / "few_train.jsonl").read_bytes())
     for _ in range(rng.choice((1, 1, 5))):
         content[rng.randrange(len(content))] = rng.randrange(256)
-    return case_of(
+    return TRAIN.case(
         job, rng, "bytes changed at random", job.write("data.jsonl", bytes(content)), expected=EITHER
     )
 
@@ -318,7 +323,7 @@ FORMATS: dict[str, Callable[[Path, Rows], object]] = {
 def other_format(job: Job, rng: random.Random, *, what: str, make: Callable[[Path, Rows], object]) -> Case:
     path = job.folder / rng.choice(("data.jsonl", "data.json", "data.parquet", "data"))
     make(path, job.rows("train"))
-    return case_of(job, rng, what, path, expected=REFUSED, names=(str(path),))
+    return TRAIN.case(job, rng, what, path, expected=REFUSED, names=(str(path),))
 
 
 # Ways to write the same rows.
@@ -337,7 +342,7 @@ WAYS: dict[str, Callable[[list[str]], bytes]] = {
 
 def same_rows(job: Job, rng: random.Random, *, what: str, make: Callable[[list[str]], bytes]) -> Case:
     path = job.write("data.jsonl", make([json.dumps(row) for row in job.rows("train")]))
-    return case_of(job, rng, what, path, expected=ACCEPTED)
+    return TRAIN.case(job, rng, what, path, expected=ACCEPTED)
 
 
 NO_FILES: dict[str, Callable[[Path], object]] = {
@@ -353,4 +358,4 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 def no_file(job: Job, rng: random.Random, *, what: str, make: Callable[[Path], object]) -> Case:
     clear(path := job.folder / "data.jsonl")
     make(path)
-    return case_of(job, rng, what, path, expected=REFUSED, names=(str(path),))
+    return TRAIN.case(job, rng, what, path, expected=REFUSED, names=(str(path),))

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
-from tests.fuzz.data import BAD_PROMPTS, FINE_PROMPTS, case_of, line_names, with_row
+from tests.fuzz.data import BAD_PROMPTS, FINE_PROMPTS, SFT, dropping, line_names, with_row
 from tests.fuzz.job import Job
 
 BAD_RESPONSES: tuple[Any, ...] = (
@@ -38,7 +38,7 @@ def mutations() -> list[Mutation]:
 def of_a_row(job: Job, rng: random.Random, *, key: str, value: Any, expected: str) -> Case:
     path, line = with_row(job, rng, lambda row: row | {key: value}, sample="sft")
     names = line_names(path, line) if expected == REFUSED else ()
-    return case_of(job, rng, f"{key}={value!a}", path, expected=expected, names=names, program="sft")
+    return SFT.case(job, rng, f"{key}={value!a}", path, expected=expected, names=names)
 
 
 def missing(job: Job, rng: random.Random) -> Case:
@@ -46,53 +46,47 @@ def missing(job: Job, rng: random.Random) -> Case:
     path, line = with_row(
         job, rng, lambda row: {name: value for name, value in row.items() if name != key}, sample="sft"
     )
-    return case_of(
-        job, rng, f"no {key}", path, expected=REFUSED, names=(*line_names(path, line), key), program="sft"
-    )
+    return SFT.case(job, rng, f"no {key}", path, expected=REFUSED, names=(*line_names(path, line), key))
 
 
 def too_long(job: Job, rng: random.Random) -> Case:
     key = rng.choice(("prompt", "response"))
     path, line = with_row(job, rng, lambda row: row | {key: "fig " * 100}, sample="sft")
-    return case_of(
+    return SFT.case(
         job,
         rng,
         f"a {key} of 100 words",
         path,
         expected=REFUSED,
         names=(*line_names(path, line), "max_tokens"),
-        program="sft",
     )
 
 
 def none_left(job: Job, rng: random.Random) -> Case:
     path = job.write_rows([row | {"response": "fig " * 100} for row in job.rows("sft")])
-    return case_of(
+    return dropping(SFT).case(
         job,
         rng,
         "all too long, overlong=drop",
         path,
         expected=REFUSED,
         names=(str(path),),
-        more=("data.overlong=drop",),
-        program="sft",
     )
 
 
 def assistant_last(job: Job, rng: random.Random) -> Case:
     """An answer in the prompt beside a response: one of them is not what was meant, and it is said."""
     path, _ = with_row(job, rng, lambda row: row | {"prompt": TURNS}, sample="sft")
-    return case_of(
+    return SFT.case(
         job,
         rng,
         "a prompt that ends in an answer",
         path,
         expected=EITHER,
         names=("assistant",),
-        program="sft",
     )
 
 
 def empty(job: Job, rng: random.Random) -> Case:
     path, _ = with_row(job, rng, lambda row: row | {"response": ""}, sample="sft")
-    return case_of(job, rng, "an empty response", path, expected=EITHER, program="sft")
+    return SFT.case(job, rng, "an empty response", path, expected=EITHER)

@@ -112,10 +112,11 @@ def mutations() -> list[Mutation]:
                 partial(misspelt_section, program=program, section=section, name=name),
             ]
             found += [partial(too_long, program=program, setting=f"{section}.{name}", kind=kind)]
+        names = {f"{section}.{name}" for section, name, _ in described(schema)}
         found += [
             partial(former_name, program=program, old=old, new=new)
             for old, new in RENAMED.items()
-            if new in {f"{section}.{name}" for section, name, _ in described(schema)}
+            if new in names
         ]
         found += [partial(two_at_once, program=program)] * 30 + [partial(harmless, program=program)] * 160
     return found

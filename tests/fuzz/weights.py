@@ -22,10 +22,7 @@ def mutations() -> list[Mutation]:
         partial(bad_header, what=what, change=change) for what, change in HEADERS.items() for _ in range(2)
     ]
     found += [partial(bad_file, what=what, make=make) for what, make in FILES.items()]
-    found += [
-        partial(of_a_role, what=what, role=role, spoil=spoil, config=config, expected=expected, names=names)
-        for what, role, spoil, config, expected, names in ROLES
-    ]
+    found += [partial(of_a_role, entry=entry) for entry in ROLES]
     return found + [cut] * 4 + [flipped] * 4
 
 
@@ -313,19 +310,11 @@ ROLES = (
 )
 
 
-def of_a_role(
-    job: Job,
-    rng: random.Random,
-    *,
-    what: str,
-    role: str,
-    spoil: Callable[[Tensors], Tensors],
-    config: dict,
-    expected: str,
-    names: Names,
-) -> Case:
+def of_a_role(job: Job, rng: random.Random, *, entry: tuple) -> Case:
+    """A role whose folder has other tensors: `entry` is one of ROLES."""
     from safetensors.torch import save
 
+    what, role, spoil, config, expected, names = entry
     model = job.model()
     for path in (INDEX, SHARD, SHARD.replace("00001-", "00002-")):
         clear(model / path)

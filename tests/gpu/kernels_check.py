@@ -115,7 +115,8 @@ def check_copies(device: torch.device, tiling: Tiling, *, seed: int) -> None:
 def check_checksums(device: torch.device, tiling: Tiling, *, seed: int) -> None:
     """Random slices, and a change of one bit in each."""
     memory = Memory(seed=seed, size=2**23, device=device)
-    slices = [source for _, source in (memory.pair() for _ in range(200)) if source.numel()]
+    pairs = [memory.pair() for _ in range(200)]
+    slices = [source for _, source in pairs if source.numel()]
     slices += [
         torch.randn(300, 5000, device=device).to(dtype)[3:, 64:] for dtype in DTYPES.values()
     ]  # more than a tile in both directions

@@ -73,18 +73,10 @@ def bits(engine: Engine) -> list:
         return []
     engine.gather_weights()
     parts = optimizer_shards(engine.chunks, engine.optimizer, engine.groups)
-    held = [
-        (
-            one.weight.data,
-            one.start,
-            *(
-                tensor
-                for kind in (checkpoint.VALUE, *checkpoint.MOMENTS)
-                if (tensor := one.part(kind)) is not None
-            ),
-        )
-        for one in parts
-    ]
+    held = []
+    for one in parts:
+        of_optimizer = [one.part(kind) for kind in (checkpoint.VALUE, *checkpoint.MOMENTS)]
+        held.append((one.weight.data, one.start, *(part for part in of_optimizer if part is not None)))
     steps_taken = [
         float(one.inner.state.get(one.value, {}).get("step", 0)) for one in parts if one.inner is not None
     ]

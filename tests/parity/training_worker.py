@@ -127,10 +127,9 @@ def train(
     head: str,
     layout: Layout,
     batch: RolloutBatch,
-    config: EngineConfig,
+    options: EngineOptions,
     *,
     steps: int = 3,
-    temperature: float = 1.0,
 ):
     """Optimizer steps on all ranks' samples; the metrics of each and the weights afterwards."""
     arch = read_architecture(folder)
@@ -139,10 +138,10 @@ def train(
         folder=str(folder),
         groups=ProcessGroups(layout, world()),
         head=head,
-        options=EngineOptions(config=config, seed=1, temperature=temperature),
+        options=options,
     )
     engine.prepare_training(lr=LR, total_steps=6)
-    mine, micro = share_of(batch, layout, config.tokens_per_micro_batch)
+    mine, micro = share_of(batch, layout, options.config.tokens_per_micro_batch)
     history = []
     for _ in range(steps):
         sums = engine.train_step(
@@ -191,12 +190,11 @@ def check_layouts() -> None:
         )
         common = {"clip_grad": 0.5, "adam_eps": 1e-4, "lr_decay_style": "cosine", "lr_warmup_steps": 1}
         alone = EngineConfig(tokens_per_micro_batch=1000, distributed_optimizer=False, **common)
-        want, weights = train(path, head, Layout(), batch, alone)
+        want, weights = train(path, head, Layout(), batch, EngineOptions(config=alone, seed=1))
         for text, count, stage_layers, budget, extra in layouts:
             config = EngineConfig(tokens_per_micro_batch=budget, **common, **extra)
-            got, trained = train(
-                path, head, Layout.parse(text, tuple(range(count)), stage_layers), batch, config
-            )
+            layout = Layout.parse(text, tuple(range(count)), stage_layers)
+            got, trained = train(path, head, layout, batch, EngineOptions(config=config, seed=1))
             metric = max(abs(a[key] - b[key]) for a, b in zip(got, want) for key in b)
             moved = max((trained[name] - weights[name]).abs().max().item() for name in weights)
             check(
@@ -297,14 +295,9 @@ def check_plain() -> None:
         norms, want = plain_steps(model, batch, head, config, temperature)
         assert min(norms) > config.clip_grad, "the gradients have to be clipped, or clipping is not compared"
         for text, count in (("tp1", 1), ("tp2pp2", 4)):
+            options = EngineOptions(config=config, seed=1, temperature=temperature)
             history, weights = train(
-                path,
-                head,
-                Layout.parse(text, tuple(range(count))),
-                batch,
-                config,
-                steps=2,
-                temperature=temperature,
+                path, head, Layout.parse(text, tuple(range(count))), batch, options, steps=2
             )
             kind = "policy" if head == "lm" else "critic"
             clipped = history[0][f"{kind}/clip_fraction"]

@@ -178,6 +178,10 @@ def test_a_layout_shrinks_in_pipeline_stages_first_and_grows_in_data_parallelism
     Layout.parse(found, tuple(range(ranks)))
 
 
+def predicted(constants: dict[str, float], terms: dict[str, float]) -> float:
+    return sum(constants[name] * terms[name] for name in constants)
+
+
 def test_constants_are_found_again_and_never_negative():
     cases = [
         case_on(1, "tp1", prompts=16),
@@ -186,16 +190,13 @@ def test_constants_are_found_again_and_never_negative():
     ]  # dp 1, 1, 2
     terms = [terms_of(case, "actor_update") for case in cases]
     true = {"work": 0.25, "tensor": 0.01, "sync": 0.5}
-    assert fit(terms, [sum(true[name] * each[name] for name in true) for each in terms]) == pytest.approx(
-        true
-    )
+    assert fit(terms, [predicted(true, each) for each in terms]) == pytest.approx(true)
     assert fit(terms[:1], [4.0]) == pytest.approx({"work": 0.25}), "one size tells of nothing else"
     assert all(constant >= 0 for constant in fit(terms, [4.0, 3.0, 2.0]).values())
     handed_over = [terms_of(case, "reshard") for case in cases]
     found = fit(handed_over, [1.0, 1.0, 1.0])
-    assert [sum(found[name] * each[name] for name in found) for each in handed_over] == pytest.approx(
-        [1.0, 1.0, 1.0]
-    ) and found["work"] == pytest.approx(1.0)
+    assert [predicted(found, each) for each in handed_over] == pytest.approx([1.0, 1.0, 1.0])
+    assert found["work"] == pytest.approx(1.0)
 
 
 def scaling_of(

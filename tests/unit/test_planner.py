@@ -78,6 +78,11 @@ def ppo_in_turns(samples: int, *, mode: str, mini_batches: int) -> TrainerConfig
     return config
 
 
+def with_critic(config: TrainerConfig, model: str) -> TrainerConfig:
+    config.critic.path = model
+    return config
+
+
 def long_responses() -> TrainerConfig:
     """The 8B PPO recipe with 1,024 samples of 512 + 1,024 tokens."""
     config = run_config("pp2vpp4", samples=1024, rollout=2, share=0.2, tokens_per_micro_batch=4096)
@@ -112,7 +117,7 @@ MEASURED = {
     ),
     "tp2": Measured(
         gpus=2,
-        config=run_config("tp2sp", critic="llama3-1b", rollout=2, share=0.25),
+        config=with_critic(run_config("tp2sp", rollout=2, share=0.25), "llama3-1b"),
         gib=dict(log_probs=93.9, critic_update=96.2, actor_update=112.4, weights_awake=100.2),
         seconds=dict(rollout=6.9, log_probs=8.2, values=0.9, critic_update=2.4, actor_update=13.4),
         iteration=32.0,

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -83,17 +84,14 @@ def test_an_interrupt_ends_a_call_into_c_in_one_line(told, lines, tmp_path):
 
 
 def listening(port: int) -> list[str]:
-    found = [
-        line.split()[1]
-        for name in ("tcp", "tcp6")
-        for line in open(f"/proc/net/{name}").read().splitlines()[1:]
-        if line.split()[3] == "0A"
-    ]
-    return [
-        address
-        for address, _, hexadecimal in (place.partition(":") for place in found)
-        if int(hexadecimal, 16) == port
-    ]
+    addresses = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, place, _, state, *_ = line.split()
+            address, _, hexadecimal = place.partition(":")
+            if state == "0A" and int(hexadecimal, 16) == port:
+                addresses.append(address)
+    return addresses
 
 
 @pytest.mark.parametrize(

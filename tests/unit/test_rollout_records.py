@@ -109,7 +109,8 @@ def test_replicas_end_as_early_as_possible(total, replicas, limit):
             break
         idle += queue.given < total and any(len(mine) < limit for mine in left)
         steps += 1
-        left = [[sample - 1 for sample in mine if sample > 1] for mine in left]
+        for mine in left:
+            mine[:] = [sample - 1 for sample in mine if sample > 1]
     assert queue.given == total and not idle
     if total <= replicas * limit:
         assert steps == max(lengths)

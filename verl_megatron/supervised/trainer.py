@@ -3,7 +3,7 @@
 Methods are collective over the world.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from parallel import device
@@ -141,7 +141,7 @@ class SupervisedTrainer(BaseTrainer):
         self.state.validated = {"step": self.state.step} | metrics
         return metrics
 
-    def _infer(self, roles: dict[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch) -> None:
+    def _infer(self, roles: Mapping[str, Role], dispatched: DispatchedBatch, batch: RolloutBatch) -> None:
         """Set the outputs of each model for the samples, in one pass; all have the same layout."""
         output = self.task.output
         results = infer_together(
