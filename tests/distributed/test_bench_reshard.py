@@ -17,7 +17,7 @@ LINKS = ["point to point, both ways", "on-card copy"]
 REFIT = "Megatron-Core's refit, into Megatron's layout"
 OURS = [
     "keep",
-    "keep, with proof (all)",
+    "keep, verified (all)",
     "keep, by messages",
     "share, to rollout",
     "swap, to rollout",
@@ -81,7 +81,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
         0
         < floor
         <= received["keep"]
-        == received["keep, with proof (all)"]
+        == received["keep, verified (all)"]
         == received["share, to rollout"]
         < received["gather"]
     )
@@ -94,7 +94,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
     )
     assert (
         second["keep"]
-        == second["keep, with proof (all)"]
+        == second["keep, verified (all)"]
         == second["gather"]
         > second["share, to rollout"]
         >= second["swap, to rollout"]

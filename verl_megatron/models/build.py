@@ -161,7 +161,7 @@ def build_chunks(
     for chunk in range(layout.vpp):
         is_last = place.pp == layout.pp - 1 and chunk == layout.vpp - 1
         layers = layout.layers_of(arch.num_layers)[place.pp, chunk]
-        with warnings.catch_warnings(), megatron.lent_to_globals(groups):
+        with warnings.catch_warnings(), megatron.megatron_globals(groups):
             warnings.simplefilter("ignore")
             block: Any = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=final_norm)
             model = GPTModel(
