@@ -92,6 +92,7 @@ def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, alg
         512,
         512,
     )
+    config.algorithm.reuse_logprobs = False
     return Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
 
 
