@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks of a group. Each rank's input adds to all ranks' sums, so gradients are summed, too."""
+    """Sum over a group's ranks. Each rank's input adds to all ranks' sums, so gradients are summed, too."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

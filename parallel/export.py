@@ -11,8 +11,9 @@ from torch import Tensor
 from parallel import device
 from parallel.checkpoint.folders import together
 from parallel.rank_set import RankSet
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan, matrix_shape
+from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.architecture import Architecture
 from parallel.weights.files import INDEX
 from parallel.weights.rules import Head, hf_shapes
@@ -110,16 +111,9 @@ def _assemble(model: ShardedModel, names: Mapping[int, Sequence[str]], ranks: Ra
         target.name: torch.empty(target.shape, dtype=model.dtype, device=here)
         for target in targets.get(ranks.global_rank, ())
     }
-    Resharder(
-        plan,
-        rank=ranks.global_rank,
-        source=model.tensors,
-        destination={(0, name): tensor for name, tensor in tensors.items()},
-        dtype=model.dtype,
-        group=ranks.group_for(here),
-        device=here,
-        verify="all",
-    ).run()
+    destination = {(0, name): tensor for name, tensor in tensors.items()}
+    transport = Transport(dtype=model.dtype, group=ranks.group_for(here), device=here, verify="all")
+    Resharder(plan, model.tensors, destination, transport).run()
     return tensors
 
 

@@ -57,7 +57,7 @@ _GLOBALS = {
 
 
 @contextmanager
-def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
+def megatron_globals(groups: ProcessGroups) -> Iterator[None]:
     """Set Megatron's `parallel_state` globals to these groups within the block; restore them afterwards.
 
     Needed by attention with fewer key/value heads than tensor-parallel ranks (0.16) and by scratch memory
@@ -66,11 +66,11 @@ def lent_to_globals(groups: ProcessGroups) -> Iterator[None]:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     state, view = parallel_state.__dict__, collection(groups)
-    lent = {name: getattr(view, field) for name, field in _GLOBALS.items() if name in state}
-    lent["_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.tp)
-    lent["_PIPELINE_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.pp)
-    before = {name: state[name] for name in lent}
-    state.update(lent)
+    values = {name: getattr(view, field) for name, field in _GLOBALS.items() if name in state}
+    values["_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.tp)
+    values["_PIPELINE_GLOBAL_RANKS"] = dist.get_process_group_ranks(groups.pp)
+    before = {name: state[name] for name in values}
+    state.update(values)
     try:
         yield
     finally:

@@ -10,9 +10,8 @@ from parallel.layout import Layout
 from parallel.reshard.plan import Plan, compile_plan, matrix_shape
 from parallel.weights.architecture import FAMILIES, Architecture
 from parallel.weights.rules import VOCAB_MULTIPLE, hf_shapes, megatron_parameters, vllm_parameters
-from parallel.weights.shard import Block, ShardedParameter
+from parallel.weights.shard import Block, ShardedParameter, Shards
 
-Shards = dict[int, list[ShardedParameter]]  # by world rank
 MAX_RANKS = 16  # of either side
 TENSOR_PARALLEL = (1, 2, 3, 4, 6, 8)
 

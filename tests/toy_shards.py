@@ -1,6 +1,6 @@
-"""A small model's shards written by hand, as Megatron and as vLLM keep them: a second opinion beside `parallel.weights.rules`."""
+"""A small model's shards written by hand, Megatron's and vLLM's: a second opinion on `weights.rules`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from parallel.layout import Layout
@@ -41,70 +41,54 @@ class Toy:
 
 
 def layouts_of(size: int, *, layers: int) -> list[Layout]:
-    """Every tp × pp × dp of `size` ranks that the layers allow, pipelines also with uneven stages and virtual ones."""
-    found = []
+    """Every tp × pp × dp of `size` ranks that the layers allow, also with uneven and virtual stages."""
+    layouts = []
     for tp, pp, dp in product((1, 2, 4, 8), repeat=3):
         if tp * pp * dp == size and pp <= layers:
             common = {"tp": tp, "pp": pp, "dp": dp, "ranks": tuple(range(size))}
-            found.append(Layout(**common))
+            layouts.append(Layout(**common))
             if pp == 2:
-                found += [Layout(**common, stage_layers=(1, layers - 1)), Layout(**common, vpp=2)]
-    return found
+                layouts += [Layout(**common, stage_layers=(1, layers - 1)), Layout(**common, vpp=2)]
+    return layouts
 
 
 def megatron_like(toy: Toy, layout: Layout, rank: int) -> list[ShardedParameter]:
     here, tp = layout.coordinates(rank), layout.tp
+    part = Part(here.tp, tp)
     padded = -(-toy.vocab // (4 * tp)) * 4 * tp
     parameters = []
     for (stage, chunk), layers in layout.layers_of(toy.layers).items():
         if stage != here.pp:
             continue
+        of_chunk = []
         for local, i in enumerate(layers):
-            qkv = _interleaved_qkv(toy, i)
-            parameters += [
-                _rows(f"{local}.qkv", qkv, toy.hidden, here.tp, tp, chunk=chunk),
-                _columns(
-                    f"{local}.proj", f"{i}.o", toy.hidden, toy.heads * toy.head_dim, here.tp, tp, chunk=chunk
-                ),
-                _vector(f"{local}.norm", f"{i}.norm", toy.hidden, chunk=chunk),
-                _gate_up(f"{local}.fc1", i, toy, here.tp, tp, chunk=chunk),
-                _columns(f"{local}.fc2", f"{i}.down", toy.hidden, toy.ffn, here.tp, tp, chunk=chunk),
+            of_chunk += [
+                _rows(f"{local}.qkv", _interleaved_qkv(toy, i), toy.hidden, part),
+                _columns(f"{local}.proj", f"{i}.o", (toy.hidden, toy.heads * toy.head_dim), part),
+                _vector(f"{local}.norm", f"{i}.norm", toy.hidden),
+                _gate_up(f"{local}.fc1", i, toy, part),
+                _columns(f"{local}.fc2", f"{i}.down", (toy.hidden, toy.ffn), part),
             ]
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
         if stage == 0 and chunk == 0:
-            parameters.append(
-                _rows("embedding", [("embed", 0, toy.vocab)], toy.hidden, here.tp, tp, total=padded)
-            )
+            of_chunk.append(_rows("embedding", [("embed", 0, toy.vocab)], toy.hidden, part, total=padded))
         if last:
-            parameters.append(_vector("final_norm", "norm", toy.hidden, chunk=chunk))
+            of_chunk.append(_vector("final_norm", "norm", toy.hidden))
         if last and (not toy.tied or layout.pp > 1):
             name = "embed" if toy.tied else "head"
-            parameters.append(
-                _rows(
-                    "output",
-                    [(name, 0, toy.vocab)],
-                    toy.hidden,
-                    here.tp,
-                    tp,
-                    total=padded,
-                    chunk=chunk,
-                    owner=not toy.tied,
-                )
-            )
+            output = _rows("output", [(name, 0, toy.vocab)], toy.hidden, part, total=padded)
+            of_chunk.append(replace(output, owner=not toy.tied))
+        parameters += [replace(parameter, chunk=chunk) for parameter in of_chunk]
     return parameters
 
 
 def vllm_like(toy: Toy, tp: int, tp_rank: int) -> list[ShardedParameter]:
     """One rank of a replica; K and V heads repeat where TP exceeds their number."""
-    padded, q, kv = (
-        -(-toy.vocab // 8) * 8,
-        toy.heads * toy.head_dim // tp,
-        max(1, toy.groups // tp) * toy.head_dim,
-    )
-    first_kv = tp_rank * toy.groups // tp * toy.head_dim
+    part, padded, q = Part(tp_rank, tp), -(-toy.vocab // 8) * 8, toy.heads * toy.head_dim // tp
+    kv, first_kv = max(1, toy.groups // tp) * toy.head_dim, tp_rank * toy.groups // tp * toy.head_dim
     parameters = [_vector("final_norm", "norm", toy.hidden)]
     for name in ("embed",) if toy.tied else ("embed", "head"):
-        parameters.append(_rows(name, [(name, 0, toy.vocab)], toy.hidden, tp_rank, tp, total=padded))
+        parameters.append(_rows(name, [(name, 0, toy.vocab)], toy.hidden, part, total=padded))
     for i in range(toy.layers):
         segments = [
             (f"{i}.q", tp_rank * q, (tp_rank + 1) * q),
@@ -112,11 +96,11 @@ def vllm_like(toy: Toy, tp: int, tp_rank: int) -> list[ShardedParameter]:
             (f"{i}.v", first_kv, first_kv + kv),
         ]
         parameters += [
-            _rows(f"layers.{i}.qkv", segments, toy.hidden, 0, 1),
-            _columns(f"layers.{i}.o", f"{i}.o", toy.hidden, toy.heads * toy.head_dim, tp_rank, tp),
+            _rows(f"layers.{i}.qkv", segments, toy.hidden, Part(0, 1)),
+            _columns(f"layers.{i}.o", f"{i}.o", (toy.hidden, toy.heads * toy.head_dim), part),
             _vector(f"layers.{i}.norm", f"{i}.norm", toy.hidden),
-            _gate_up(f"layers.{i}.gate_up", i, toy, tp_rank, tp),
-            _columns(f"layers.{i}.down", f"{i}.down", toy.hidden, toy.ffn, tp_rank, tp),
+            _gate_up(f"layers.{i}.gate_up", i, toy, part),
+            _columns(f"layers.{i}.down", f"{i}.down", (toy.hidden, toy.ffn), part),
         ]
     return parameters
 
@@ -134,46 +118,41 @@ def _interleaved_qkv(toy: Toy, layer: int) -> list[Segment]:
     ]
 
 
-def _rows(
-    name: str,
-    segments: list[Segment],
-    width: int,
-    tp_rank: int,
-    tp: int,
-    *,
-    total: int = 0,
-    chunk: int = 0,
-    owner: bool = True,
-) -> ShardedParameter:
-    """The `tp_rank`-th of `tp` equal row ranges of the segments stacked upon each other (and padded to `total` rows)."""
+@dataclass(frozen=True)
+class Part:
+    """The `rank`-th of `tp` equal parts."""
+
+    rank: int
+    tp: int
+
+
+def _rows(name: str, segments: list[Segment], width: int, part: Part, *, total: int = 0) -> ShardedParameter:
+    """Return a part of the rows of the segments below each other, padded to `total` rows."""
     total = total or sum(end - first for _, first, end in segments)
-    start, stop = total * tp_rank // tp, total * (tp_rank + 1) // tp
+    start, stop = total * part.rank // part.tp, total * (part.rank + 1) // part.tp
     blocks, top = [], 0
     for tensor, first, end in segments:
         low, high = max(start, top), min(stop, top + end - first)
         if low < high:
             blocks.append(Block(tensor, (first + low - top, first + high - top), (0, width), row=low - start))
         top += end - first
-    return ShardedParameter(name, (stop - start, width), tuple(blocks), owner, chunk)
+    return ShardedParameter(name, (stop - start, width), tuple(blocks))
 
 
-def _columns(
-    name: str, tensor: str, height: int, width: int, tp_rank: int, tp: int, *, chunk: int = 0
-) -> ShardedParameter:
-    cols = (width * tp_rank // tp, width * (tp_rank + 1) // tp)
-    return ShardedParameter(
-        name, (height, cols[1] - cols[0]), (Block(tensor, (0, height), cols),), True, chunk
-    )
+def _columns(name: str, tensor: str, shape: tuple[int, int], part: Part) -> ShardedParameter:
+    height, width = shape
+    cols = (width * part.rank // part.tp, width * (part.rank + 1) // part.tp)
+    return ShardedParameter(name, (height, cols[1] - cols[0]), (Block(tensor, (0, height), cols),))
 
 
-def _vector(name: str, tensor: str, size: int, *, chunk: int = 0) -> ShardedParameter:
-    return ShardedParameter(name, (size,), (Block(tensor, (0, size), (0, 1)),), True, chunk)
+def _vector(name: str, tensor: str, size: int) -> ShardedParameter:
+    return ShardedParameter(name, (size,), (Block(tensor, (0, size), (0, 1)),))
 
 
-def _gate_up(name: str, layer: int, toy: Toy, tp_rank: int, tp: int, *, chunk: int = 0) -> ShardedParameter:
-    rows = (toy.ffn * tp_rank // tp, toy.ffn * (tp_rank + 1) // tp)
+def _gate_up(name: str, layer: int, toy: Toy, part: Part) -> ShardedParameter:
+    rows = (toy.ffn * part.rank // part.tp, toy.ffn * (part.rank + 1) // part.tp)
     blocks = (
         Block(f"{layer}.gate", rows, (0, toy.hidden)),
         Block(f"{layer}.up", rows, (0, toy.hidden), row=rows[1] - rows[0]),
     )
-    return ShardedParameter(name, (2 * (rows[1] - rows[0]), toy.hidden), blocks, True, chunk)
+    return ShardedParameter(name, (2 * (rows[1] - rows[0]), toy.hidden), blocks)

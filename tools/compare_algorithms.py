@@ -25,7 +25,10 @@ def names_of_recipes() -> list[str]:
 
 
 def accuracy_of(command: list[str], log: Path, **environment: str) -> tuple[float, float] | None:
-    """Run a command unless `log` has its result; return validation accuracy before and after, None if it failed."""
+    """Run a command unless `log` has its result.
+
+    Return validation accuracy before and after; None if the command failed.
+    """
     if not (log.exists() and ACCURACY.search(log.read_text())):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:

@@ -89,30 +89,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser()
-    given = options.parse_args(arguments)
+    command_line = parser()
+    options = command_line.parse_args(arguments)
     try:
-        return COMMANDS[given.command](given)
+        return COMMANDS[options.command](options)
     except (ValueError, OSError) as error:
-        options.error(str(error))
+        command_line.error(str(error))
 
 
-def _hf_to_mcore(given) -> int:
+def _hf_to_mcore(options) -> int:
     to_megatron.convert(
-        given.source,
-        given.target,
-        spec=given.spec,
-        budget=_budget(given),
-        file_bytes=int(given.file_gib * 2**30),
+        options.source,
+        options.target,
+        spec=options.spec,
+        budget=_budget(options),
+        file_bytes=int(options.file_gib * 2**30),
     )
     return 0
 
 
-def _mcore_to_hf(given) -> int:
-    source = CheckpointArguments(given.source, given.template, given.skip_extra)
-    dtype = DTYPES[given.dtype] if given.dtype else None
+def _mcore_to_hf(options) -> int:
+    source = CheckpointArguments(options.source, options.template, options.skip_extra)
+    dtype = DTYPES[options.dtype] if options.dtype else None
     checkpoint = to_hugging_face.convert(
-        source, given.target, dtype=dtype, budget=_budget(given), file_bytes=int(given.file_gib * 2**30)
+        source, options.target, dtype=dtype, budget=_budget(options), file_bytes=int(options.file_gib * 2**30)
     )
     if checkpoint.training_keys:
         print(
@@ -126,24 +126,25 @@ def _mcore_to_hf(given) -> int:
     return 0
 
 
-def _inspect(given) -> int:
-    print(describe(CheckpointArguments(given.source, given.template, skip_extra=True)))
+def _inspect(options) -> int:
+    print(describe(CheckpointArguments(options.source, options.template, skip_extra=True)))
     return 0
 
 
-def _verify(given) -> int:
+def _verify(options) -> int:
     source, target = (
-        CheckpointArguments(path, given.template, given.skip_extra) for path in (given.source, given.target)
+        CheckpointArguments(path, options.template, options.skip_extra)
+        for path in (options.source, options.target)
     )
-    lines = differences(source, target, _budget(given))
+    lines = differences(source, target, _budget(options))
     print("\n".join(lines[:SHOWN]) if lines else "every tensor has the same bits")
     if len(lines) > SHOWN:
         print(f"and {len(lines) - SHOWN} more")
     return 1 if lines else 0
 
 
-def _budget(given) -> Budget:
-    return Budget.of(int(given.memory_gib * 2**30), given.workers)
+def _budget(options) -> Budget:
+    return Budget.of(int(options.memory_gib * 2**30), options.workers)
 
 
 def _positive(text: str) -> float:

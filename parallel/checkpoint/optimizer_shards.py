@@ -21,7 +21,7 @@ device.prepare()
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from parallel.megatron import lent_to_globals
+from parallel.megatron import megatron_globals
 
 VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
 _PIECE = 2**24  # elements converted to float64 at a time
@@ -86,7 +86,7 @@ def optimizer_shards(chunks: list, optimizer, groups: ProcessGroups) -> list[Opt
     """Return all parameters of a member's chunks, in the same order on the ranks of a data-parallel group."""
     found, loads = {}, [0] * groups.dp_cp.size()
     for number, chunk in enumerate(chunks):
-        with lent_to_globals(groups):
+        with megatron_globals(groups):
             described = chunk.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         for name, sharded in described.items():
             if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(

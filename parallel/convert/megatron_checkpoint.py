@@ -280,8 +280,8 @@ class MegatronCheckpoint:
             )
             if stored_elements != needed:
                 raise ValueError(
-                    f"{key} in {self.path} has {stored_elements} of the model's {needed} elements; the checkpoint"
-                    " is incomplete or of another model"
+                    f"{key} in {self.path} has {stored_elements} of the model's {needed} elements; the"
+                    " checkpoint is incomplete or of another model"
                 )
         ends: dict[str, int] = defaultdict(int)
         for info in table.storage_data.values():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.reshard.execute import Parameters
+from parallel.reshard.transport import Parameters
 from parallel.weights.architecture import Architecture
 from parallel.weights.shard import Shards
 

@@ -16,7 +16,6 @@ a report.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,11 @@ from torch import Tensor
 
 from parallel import device as machine
 from parallel.rank_set import new_group
-from parallel.reshard.execute import Parameters, Resharder, ReshardReport
+from parallel.reshard.execute import Resharder, ReshardReport
 from parallel.reshard.plan import Plan
+from parallel.reshard.transport import Parameters, Transport
 
+Key = tuple[int, str]  # model chunk, parameter
 TICK_S = 1.0  # longest time until the other ranks learn of a close; far below the timeout of any group
 
 # A rank's report in a round. A source rank reports the number of the version that it has published.
@@ -57,71 +58,37 @@ class VersionedReshard:
 
     NCCL's kernels run concurrently with those of other communicators, in no common order. Each finds room on
     the GPU unless CUDA_DEVICE_MAX_CONNECTIONS=1 serializes them, which can deadlock. With that setting pass
-    `device=torch.device("cpu")`, which keeps both buffers and the messages in host memory.
+    a transport with `device=torch.device("cpu")`, which keeps both buffers and the messages in host memory.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        rank: int,
-        source: Parameters,
-        destination: Parameters,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        verify: Literal["sample", "all", "none"] = "sample",
-    ):
+    def __init__(self, plan: Plan, source: Parameters, destination: Parameters, transport: Transport):
         """Allocate the buffers and start the thread.
 
         Args:
             plan: compiled without `peer_memory`.
-            rank: this process's world rank.
             source: this rank's parameters that the plan reads. Values may change at any time, addresses not.
-            destination: the parameters that the plan writes, of `dtype`; only `adopt()` touches them.
-            dtype: of a transferred element and of the snapshot.
-            group: from `background_group`, over every rank of the plan; nothing else may use it.
-            device: of the buffers and messages; with the CPU the parameters may still be on GPUs.
-            verify: which slices are verified between snapshot and back buffer, as in `Resharder`.
+            destination: the parameters that the plan writes, of the transport's dtype; only `adopt()` touches
+                them.
+            transport: its group is from `background_group`, over every rank of the plan, and nothing else may
+                use it. Its device is that of the buffers and messages; with the CPU the parameters may still
+                be on GPUs. Slices are verified between snapshot and back buffer.
 
         Raises:
             ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.
         """
-        if group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group):
-            raise ValueError(
-                "weights in the background need a process group of their own that also carries CPU tensors;"
-                " make one with background_group"
-            )
-        if any(transfer.source_rank != transfer.destination_rank for transfer in plan.direct):
-            raise ValueError(
-                "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with"
-                " peer_memory=False"
-            )
-        read = {transfer.source[:2] for transfer in plan.transfers() if transfer.source_rank == rank}
-        written = {
-            transfer.destination[:2] for transfer in plan.transfers() if transfer.destination_rank == rank
-        }
-        written |= {(hole.chunk, hole.name) for hole in plan.padding if hole.rank == rank}
-        self.rank, self.group = rank, group
+        _check_transport(plan, transport)
+        self.rank, self.group, device = transport.rank, transport.group, transport.device
+        read, written = _keys_of(plan, self.rank)
         self._source = {key: tensor.detach() for key, tensor in source.items() if key in read}
         self._destination = {key: tensor.detach() for key, tensor in destination.items() if key in written}
-        self._snapshot = {key: _buffer_like(tensor, dtype, device) for key, tensor in self._source.items()}
+        self._snapshot = {
+            key: _buffer_like(tensor, transport.dtype, device) for key, tensor in self._source.items()
+        }
         self._back = {
             key: _buffer_like(tensor, tensor.dtype, device) for key, tensor in self._destination.items()
         }
-        self.snapshot_bytes, self.back_bytes = (
-            sum(tensor.nbytes for tensor in buffer.values()) for buffer in (self._snapshot, self._back)
-        )
-        self.resharder = Resharder(
-            plan,
-            rank=rank,
-            source=self._snapshot,
-            destination=self._back,
-            dtype=dtype,
-            group=group,
-            device=device,
-            verify=verify,
-        )
+        self.snapshot_bytes, self.back_bytes = _bytes_of(self._snapshot), _bytes_of(self._back)
+        self.resharder = Resharder(plan, self._snapshot, self._back, transport)
 
         self.version = 0  # the version in the destination parameters
         self.transferred = 0  # the last version that left the snapshot or reached the back buffer
@@ -137,8 +104,8 @@ class VersionedReshard:
 
         self._gpu = machine.device()  # a new thread would start on GPU 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._hand_over()
-        self._thread = threading.Thread(target=self._serve, name=f"weights of rank {rank}", daemon=True)
+        self._order_streams()
+        self._thread = threading.Thread(target=self._serve, name=f"weights of rank {self.rank}", daemon=True)
         self._thread.start()
 
     def publish(self, version: int) -> None:
@@ -168,7 +135,7 @@ class VersionedReshard:
             if self._ended:
                 raise RuntimeError(self._reason(f"version {version} is not published"))
             _copy(self._snapshot, self._source)
-            self._hand_over()
+            self._order_streams()
             self._published = version
             if self._snapshot:
                 self._pending = version
@@ -203,7 +170,7 @@ class VersionedReshard:
             if self._arrived is None:
                 raise RuntimeError(self._reason(f"no version follows {self.version}"))
             _copy(self._destination, self._back)
-            self._hand_over()
+            self._order_streams()
             machine.synchronize()  # the next reader may use another stream
             self.version, self._arrived = self._arrived, None
             self._changed.notify_all()
@@ -246,18 +213,17 @@ class VersionedReshard:
 
     def _round(self) -> int:
         """Exchange the reports; return the version to transfer, `_NOT_READY` or `_CLOSED`."""
-        word = torch.tensor([self._word()])
-        said = [torch.empty_like(word) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(said, word, group=self.group)
-        words = [int(word) for word in said]
-        if _CLOSED in words:
-            self._closed_by = [
-                rank for rank, word in zip(dist.get_process_group_ranks(self.group), words) if word == _CLOSED
-            ]
+        report = torch.tensor([self._status()])
+        gathered = [torch.empty_like(report) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, report, group=self.group)
+        statuses = [int(status) for status in gathered]
+        if _CLOSED in statuses:
+            ranks = dist.get_process_group_ranks(self.group)
+            self._closed_by = [rank for rank, status in zip(ranks, statuses) if status == _CLOSED]
             return _CLOSED
-        if _NOT_READY in words:
+        if _NOT_READY in statuses:
             return _NOT_READY
-        versions = sorted(set(words) - {_ANY_VERSION})
+        versions = sorted(set(statuses) - {_ANY_VERSION})
         if len(versions) != 1:
             raise RuntimeError(
                 f"the source ranks published versions {versions} at the same time; every one has to publish"
@@ -265,7 +231,9 @@ class VersionedReshard:
             )
         return versions[0]
 
-    def _word(self) -> int:
+    def _status(self) -> int:
+        """Return this rank's report: the version that it has published, or one of the constants above."""
+
         def is_ready() -> bool:
             return self._arrived is None and (self._pending is not None or not self._snapshot)
 
@@ -289,13 +257,13 @@ class VersionedReshard:
 
     # ---- both sides --------------------------------------------------------------------------------
 
-    def _hand_over(self) -> None:
+    def _order_streams(self) -> None:
         """Make the thread's stream wait for the work that the caller has queued so far."""
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: is_so() or self._ended)
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: condition() or self._ended)
         self._raise_error()
 
     def _raise_error(self) -> None:
@@ -304,6 +272,35 @@ class VersionedReshard:
 
     def _reason(self, consequence: str) -> str:
         return f"{consequence}: rank {', '.join(map(str, self._closed_by))} closed the exchange of weights"
+
+
+def _check_transport(plan: Plan, transport: Transport) -> None:
+    group = transport.group
+    if group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group):
+        raise ValueError(
+            "weights in the background need a process group of their own that also carries CPU tensors;"
+            " make one with background_group"
+        )
+    if any(transfer.source_rank != transfer.destination_rank for transfer in plan.direct):
+        raise ValueError(
+            "snapshots are not mapped into other ranks; compile the plan of a VersionedReshard with"
+            " peer_memory=False"
+        )
+
+
+def _keys_of(plan: Plan, rank: int) -> tuple[set[Key], set[Key]]:
+    """Return the parameters that the plan reads and those that it writes on a rank."""
+    read, written = set(), set()
+    for transfer in plan.transfers():
+        if transfer.source_rank == rank:
+            read.add(transfer.source[:2])
+        if transfer.destination_rank == rank:
+            written.add(transfer.destination[:2])
+    return read, written | {(part.chunk, part.name) for part in plan.padding if part.rank == rank}
+
+
+def _bytes_of(buffer: Parameters) -> int:
+    return sum(tensor.nbytes for tensor in buffer.values())
 
 
 def _buffer_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
-from parallel.weights.shard import Block, ShardedParameter
+from parallel.weights.shard import Block, ShardedParameter, Shards
 
 Head = Literal["lm", "token", "sequence"]
 Piece = tuple[str, int, int]  # Hugging Face tensor, first row, number of rows
@@ -192,6 +192,26 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
         shape, blocks = _shard(rule, arch, _vllm_pieces(rule, arch, tp), prefix, part)
         parameters.append(ShardedParameter(name=prefix + rule.vllm, shape=shape, blocks=blocks))
     return parameters
+
+
+def megatron_shards(
+    arch: Architecture, layout: Layout, *, spec: Literal["te", "local"], head: Head = "lm"
+) -> Shards:
+    """Return `megatron_parameters` of every rank; ranks with the same parameters share one list."""
+    by_part: dict[tuple[int, int], list[ShardedParameter]] = {}
+    shards: dict[int, list[ShardedParameter]] = {}
+    for rank in layout.ranks:
+        place = layout.coordinates(rank)
+        if (place.tp, place.pp) not in by_part:
+            by_part[place.tp, place.pp] = megatron_parameters(arch, layout, rank, spec=spec, head=head)
+        shards[rank] = by_part[place.tp, place.pp]
+    return shards
+
+
+def vllm_shards(arch: Architecture, rollout: Layout) -> Shards:
+    """Return `vllm_parameters` of every rank; ranks with the same parameters share one list."""
+    by_tp_rank = [vllm_parameters(arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
+    return {rank: by_tp_rank[rollout.coordinates(rank).tp] for rank in rollout.ranks}
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

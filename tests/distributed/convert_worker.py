@@ -92,7 +92,7 @@ def check_load(
 ) -> None:
     """Strictly: Megatron-Core misses no key of the model's in what was converted."""
     truth, loaded = (build(folder, head, layout, weights=weights, config=config) for weights in (True, False))
-    with megatron.lent_to_globals(loaded.groups):
+    with megatron.megatron_globals(loaded.groups):
         state = dist_checkpointing.load(state_of(loaded), str(converted / "release"))
     for i, chunk in enumerate(loaded.chunks):
         chunk.load_state_dict(state[f"model{i}"])
@@ -104,7 +104,7 @@ def check_load(
 def check_te_objects(folder: Path, te: Path, local: Path, out: Path, layout: str) -> None:
     """States with transformer-engine's objects load from files made for `te`, and convert back."""
     engine = build(folder, "lm", layout, weights=True)
-    with megatron.lent_to_globals(engine.groups):
+    with megatron.megatron_globals(engine.groups):
         try:
             dist_checkpointing.load(state_of(engine) | te_objects_of(engine), str(local / "release"))
         except CheckpointException as error:
@@ -137,7 +137,7 @@ def save(engine: Engine, out: Path, objects: dict, **metadata) -> None:
     synchronized = (
         nullcontext() if device.is_gpu() else patch("torch.cuda.synchronize")
     )  # Megatron-Core's writer calls it; this project has its own
-    with megatron.lent_to_globals(engine.groups), synchronized:
+    with megatron.megatron_globals(engine.groups), synchronized:
         dist_checkpointing.save(state_of(engine, **metadata) | objects, str(out))
     dist.barrier()
 

@@ -1,7 +1,7 @@
 """Four gloo ranks of which one dies during a reshard; the others report what they saw and fail.
 
 Arguments: the rank that dies, and where: "window" (between its first and second window), "posted" (messages
-of its second window are under way) or "proof" (its windows are done, others wait for its checksums).
+of its second window are under way) or "verify" (its windows are done, others wait for its checksums).
 """
 
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from parallel.layout import Layout
 from parallel.reshard.execute import Resharder
-from tests.distributed.reshard_worker import make, served, trained
+from tests.distributed.reshard_worker import make, rollout_shards, train_shards
 from tests.toy_shards import Toy
 
 LARGE = Toy(vocab=4096, hidden=128, head_dim=16, ffn=512)  # 7 MiB in float32
@@ -47,8 +47,7 @@ if __name__ == "__main__":
     dies = dist.get_rank() == victim
     layout = Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))
     resharder, *_ = make(
-        trained(LARGE, layout),
-        served(LARGE, 4),
+        (train_shards(LARGE, layout), rollout_shards(LARGE, 4)),
         LARGE,
         window_bytes=WINDOW_BYTES,
         kind=Dying if dies else Resharder,

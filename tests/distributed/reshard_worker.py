@@ -1,4 +1,4 @@
-"""Runs on four ranks (gloo, or NCCL where there are GPUs): resharding between hand-written shards, against the whole tensors, bit by bit."""
+"""Resharding between hand-written shards on four ranks (gloo or NCCL), bit by bit against whole tensors."""
 
 import json
 import tempfile
@@ -15,11 +15,12 @@ from parallel import device
 from parallel.export import ShardedModel, export_folder
 from parallel.layout import Layout
 from parallel.rank_set import rank_set, world
+from parallel.reshard.checksum_verifier import SAMPLE, ReshardError
 from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.plan import compile_plan, matrix_shape
-from parallel.reshard.proof import SAMPLE, ReshardError
+from parallel.reshard.transport import Transport
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import ShardedParameter
@@ -50,60 +51,55 @@ def filled(
 
 
 def make(
-    source: Shards,
-    destination: Shards,
+    sides: tuple[Shards, Shards],
     toy: Toy,
     *,
-    dtype=torch.float32,
-    source_dtype=torch.float32,
+    dtypes=(torch.float32, torch.float32),
     window_bytes=2**20,
     verify="all",
     kind=Resharder,
 ):
-    """A resharder whose source holds the toy's tensors with NaN for padding, and whose destination holds NaN."""
+    """Return a resharder from the toy's tensors, with NaN for padding, to a destination full of NaN.
+
+    Args:
+        sides: the shards of the source and of the destination, as `dtypes`.
+    """
+    (source, destination), (source_dtype, dtype) = sides, dtypes
     rank, tensors = dist.get_rank(), whole_tensors(toy)
     plan = compile_plan(
         source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=window_bytes
     )
     given = filled(source.get(rank, []), tensors, torch.nan, source_dtype)
-    taken = {
+    target = {
         key: torch.full_like(value, torch.nan)
         for key, value in filled(destination.get(rank, []), tensors, 0, dtype).items()
     }
-    resharder = kind(
-        plan,
-        rank=rank,
-        source=given,
-        destination=taken,
-        dtype=dtype,
-        group=world().device_group,
-        device=device.device(),
-        verify=verify,
-    )
-    return resharder, given, taken, filled(destination.get(rank, []), tensors, 0, dtype)
+    transport = Transport(dtype=dtype, group=world().device_group, device=device.device(), verify=verify)
+    resharder = kind(plan, given, target, transport)
+    return resharder, given, target, filled(destination.get(rank, []), tensors, 0, dtype)
 
 
 def check(source: Shards, destination: Shards, toy: Toy, **options) -> None:
-    resharder, given, taken, expected = make(source, destination, toy, **options)
+    resharder, given, target, expected = make((source, destination), toy, **options)
     for factor in (1, 2):  # the same resharder serves every sync
         report = resharder.run()
         for key, value in expected.items():
-            assert torch.equal(taken[key], value * factor), (dist.get_rank(), key)
+            assert torch.equal(target[key], value * factor), (dist.get_rank(), key)
         for value in given.values():
             value *= 2
     received = resharder.plan.received_bytes.get(dist.get_rank(), 0)
     assert (
         report.bytes_received == received
-        and report.checked_slices == len(resharder.proof.transfers)
+        and report.checked_slices == len(resharder.verifier.transfers)
         and report.seconds > 0
     )
 
 
-def trained(toy: Toy, layout: Layout) -> Shards:
+def train_shards(toy: Toy, layout: Layout) -> Shards:
     return {rank: megatron_like(toy, layout, rank) for rank in layout.ranks}
 
 
-def served(toy: Toy, tp: int, ranks=range(4)) -> Shards:
+def rollout_shards(toy: Toy, tp: int, ranks=range(4)) -> Shards:
     return {rank: vllm_like(toy, tp, rank % tp) for rank in ranks}
 
 
@@ -111,31 +107,35 @@ def every_layout_both_ways() -> None:
     for toy in (UNTIED, TIED):
         for layout in layouts_of(4, layers=toy.layers):
             for tp in (1, 2, 4):
-                check(trained(toy, layout), served(toy, tp), toy)
-                check(served(toy, tp), trained(toy, layout), toy)
+                check(train_shards(toy, layout), rollout_shards(toy, tp), toy)
+                check(rollout_shards(toy, tp), train_shards(toy, layout), toy)
 
 
 def disjoint_ranks() -> None:
     layout = Layout.parse("pp2", ranks=(0, 1))
     for toy in (UNTIED, TIED):
-        check(trained(toy, layout), served(toy, 2, ranks=(2, 3)), toy, window_bytes=400)
-        check(served(toy, 2, ranks=(2, 3)), trained(toy, layout), toy)
-    check(
-        trained(UNTIED, Layout(ranks=(3,))), served(UNTIED, 1, ranks=(1,)), UNTIED
-    )  # ranks 0 and 2 only take part in the proof
+        check(train_shards(toy, layout), rollout_shards(toy, 2, ranks=(2, 3)), toy, window_bytes=400)
+        check(rollout_shards(toy, 2, ranks=(2, 3)), train_shards(toy, layout), toy)
+    # Ranks 0 and 2 only take part in the verification.
+    check(train_shards(UNTIED, Layout(ranks=(3,))), rollout_shards(UNTIED, 1, ranks=(1,)), UNTIED)
 
 
 def small_windows_and_cast() -> None:
     layout = Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))
-    check(trained(UNTIED, layout), served(UNTIED, 4), UNTIED, window_bytes=200)
-    check(trained(UNTIED, layout), served(UNTIED, 4), UNTIED, window_bytes=200, dtype=torch.bfloat16)
+    check(train_shards(UNTIED, layout), rollout_shards(UNTIED, 4), UNTIED, window_bytes=200)
     check(
-        served(TIED, 2),
-        trained(TIED, layout),
+        train_shards(UNTIED, layout),
+        rollout_shards(UNTIED, 4),
+        UNTIED,
+        window_bytes=200,
+        dtypes=(torch.float32, torch.bfloat16),
+    )
+    check(
+        rollout_shards(TIED, 2),
+        train_shards(TIED, layout),
         TIED,
         window_bytes=200,
-        dtype=torch.bfloat16,
-        source_dtype=torch.bfloat16,
+        dtypes=(torch.bfloat16, torch.bfloat16),
     )
 
 
@@ -145,25 +145,21 @@ class Corrupting(Resharder):
     def move(self) -> None:
         super().move()
         if self.rank == 2:
-            self.taken[0, "embed"].view(torch.int32)[3, 5] ^= 1
+            self.target[0, "embed"].view(torch.int32)[3, 5] ^= 1
 
 
 def corruption_is_named() -> None:
     layout = Layout.parse("tp2", ranks=(0, 1))
+    sides = train_shards(UNTIED, layout), rollout_shards(UNTIED, 2, ranks=(2, 3))
     for verify, syncs in (("all", 1), ("sample", SAMPLE)):
-        resharder, _, taken, _ = make(
-            trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify=verify, kind=Corrupting
-        )
-        resharder.taken = taken
+        resharder, _, target, _ = make(sides, UNTIED, verify=verify, kind=Corrupting)
+        resharder.target = target
         error = first_error(resharder.run, syncs)
         assert "1 of" in error and "embed rows 0-20 columns 0-8 from rank 0 to rank 2" in error, error
-        assert (
-            taken.get((0, "embed"), torch.zeros(1)).isfinite().all()
-        )  # the flipped bit is in the mantissa: no NaN gives it away
-    resharder, _, taken, _ = make(
-        trained(UNTIED, layout), served(UNTIED, 2, ranks=(2, 3)), UNTIED, verify="none", kind=Corrupting
-    )
-    resharder.taken = taken
+        # The flipped bit is in the mantissa: no NaN gives it away.
+        assert target.get((0, "embed"), torch.zeros(1)).isfinite().all()
+    resharder, _, target, _ = make(sides, UNTIED, verify="none", kind=Corrupting)
+    resharder.target = target
     assert resharder.run().checked_slices == 0
 
 
@@ -177,36 +173,31 @@ def first_error(run: Callable, syncs: int) -> str:
 
 
 def a_sample_covers_every_slice() -> None:
-    resharder, _, _, _ = make(
-        trained(UNTIED, Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))),
-        served(UNTIED, 2),
-        UNTIED,
-        verify="sample",
-    )
-    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.proof.transfers)
+    sides = train_shards(UNTIED, Layout.parse("tp2pp2", ranks=(0, 1, 2, 3))), rollout_shards(UNTIED, 2)
+    resharder, _, _, _ = make(sides, UNTIED, verify="sample")
+    assert sum(resharder.run().checked_slices for _ in range(SAMPLE)) == len(resharder.verifier.transfers)
 
 
 def different_plans_are_refused() -> None:
     layout = Layout.parse("tp4", ranks=(0, 1, 2, 3))
+    sides = train_shards(UNTIED, layout), rollout_shards(UNTIED, 2)
     try:
-        make(
-            trained(UNTIED, layout), served(UNTIED, 2), UNTIED, window_bytes=1000 if dist.get_rank() else 2000
-        )
+        make(sides, UNTIED, window_bytes=1000 if dist.get_rank() else 2000)
     except ValueError as error:
         assert "different reshard plans" in str(error)
     else:
         raise AssertionError("not noticed")
 
 
-def laid_over() -> None:
+def in_place() -> None:
     """One copy: the destination's parameters in the source's memory, out and back, by messages."""
     for toy, name, tp, in_place in product(
         (UNTIED, TIED), ("tp2pp2", "pp2dp2", "tp4"), (2, 4), (True, False)
     ):
         layout = Layout.parse(name, ranks=(0, 2, 1, 3))
         source, destination, rank, tensors = (
-            trained(toy, layout),
-            served(toy, tp),
+            train_shards(toy, layout),
+            rollout_shards(toy, tp),
             dist.get_rank(),
             whole_tensors(toy),
         )
@@ -217,22 +208,20 @@ def laid_over() -> None:
             source=source, destination=destination, memory=dict(enumerate(everyone)), element_bytes=4
         )
         plans = plan_in_place(sides, in_place=in_place, window_bytes=2**16)
-        taken = {
+        target = {
             (p.chunk, p.name): torch.full(p.shape, torch.nan, device=device.device())
             for p in destination[rank]
         }
-        taken |= views_at(plans.addresses[rank], destination[rank], given, torch.float32)
-        common = dict(
-            rank=rank, dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
+        target |= views_at(plans.addresses[rank], destination[rank], given, torch.float32)
+        transport = Transport(
+            dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
         )
-        to_rollout = Resharder(plans.to_rollout, source=given, destination=taken, **common)
-        to_train = (
-            Resharder(plans.to_train, source=taken, destination=given, **common) if plans.to_train else None
-        )
+        to_rollout = Resharder(plans.to_rollout, given, target, transport)
+        to_train = Resharder(plans.to_train, target, given, transport) if plans.to_train else None
         for _ in range(2):
             to_rollout.run()
             assert all(
-                torch.equal(taken[key], value)
+                torch.equal(target[key], value)
                 for key, value in filled(destination[rank], tensors, 0, torch.float32).items()
             )
             if to_train:
@@ -248,7 +237,7 @@ def laid_over() -> None:
 def exported(
     layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_file_bytes=2**30
 ) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Export random weights; on every rank the names of the files, what they hold and what they should hold."""
+    """Export random weights; return on every rank the files' names, their tensors and the expected ones."""
     sizes = {
         "hidden_size": 16,
         "num_layers": 4,
@@ -330,7 +319,7 @@ CHECKS = [
     every_layout_both_ways,
     disjoint_ranks,
     small_windows_and_cast,
-    laid_over,
+    in_place,
     corruption_is_named,
     a_sample_covers_every_slice,
     different_plans_are_refused,

@@ -17,7 +17,7 @@ LINKS = ["point to point, both ways", "on-card copy"]
 REFIT = "Megatron-Core's refit, into Megatron's layout"
 OURS = [
     "keep",
-    "keep, with proof (all)",
+    "keep, verified (all)",
     "keep, by messages",
     "share, to rollout",
     "swap, to rollout",
@@ -68,7 +68,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
         "gather",
         *(name for name in OURS if on_gpus or name != "keep, by messages"),
     ], output
-    assert output.count("slices proved at both ends") == (5 if on_gpus else 4) and (
+    assert output.count("slices verified at both ends") == (5 if on_gpus else 4) and (
         "refit is left out" in output
     ) == (not refitted)
     assert all((row["train"], row["rollout"]) == ("tp2pp2", "tp4") for row in rows.values())
@@ -81,7 +81,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
         0
         < floor
         <= received["keep"]
-        == received["keep, with proof (all)"]
+        == received["keep, verified (all)"]
         == received["share, to rollout"]
         < received["gather"]
     )
@@ -94,7 +94,7 @@ def test_every_row_is_measured_and_equal_bit_by_bit(tmp_path):
     )
     assert (
         second["keep"]
-        == second["keep, with proof (all)"]
+        == second["keep, verified (all)"]
         == second["gather"]
         > second["share, to rollout"]
         >= second["swap, to rollout"]

@@ -15,7 +15,7 @@ SIZES = dict(
 PHASES = {
     "to rollout: offload, copy to the host",
     "to rollout: vLLM's weights wake",
-    "to rollout: reshard with proof",
+    "to rollout: verified reshard",
     "to rollout: offload, free the memory",
     "to rollout: KV cache wakes",
     "generate",

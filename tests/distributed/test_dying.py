@@ -73,7 +73,7 @@ def first_end(processes: list[subprocess.Popen]) -> None:
 
 
 # Where a rank dies, and what the others say of it.
-DEATHS = {(2, "window"): r"window \d+ of \d+", (0, "proof"): ""}
+DEATHS = {(2, "window"): r"window \d+ of \d+", (0, "verify"): ""}
 
 
 @pytest.mark.parametrize("victim, where", DEATHS)

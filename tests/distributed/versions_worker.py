@@ -1,4 +1,4 @@
-"""Runs on four ranks (gloo, or NCCL where there are GPUs): weights in versions, against the whole tensors times the version, bit by bit."""
+"""Versions of weights on four ranks (gloo or NCCL), bit by bit against whole tensors times the version."""
 
 import os
 import sys
@@ -15,21 +15,29 @@ from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import group_of
 from parallel.reshard import versions
+from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
-from parallel.reshard.proof import ReshardError
+from parallel.reshard.transport import Transport
 from parallel.reshard.versions import VersionedReshard, background_group
-from tests.distributed.reshard_worker import UNTIED, Shards, filled, served, trained, whole_tensors
+from tests.distributed.reshard_worker import (
+    UNTIED,
+    Shards,
+    filled,
+    rollout_shards,
+    train_shards,
+    whole_tensors,
+)
 
 Parameters = dict[tuple[int, str], Tensor]
 TRAINING, ROLLOUT, EVERYONE = (0, 1), (2, 3), (0, 1, 2, 3)
-APART = (trained(UNTIED, Layout.parse("pp2", ranks=TRAINING)), served(UNTIED, 2, ranks=ROLLOUT))
-COLOCATED = (trained(UNTIED, Layout.parse("tp2pp2", ranks=EVERYONE)), served(UNTIED, 2))
+APART = (train_shards(UNTIED, Layout.parse("pp2", ranks=TRAINING)), rollout_shards(UNTIED, 2, ranks=ROLLOUT))
+COLOCATED = (train_shards(UNTIED, Layout.parse("tp2pp2", ranks=EVERYONE)), rollout_shards(UNTIED, 2))
 STEPS = 20
 
 
 class Rank:
-    """One rank's weights on both sides. Version v of the weights is v times the toy's tensors, and 0 is what the rollout begins with."""
+    """One rank's weights on both sides: version v is v times the toy's tensors; rollout begins with 0."""
 
     def __init__(
         self,
@@ -53,15 +61,8 @@ class Rank:
             {key: torch.zeros_like(value) for key, value in self.expected.items()},
         )
         group = background_group(plan.ranks)
-        options = {
-            "source": self.live,
-            "destination": self.front,
-            "dtype": dtype,
-            "group": group,
-            "device": where,
-            "verify": verify,
-        }
-        self.versions = VersionedReshard(plan, rank=self.rank, **options)
+        transport = Transport(dtype=dtype, group=group, device=where, verify=verify)
+        self.versions = VersionedReshard(plan, self.live, self.front, transport)
 
     def train_to(self, version: int) -> None:
         for key, value in self.live.items():
@@ -94,7 +95,7 @@ def error_of(call: Callable, kind: type[Exception]) -> str:
 
 
 def hold_back(rank: Rank) -> threading.Event:
-    """A transport that stands still, in the middle of a transfer for the other ranks, until the event is set."""
+    """Stop in the middle of a transfer, for the other ranks, until the event is set."""
     gate, run = threading.Event(), rank.versions.resharder.run
 
     def run_later():
@@ -171,9 +172,8 @@ def versions_flow_freely(**options) -> None:
                 assert rank.holds(version - 1)
                 assert rank.versions.adopt() == version and rank.holds(version)
     if rank.rank in (0, 2):
-        print(
-            f"rank {rank.rank}: {steps} {'training steps' if rank.rank == 0 else 'readings of the front'} while {last} versions were in flight"
-        )
+        steps_of = "training steps" if rank.rank == 0 else "readings of the front"
+        print(f"rank {rank.rank}: {steps} {steps_of} while {last} versions were in flight")
 
 
 def buffers_have_one_copy_each() -> None:
@@ -211,8 +211,8 @@ def every_rank_is_both() -> None:
 
 def replicas_take_part() -> None:
     """A rank that the plan takes nothing from publishes with the others, and does not wait."""
-    source = trained(UNTIED, Layout(ranks=(0, 1, 3), dp=3))
-    with exchange(source, served(UNTIED, 1, ranks=(2,))) as rank:
+    source = train_shards(UNTIED, Layout(ranks=(0, 1, 3), dp=3))
+    with exchange(source, rollout_shards(UNTIED, 1, ranks=(2,))) as rank:
         if rank.rank != 2:
             for version in (1, 2, 3):
                 rank.train_to(version)
@@ -231,7 +231,7 @@ class Corrupting(Resharder):
         super().move()
         self.moved += 1
         if self.rank == 2 and self.moved == 2:
-            next(iter(self.writes.values())).view(torch.int32)[0, 0] ^= 1
+            next(iter(self.slices.writes.values())).view(torch.int32)[0, 0] ^= 1
 
 
 def corruption_reaches_every_rank() -> None:
@@ -248,7 +248,7 @@ def corruption_reaches_every_rank() -> None:
     else:
         assert rank.versions.adopt() == 1
         found = {error_of(rank.versions.adopt, ReshardError), error_of(rank.versions.ready, ReshardError)}
-        assert rank.holds(1)  # nothing unproved reaches the front
+        assert rank.holds(1)  # nothing unverified reaches the front
     found.add(error_of(rank.versions.close, ReshardError))
     assert len(found) == 1 and "to rank 2" in found.pop() and rank.versions.closed
     dist.barrier()
@@ -308,16 +308,15 @@ def a_failed_publish_blocks_nobody() -> None:
 def a_group_of_its_own_is_demanded() -> None:
     source, destination = APART
     plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20)
-    nothing = {"source": {}, "destination": {}, "dtype": torch.float32, "device": device.device()}
     for group in (None, dist.group.WORLD):
+        transport = Transport(dtype=torch.float32, group=group, device=device.device())
         assert "background_group" in error_of(
-            lambda group=group: VersionedReshard(plan, rank=dist.get_rank(), group=group, **nothing),
-            ValueError,
+            lambda transport=transport: VersionedReshard(plan, {}, {}, transport), ValueError
         )
 
 
 def a_dead_peer_is_an_error() -> None:
-    """Rank 3 disappears while the others wait for its word, and then while they wait for version 1; the last check of a world."""
+    """Rank 3 ends while the others wait for its report and for version 1; the last check of a world."""
     rank = Rank(*APART)
     dist.barrier()
     if rank.rank == 3:

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import world
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
 from parallel.reshard.in_place.planner import Sides, plan_in_place
-from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
+from parallel.reshard.transport import Parameters, Transport
 from tests.distributed.reshard_worker import (
     TIED,
     UNTIED,
     Shards,
     filled,
     first_error,
-    served,
-    trained,
+    rollout_shards,
+    train_shards,
     whole_tensors,
 )
 from tests.toy_shards import Toy, layouts_of
@@ -46,7 +47,7 @@ def cases() -> Iterator[tuple[Toy, Layout, int, torch.dtype]]:
 
 
 def sides(toy: Toy, layout: Layout, tp: int) -> tuple[Shards, Shards]:
-    return trained(toy, layout), served(toy, tp, ranks=layout.ranks)
+    return train_shards(toy, layout), rollout_shards(toy, tp, ranks=layout.ranks)
 
 
 def in_one_allocation(parameters: Parameters) -> Parameters:
@@ -62,10 +63,10 @@ def in_one_allocation(parameters: Parameters) -> Parameters:
     return views
 
 
-def peers_of(source: Parameters) -> dict[int, Mapped] | None:
-    peers = map_tensors(source, world().device_group)
-    assert (peers is not None) == device.is_gpu(), "the memory of the other ranks cannot be read"
-    return peers
+def ipc_tensors_of(source: Parameters) -> IpcTensors | None:
+    ipc_tensors = map_tensors(source, world().device_group)
+    assert (ipc_tensors is not None) == device.is_gpu(), "the memory of the other ranks cannot be read"
+    return ipc_tensors
 
 
 def resharder(
@@ -74,22 +75,19 @@ def resharder(
     destination: Parameters,
     *,
     dtype: torch.dtype,
-    peers: dict[int, Mapped] | None = None,
+    ipc_tensors: IpcTensors | None = None,
     kind=Resharder,
 ) -> Resharder:
     if len(plan.windows) > 1:
         IN_WINDOWS["read" if plan.one_sided else "sent"] += 1
-    return kind(
-        plan,
-        rank=dist.get_rank(),
-        source=source,
-        destination=destination,
+    transport = Transport(
         dtype=dtype,
         group=world().device_group,
         device=device.device(),
         verify="all",
-        peers=peers,
+        ipc_tensors=ipc_tensors,
     )
+    return kind(plan, source, destination, transport)
 
 
 def assert_equal(held: Parameters, expected: Parameters, factor: int, what: object) -> None:
@@ -100,7 +98,7 @@ def assert_equal(held: Parameters, expected: Parameters, factor: int, what: obje
 def run(mover: Resharder) -> None:
     """Once, every slice proved."""
     report = mover.run()
-    assert report.checked_slices == len(mover.proof.transfers)
+    assert report.checked_slices == len(mover.verifier.transfers)
     assert report.bytes_received == mover.plan.received_bytes[dist.get_rank()]
 
 
@@ -115,7 +113,7 @@ class Kept:
             filled(source[rank], tensors, torch.nan, dtype),
             filled(destination[rank], tensors, 0, dtype),
         )
-        self.taken = {key: torch.full_like(value, torch.nan) for key, value in self.expected.items()}
+        self.target = {key: torch.full_like(value, torch.nan) for key, value in self.expected.items()}
         common = dict(
             element_bytes=dtype.itemsize,
             window_bytes=KEPT_WINDOW_BYTES,
@@ -123,14 +121,14 @@ class Kept:
         )
         plan = compile_plan(source=source, destination=destination, peer_memory=device.is_gpu(), **common)
         self.mover = resharder(
-            plan, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+            plan, self.given, self.target, dtype=dtype, ipc_tensors=ipc_tensors_of(self.given), kind=kind
         )
 
     def check(self, what: object) -> None:
         """The present values arrive at every run."""
         for turn in range(RUNS):
             run(self.mover)
-            assert_equal(self.taken, self.expected, 2**turn, what)
+            assert_equal(self.target, self.expected, 2**turn, what)
             for value in self.given.values():
                 value *= 2
 
@@ -142,8 +140,10 @@ class InPlace:
         self, toy: Toy, layout: Layout, tp: int, dtype: torch.dtype, *, in_place: bool, kind=Resharder
     ):
         rank, tensors, (source, destination) = dist.get_rank(), whole_tensors(toy), sides(toy, layout, tp)
-        self.trained, self.served = (filled(side[rank], tensors, 0, dtype) for side in (source, destination))
-        self.given = in_one_allocation(self.trained)
+        self.at_source, self.at_destination = (
+            filled(side[rank], tensors, 0, dtype) for side in (source, destination)
+        )
+        self.given = in_one_allocation(self.at_source)
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.given))
         both = Sides(
@@ -157,13 +157,18 @@ class InPlace:
         )
         for plan in filter(None, (plans.to_rollout, plans.to_train)):
             assert plan.one_sided == (device.is_gpu() and bool(plan.windows))
-        own = {key: torch.full_like(value, torch.nan) for key, value in self.served.items()}
-        self.taken = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
+        own = {key: torch.full_like(value, torch.nan) for key, value in self.at_destination.items()}
+        self.target = own | views_at(plans.addresses[rank], destination[rank], self.given, dtype)
         self.to_rollout = resharder(
-            plans.to_rollout, self.given, self.taken, dtype=dtype, peers=peers_of(self.given), kind=kind
+            plans.to_rollout,
+            self.given,
+            self.target,
+            dtype=dtype,
+            ipc_tensors=ipc_tensors_of(self.given),
+            kind=kind,
         )
         self.to_train = (
-            resharder(plans.to_train, self.taken, self.given, dtype=dtype, kind=kind)
+            resharder(plans.to_train, self.target, self.given, dtype=dtype, kind=kind)
             if plans.to_train
             else None
         )
@@ -172,10 +177,10 @@ class InPlace:
         """The present values go out and come back; in memory that is only shared nothing has to come back."""
         for turn in range(RUNS):
             run(self.to_rollout)
-            assert_equal(self.taken, self.served, 2**turn, what)
+            assert_equal(self.target, self.at_destination, 2**turn, what)
             if self.to_train is not None:
                 run(self.to_train)
-            assert_equal(self.given, self.trained, 2**turn, what)
+            assert_equal(self.given, self.at_source, 2**turn, what)
             for value in self.given.values():
                 value *= 2
 
@@ -200,8 +205,8 @@ class Corrupting(Resharder):
     def move(self) -> None:
         super().move()
         if self.rank == dist.get_world_size() - 1:
-            first = self.writes[min(self.writes)]
-            first.view(BITS[self.dtype])[0, 0] ^= 1
+            first = self.slices.writes[min(self.slices.writes)]
+            first.view(BITS[self.transport.dtype])[0, 0] ^= 1
 
 
 def corruption_is_named() -> None:
@@ -215,9 +220,9 @@ def corruption_is_named() -> None:
             corrupted = next(
                 transfer for transfer in mover.plan.transfers() if transfer.destination_rank == world - 1
             )
-            assert f"1 of {len(mover.proof.transfers)} checked slices" in error and str(corrupted) in error, (
-                error
-            )
+            assert (
+                f"1 of {len(mover.verifier.transfers)} checked slices" in error and str(corrupted) in error
+            ), error
 
 
 def main() -> None:

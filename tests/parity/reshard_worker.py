@@ -1,4 +1,4 @@
-"""On four ranks: weights from Megatron's shards into vLLM's and back, bit by bit against a fresh vLLM engine that loaded the exported folder.
+"""Weights from Megatron's shards into vLLM's and back, on four ranks: bit by bit against a fresh vLLM engine.
 
 The first argument is vLLM's tensor-parallel size: a process can hold several engines, but of one size only.
 """
@@ -24,6 +24,7 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.reshard.execute import Resharder
 from parallel.reshard.plan import compile_plan
+from parallel.reshard.transport import Transport
 from parallel.weights.architecture import read_architecture
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.parity.world import (
@@ -45,7 +46,8 @@ from verl_megatron.rollout.sampling import Request, Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import WeightSync
 
-# Every family under one size of vLLM; of its 1 or 2 key-value heads there are fewer than tp in all under 4 and the first two under 2.
+# Every family under one tensor-parallel size of vLLM. With its 1 or 2 key-value heads, all under 4 and the
+# first two under 2 have fewer of them than ranks.
 FAMILIES = {
     1: ("llama", "qwen2_tied_yarn"),
     2: ("llama_tied_llama3", "mistral", "qwen3"),
@@ -53,10 +55,11 @@ FAMILIES = {
 }
 # (compact layout, ranks it occupies, stage_layers)
 LAYOUTS = [
-    ("tp1", (0,), ()), ("tp1", (3,), ()), ("tp1", (0, 1), ()), ("tp2", (0, 1), ()), ("tp2sp", (2, 1), ()), ("pp2", (0, 1), ()), ("pp2", (2, 3), (1, 3)),
-    ("pp2vpp2", (1, 2), ()),
-    ("tp1", (0, 1, 2, 3), ()), ("tp2", (0, 1, 2, 3), ()), ("tp2pp2", (0, 1, 2, 3), ()), ("tp2pp2sp", (0, 1, 2, 3), (3, 1)), ("tp2pp2vpp2", (0, 1, 2, 3), ()),
-    ("tp4", (0, 1, 2, 3), ()), ("tp4sp", (3, 1, 2, 0), ()), ("pp4", (0, 1, 2, 3), ()), ("pp2", (0, 1, 2, 3), ()), ("cp2tp2", (0, 1, 2, 3), ()),
+    ("tp1", (0,), ()), ("tp1", (3,), ()), ("tp1", (0, 1), ()), ("tp2", (0, 1), ()), ("tp2sp", (2, 1), ()),
+    ("pp2", (0, 1), ()), ("pp2", (2, 3), (1, 3)), ("pp2vpp2", (1, 2), ()), ("tp1", (0, 1, 2, 3), ()),
+    ("tp2", (0, 1, 2, 3), ()), ("tp2pp2", (0, 1, 2, 3), ()), ("tp2pp2sp", (0, 1, 2, 3), (3, 1)),
+    ("tp2pp2vpp2", (0, 1, 2, 3), ()), ("tp4", (0, 1, 2, 3), ()), ("tp4sp", (3, 1, 2, 0), ()),
+    ("pp4", (0, 1, 2, 3), ()), ("pp2", (0, 1, 2, 3), ()), ("cp2tp2", (0, 1, 2, 3), ()),
 ]  # fmt: skip
 CONFIG = EngineConfig(tokens_per_micro_batch=64)
 
@@ -148,16 +151,10 @@ def into_vllm(engine: Engine, vllm: VLLMActor, case: Case) -> None:
 
 def move(source: dict, destination: dict, *, given: dict, taken: dict) -> None:
     plan = compile_plan(source=source, destination=destination, element_bytes=4, window_bytes=2**20)
-    Resharder(
-        plan,
-        rank=dist.get_rank(),
-        source=given,
-        destination=taken,
-        dtype=torch.float32,
-        group=world().device_group,
-        device=device.device(),
-        verify="all",
-    ).run()
+    transport = Transport(
+        dtype=torch.float32, group=world().device_group, device=device.device(), verify="all"
+    )
+    Resharder(plan, given, taken, transport).run()
 
 
 def shards_of(engine: Engine) -> dict:
@@ -260,7 +257,7 @@ def check_family(folder: Path, family: str, tp: int) -> None:
 
 
 def check_export_is_hugging_face() -> None:
-    """The exported folder in transformers: the same logits, settings and tokenizer; a critic as a token classifier."""
+    """The exported folder in transformers: the same logits, settings, tokenizer; a critic's classifier."""
     folder = shared_folder()
     for head, kind, family in (
         ("lm", AutoModelForCausalLM, "qwen2_tied_yarn"),

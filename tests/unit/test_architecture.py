@@ -8,35 +8,45 @@ from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rope import LinearRope, Llama3Rope, YarnRope
 
 LLAMA2 = json.loads("""
-{"_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
- "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
- "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
- "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": true, "vocab_size": 32000}
+{"_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+ "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+ "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads":
+ 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+ "rope_scaling": null, "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version":
+ "4.31.0.dev0", "use_cache": true, "vocab_size": 32000}
 """)
 LLAMA32 = json.loads("""
-{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": [128001, 128008],
- "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "mlp_bias": false,
- "max_position_embeddings": 131072, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
- "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "vocab_size": 128256,
- "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
+{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id":
+ 128000, "eos_token_id": [128001, 128008], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+ "initializer_range": 0.02, "intermediate_size": 8192, "mlp_bias": false, "max_position_embeddings":
+ 131072, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads":
+ 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true,
+ "torch_dtype": "bfloat16", "vocab_size": 128256, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0,
+ "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
 """)
 MISTRAL = json.loads("""
-{"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
- "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
- "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null, "tie_word_embeddings": false, "vocab_size": 32768}
+{"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size":
+ 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+ "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+ "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null, "tie_word_embeddings": false,
+ "vocab_size": 32768}
 """)
 QWEN25 = json.loads("""
-{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896,
- "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2",
- "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
- "tie_word_embeddings": true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}
+{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "hidden_act":
+ "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+ "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads":
+ 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+ "sliding_window": 32768, "tie_word_embeddings": true, "use_mrope": false, "use_sliding_window": false,
+ "vocab_size": 151936}
 """)
 QWEN3 = json.loads("""
-{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "dtype": "bfloat16", "head_dim": 128, "hidden_act": "silu",
- "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
- "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 4, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "sliding_window": null,
- "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"],
- "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "use_sliding_window": false, "tie_word_embeddings": true, "vocab_size": 151936}
+{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "dtype":
+ "bfloat16", "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+ "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type":
+ "qwen3", "num_attention_heads": 16, "num_hidden_layers": 4, "num_key_value_heads": 8, "rms_norm_eps":
+ 1e-06, "sliding_window": null, "layer_types": ["full_attention", "full_attention", "full_attention",
+ "full_attention"], "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+ "use_sliding_window": false, "tie_word_embeddings": true, "vocab_size": 151936}
 """)
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 FULL_YARN = {
@@ -276,18 +286,21 @@ def test_only_null_is_unset():
 def test_what_transformers_4_wrote_in_full_is_accepted():
     """A config.json with every key of the base class, as older versions saved it."""
     old = json.loads("""
-    {"return_dict": true, "output_hidden_states": false, "output_attentions": false, "torchscript": false, "use_bfloat16": false,
-     "tf_legacy_loss": false, "pruned_heads": {}, "chunk_size_feed_forward": 0, "is_encoder_decoder": false, "is_decoder": false,
-     "cross_attention_hidden_size": null, "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20,
-     "min_length": 0, "do_sample": false, "early_stopping": false, "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0,
-     "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
-     "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": null, "num_return_sequences": 1,
-     "output_scores": false, "return_dict_in_generate": false, "forced_bos_token_id": null, "forced_eos_token_id": null,
+    {"return_dict": true, "output_hidden_states": false, "output_attentions": false, "torchscript": false,
+     "use_bfloat16": false, "tf_legacy_loss": false, "pruned_heads": {}, "chunk_size_feed_forward": 0,
+     "is_encoder_decoder": false, "is_decoder": false, "cross_attention_hidden_size": null,
+     "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20, "min_length": 0,
+     "do_sample": false, "early_stopping": false, "num_beams": 1, "num_beam_groups": 1,
+     "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0,
+     "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0,
+     "encoder_no_repeat_ngram_size": 0, "bad_words_ids": null, "num_return_sequences": 1, "output_scores":
+     false, "return_dict_in_generate": false, "forced_bos_token_id": null, "forced_eos_token_id": null,
      "remove_invalid_values": false, "exponential_decay_length_penalty": null, "suppress_tokens": null,
      "begin_suppress_tokens": null, "finetuning_task": null, "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
-     "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "tokenizer_class": null, "prefix": null, "pad_token_id": null,
-     "sep_token_id": null, "decoder_start_token_id": null, "task_specific_params": null, "problem_type": null,
-     "_attn_implementation_autoset": true, "rope_interleaved": false, "use_mrope": false, "max_sequence_length": 4096}
+     "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "tokenizer_class": null, "prefix": null, "pad_token_id":
+     null, "sep_token_id": null, "decoder_start_token_id": null, "task_specific_params": null,
+     "problem_type": null, "_attn_implementation_autoset": true, "rope_interleaved": false, "use_mrope":
+     false, "max_sequence_length": 4096}
     """)
     assert Architecture.from_hf(LLAMA2 | old) == Architecture.from_hf(LLAMA2)
 

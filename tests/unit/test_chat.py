@@ -114,7 +114,7 @@ def test_a_response_ends_in_one_token_that_stops_generation(tmp_path):
         ({"prompt": "hi", "response": "a</s>b"}, "'</s>', which ends generation, before 'b'"),
         ({"prompt": [USER], "response": "\t"}, "the response is empty"),
         ({"prompt": [USER, ANSWER | {"content": ""}]}, "the assistant turn is empty"),
-        ({"prompt": [], "response": "ho"}, "must be messages that end in a turn of the user"),
+        ({"prompt": [], "response": "ho"}, "must be messages that end in a user turn"),
         ({"prompt": 5, "response": "ho"}, "a prompt must be"),
         ({"prompt": "", "response": "ho"}, "the prompt is empty"),
     ],

@@ -1,7 +1,7 @@
-"""Destination parameters over the source's memory: the plans are carried out on numpy arrays, where each element has a number."""
+"""In-place plans, executed on numpy arrays in which every element has its own number."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import numpy as np
@@ -29,7 +29,7 @@ LOST = -9
 
 
 def flat(parameters, element_bytes=ELEMENT_BYTES):
-    """One allocation, as with Megatron's distributed optimizer: parameters one after the other, each aligned."""
+    """One allocation, as in Megatron's distributed optimizer: aligned parameters one after the other."""
     addresses, end = {}, 0
     for p in reversed(parameters):
         addresses[p.chunk, p.name] = (0, end)
@@ -42,7 +42,10 @@ def scattered(parameters, element_bytes=ELEMENT_BYTES):
 
 
 class Machine:
-    """The ranks' memory, and an executor that stages as `Resharder` does: a window is packed on all ranks before it is written."""
+    """The ranks' memory, and an executor that stages as `Resharder` does.
+
+    A window is packed on all ranks before any of it is written.
+    """
 
     def __init__(self, source, destination, memory, plans):
         self.memory = {}
@@ -52,23 +55,15 @@ class Machine:
                 space, first = memory[rank][p.chunk, p.name]
                 sizes[space] = max(sizes.get(space, 0), first // ELEMENT_BYTES + prod(p.shape))
             self.memory[rank] = {space: np.full(size, LOST) for space, size in sizes.items()}
-        self.source = {
-            rank: {(p.chunk, p.name): self.view(rank, memory[rank][p.chunk, p.name], p) for p in shards}
-            for rank, shards in source.items()
-        }
+        self.source = {rank: self.views(rank, memory[rank], shards) for rank, shards in source.items()}
         self.destination = {}
         for rank, shards in destination.items():
-            laid = plans.addresses[rank]
-            views = {
-                (p.chunk, p.name): self.view(rank, laid[p.chunk, p.name], p)
-                if (p.chunk, p.name) in laid
-                else None
-                for p in shards
-            }
-            self.destination[rank] = {
-                key: np.full(matrix_shape(p.shape), LOST) if view is None else view
-                for (key, view), p in zip(views.items(), shards)
-            }
+            own = {(p.chunk, p.name): np.full(matrix_shape(p.shape), LOST) for p in shards}
+            self.destination[rank] = own | self.views(rank, plans.addresses[rank], shards)
+
+    def views(self, rank, addresses, shards):
+        keys = {(p.chunk, p.name): p for p in shards}
+        return {key: self.view(rank, addresses[key], p) for key, p in keys.items() if key in addresses}
 
     def view(self, rank, address, parameter):
         space, first = address
@@ -79,26 +74,23 @@ class Machine:
         return self.memory[rank][space][first : first + size].reshape(matrix_shape(parameter.shape))
 
     def follow(self, plan, source, destination):
-        def at(side, rank, place, shape):
-            return side[rank][place[:2]][place[2] : place[2] + shape[0], place[3] : place[3] + shape[1]]
+        def at(side, rank, position, shape):
+            chunk, name, row, col = position
+            return side[rank][chunk, name][row : row + shape[0], col : col + shape[1]]
 
-        read = [at(source, t.source_rank, t.source, t.shape).copy() for t in plan.direct]
-        for t, values in zip(plan.direct, read):
-            at(destination, t.destination_rank, t.destination, t.shape)[:] = values
-        for window in plan.windows:
-            packed = {
-                pair: [at(source, t.source_rank, t.source, t.shape).copy() for t in message]
-                for pair, message in window.items()
-            }
-            for pair, message in window.items():
-                for t, values in zip(message, packed[pair]):
-                    at(destination, t.destination_rank, t.destination, t.shape)[:] = values
-        for hole in plan.padding:
-            destination[hole.rank][hole.chunk, hole.name][slice(*hole.rows), slice(*hole.cols)] = 0
+        windows = [list(chain(*window.values())) for window in plan.windows]
+        for transfers in (plan.direct, *windows):
+            packed = [at(source, t.source_rank, t.source, t.shape).copy() for t in transfers]
+            for t, values in zip(transfers, packed):
+                at(destination, t.destination_rank, t.destination, t.shape)[:] = values
+        for padding in plan.padding:
+            rectangle = slice(*padding.rows), slice(*padding.cols)
+            destination[padding.rank][padding.chunk, padding.name][rectangle] = 0
 
 
-def check(source, destination, shapes, memory_of, *, in_place, peer_memory, window_bytes=2**14):
-    """Out and back twice, bit by bit; returns the plans."""
+def check(model, memory_of, *, in_place, peer_memory, window_bytes=2**14):
+    """To rollout and back twice, bit by bit; returns the plans. `model`: source, destination, shapes."""
+    source, destination, shapes = model
     tensors = numbered(shapes)
     memory = {rank: memory_of(shards) for rank, shards in source.items()}
     sides = Sides(source=source, destination=destination, memory=memory, element_bytes=ELEMENT_BYTES)
@@ -143,7 +135,7 @@ def test_every_layout_out_and_back(memory_of, in_place):
                 source = {rank: megatron_like(toy, layout, rank) for rank in layout.ranks}
                 destination = {rank: vllm_like(toy, tp, rank % tp) for rank in range(4)}
                 check(
-                    source, destination, toy.shapes(), memory_of, in_place=in_place, peer_memory=peer_memory
+                    (source, destination, toy.shapes()), memory_of, in_place=in_place, peer_memory=peer_memory
                 )
 
 
@@ -158,9 +150,7 @@ def test_every_layout_out_and_back(memory_of, in_place):
 )
 def test_random_models_out_and_back(case, in_place, memory_of, window_bytes):
     check(
-        case.source,
-        case.destination,
-        case.shapes,
+        (case.source, case.destination, case.shapes),
         memory_of,
         in_place=in_place,
         peer_memory=case.peer_memory,
@@ -171,7 +161,7 @@ def test_random_models_out_and_back(case, in_place, memory_of, window_bytes):
 def test_a_window_below_two_rows_is_refused():
     source, destination, shapes = real("tp2pp2", 4)
     with pytest.raises(ValueError, match="window_bytes=1000 cannot hold two rows of .*; set it to"):
-        check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=1000)
+        check((source, destination, shapes), flat, in_place=True, peer_memory=False, window_bytes=1000)
 
 
 SIZES = dict(
@@ -194,10 +184,11 @@ def real(train, tp, *, ranks=(0, 1, 2, 3), **changes):
     return source, {rank: vllm_parameters(arch, tp, rank % tp) for rank in range(4)}, hf_shapes(arch)
 
 
-def copy_bytes(shards):
-    return {
-        rank: sum(prod(p.shape) for p in parameters) * ELEMENT_BYTES for rank, parameters in shards.items()
-    }
+def copy_bytes(shards, element_bytes=ELEMENT_BYTES):
+    sizes = {}
+    for rank, parameters in shards.items():
+        sizes[rank] = sum(prod(p.shape) for p in parameters) * element_bytes
+    return sizes
 
 
 def own(plans, destination):
@@ -206,7 +197,7 @@ def own(plans, destination):
 
 def test_equal_layouts_share_all_but_attention():
     source, destination, shapes = real("tp2", 2, num_kv_heads=4)
-    plans = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
+    plans = check((source, destination, shapes), flat, in_place=False, peer_memory=True)
     qkv = sum(prod(p.shape) for p in destination[0] if "qkv_proj" in p.name) * ELEMENT_BYTES
     assert own(plans, destination) == qkv == max(plans.to_rollout.local_bytes.values())
     assert (
@@ -218,13 +209,13 @@ def test_equal_layouts_share_all_but_attention():
 
 def test_with_one_head_group_a_rank_everything_is_shared():
     source, destination, shapes = real("tp2", 2)
-    plans = check(source, destination, shapes, flat, in_place=False, peer_memory=True)
+    plans = check((source, destination, shapes), flat, in_place=False, peer_memory=True)
     assert own(plans, destination) == 0 and not list(plans.to_rollout.transfers())
 
 
 def test_swapping_equal_layouts_needs_no_second_copy():
     source, destination, shapes = real("tp2", 2)
-    plans = check(source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=2**21)
+    plans = check((source, destination, shapes), flat, in_place=True, peer_memory=False, window_bytes=2**21)
     assert own(plans, destination) == 0 and max(plans.to_train.received_bytes.values()) == 0
 
 
@@ -240,7 +231,7 @@ def test_swapping_equal_layouts_needs_no_second_copy():
 def test_swapping_holds_one_copy(train, ranks, tp):
     """The larger copy, and what no gap is large enough for: less than a tenth of it."""
     source, destination, shapes = real(train, tp, ranks=ranks)
-    plans = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    plans = check((source, destination, shapes), flat, in_place=True, peer_memory=True, window_bytes=2**22)
     held, needed, extra = copy_bytes(source), copy_bytes(destination), plans.own_bytes(destination)
     assert max(held[rank] + extra[rank] for rank in source) <= 1.1 * max(*held.values(), *needed.values())
     assert max(plans.to_rollout.received_bytes.values()) < max(needed.values())
@@ -248,24 +239,24 @@ def test_swapping_holds_one_copy(train, ranks, tp):
 
 def test_a_window_too_small_for_a_permutation_gives_a_parameter_its_own_memory():
     source, destination, shapes = real("tp2pp2", 4, ranks=(0, 2, 1, 3))
-    roomy = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
-    tight = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**17)
+    roomy = check((source, destination, shapes), flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    tight = check((source, destination, shapes), flat, in_place=True, peer_memory=True, window_bytes=2**17)
     assert own(roomy, destination) < own(tight, destination) and tight.to_rollout.peak_extra_bytes <= 2**17
 
 
 def excess(plans, source, destination):
-    """By how much the source and the parameters with memory of their own exceed the larger copy, on the rank that has most."""
+    """Bytes by which source and own memory exceed the larger copy, on the rank that has most."""
     held, needed, extra = copy_bytes(source), copy_bytes(destination), plans.own_bytes(destination)
     return max(held.get(rank, 0) + extra[rank] - max(held.get(rank, 0), needed[rank]) for rank in needed)
 
 
 @pytest.mark.parametrize("train,tp", [("tp4", 2), ("tp4", 1), ("tp2pp2", 1)])
 def test_where_the_destination_is_larger_only_the_difference_is_added(train, tp):
-    """No parameter fits into its own source: one after the other, without gaps but for the smallest parameter."""
+    """No parameter fits into its own source: they are packed, with no gap above the smallest one."""
     source, destination, shapes = real(train, tp, num_kv_heads=4)
     for peer_memory in (False, True):
         plans = check(
-            source, destination, shapes, flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17
+            (source, destination, shapes), flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17
         )
         norm = SIZES["hidden_size"] * ELEMENT_BYTES
         assert excess(plans, source, destination) <= norm + ALIGNMENT < copy_bytes(source)[0] // WORTH_ANOTHER
@@ -278,7 +269,7 @@ def test_cycles_of_all_layers_cost_one_of_them():
     )
     largest = max(prod(p.shape) for p in source[0]) * ELEMENT_BYTES
     plans = check(
-        source, destination, shapes, flat, in_place=True, peer_memory=False, window_bytes=largest // 2
+        (source, destination, shapes), flat, in_place=True, peer_memory=False, window_bytes=largest // 2
     )
     assert 0 < excess(plans, source, destination) <= largest
 
@@ -291,17 +282,14 @@ def test_cycles_of_all_layers_cost_one_of_them():
 )
 @given(model_cases(), st.sampled_from([flat, scattered]))
 def test_own_memory_is_bounded(case, memory_of):
-    """Without cycles: a 64th of the larger copy or, in each allocation, two gaps that no parameter with memory of its own fits into."""
+    """Without cycles: a 64th of the larger copy, or two gaps per allocation that fit no own parameter."""
     element_bytes = 2**12  # so that what alignment costs is nothing beside the parameters
     memory = {rank: memory_of(shards, element_bytes) for rank, shards in case.source.items()}
     sides = Sides(
         source=case.source, destination=case.destination, memory=memory, element_bytes=element_bytes
     )
     plans = plan_in_place(sides, in_place=True, window_bytes=2**40, peer_memory=case.peer_memory)
-    held, needed = (
-        {rank: sum(prod(p.shape) for p in shards) * element_bytes for rank, shards in side.items()}
-        for side in (case.source, case.destination)
-    )
+    held, needed = copy_bytes(case.source, element_bytes), copy_bytes(case.destination, element_bytes)
     larger = max(*held.values(), *needed.values())
     for rank, shards in case.destination.items():
         own = [
@@ -313,6 +301,6 @@ def test_own_memory_is_bounded(case, memory_of):
 
 def test_aliased_parameters_are_aligned():
     source, destination, shapes = real("tp2pp2", 4)
-    plans = check(source, destination, shapes, flat, in_place=True, peer_memory=True, window_bytes=2**22)
+    plans = check((source, destination, shapes), flat, in_place=True, peer_memory=True, window_bytes=2**22)
     starts = [first for addresses in plans.addresses.values() for _, first in addresses.values()]
     assert starts and all(first % 16 == 0 for first in starts) and ALIGNMENT % 16 == 0

@@ -98,7 +98,8 @@ def test_tiles_copy_each_byte_once_and_no_other(seed, tiling):
 @pytest.mark.parametrize("tiling", [CHECKSUM, SMALL], ids=["default", "small"])
 def test_tiles_sum_to_the_checksum(tiling):
     memory = Memory(seed=5, size=2**21, device=CPU)
-    slices = [source for _, source in (memory.pair() for _ in range(60)) if source.numel()]
+    pairs = [memory.pair() for _ in range(60)]
+    slices = [source for _, source in pairs if source.numel()]
     assert torch.equal(
         expand_checksum(checksum_tiles(summed(slices), tiling), len(slices), memory, tiling),
         torch.stack([checksum(s) for s in slices]),

@@ -1,7 +1,8 @@
-"""The plan against a reference executor of a few lines, over all pairs of layouts; elements are numbered, so order shows."""
+"""Plans against a reference executor of a few lines, over all pairs of layouts; elements are numbered."""
 
 import time
 from itertools import product
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -40,19 +41,17 @@ def filled(parameters, tensors, padding):
 
 
 def follow(plan, source, destination, tensors):
-    """Carry out `plan`; returns what each destination rank then holds and how often each element was written."""
+    """Execute `plan`; return each destination rank's arrays and how often each element was written."""
     held = {rank: filled(parameters, tensors, SOURCE_PADDING) for rank, parameters in source.items()}
-    result = {
-        rank: {(p.chunk, p.name): np.full(matrix_shape(p.shape), UNTOUCHED) for p in parameters}
-        for rank, parameters in destination.items()
-    }
-    writes = {
-        rank: {key: np.zeros_like(array) for key, array in arrays.items()} for rank, arrays in result.items()
-    }
-    for hole in plan.padding:
-        place = (slice(*hole.rows), slice(*hole.cols))
-        result[hole.rank][hole.chunk, hole.name][place] = 0
-        writes[hole.rank][hole.chunk, hole.name][place] += 1
+    result, writes = {}, {}
+    for rank, parameters in destination.items():
+        shapes = {(p.chunk, p.name): matrix_shape(p.shape) for p in parameters}
+        result[rank] = {key: np.full(shape, UNTOUCHED) for key, shape in shapes.items()}
+        writes[rank] = {key: np.zeros(shape, dtype=int) for key, shape in shapes.items()}
+    for padding in plan.padding:
+        rectangle = (slice(*padding.rows), slice(*padding.cols))
+        result[padding.rank][padding.chunk, padding.name][rectangle] = 0
+        writes[padding.rank][padding.chunk, padding.name][rectangle] += 1
     for t in plan.transfers():
         (chunk, name, row, col), (to_chunk, to_name, to_row, to_col), (height, width) = (
             t.source,
@@ -82,7 +81,7 @@ def check(source, destination, shapes, *, window_bytes):
             assert (writes[rank][key] == 1).all(), (rank, key)
             np.testing.assert_array_equal(result[rank][key], expected)
     # Received bytes and the lower bound against a count of the elements.
-    owned = {rank: [p for p in source.get(rank, []) if p.owner] for rank in plan.ranks}
+    owned = {rank: list(filter(attrgetter("owner"), source.get(rank, []))) for rank in plan.ranks}
     needs = {
         rank: np.setdiff1d(numbers(destination[rank], tensors), numbers(owned[rank], tensors)).size * 2
         for rank in destination

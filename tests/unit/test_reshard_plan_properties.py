@@ -1,6 +1,7 @@
-"""What every plan must hold, over random models, layouts, hosts and windows, and over shards of no particular kind.
+"""Properties of every plan, over random models, layouts, hosts and windows, and over arbitrary shards.
 
-The truth is counting: each Hugging Face element has a number, and a plan is followed by the reference executor of test_reshard_plan.
+The truth is counting: each Hugging Face element has a number, and the reference executor of test_reshard_plan
+executes the plan.
 """
 
 import hashlib
@@ -68,8 +69,8 @@ def test_destination_rectangles_do_not_overlap(case):
         written.setdefault((t.destination_rank, chunk, name), []).append(
             (row, row + t.shape[0], col, col + t.shape[1])
         )
-    for hole in plan.padding:
-        written.setdefault((hole.rank, hole.chunk, hole.name), []).append((*hole.rows, *hole.cols))
+    for part in plan.padding:
+        written.setdefault((part.rank, part.chunk, part.name), []).append((*part.rows, *part.cols))
     for place, rects in written.items():
         assert all(area(rect) > 0 for rect in rects), place
         assert not any(intersect(a, b) for i, a in enumerate(rects) for b in rects[:i]), place
@@ -85,14 +86,14 @@ def test_windows_hold_what_their_pairs_exchange(case):
         ), t
     for window in plan.windows:
         assert window
-        for (giver, taker), message in window.items():
-            assert giver != taker and not (case.peer_memory and case.hosts[giver] == case.hosts[taker]), (
-                giver,
-                taker,
+        for (src, dst), message in window.items():
+            assert src != dst and not (case.peer_memory and case.hosts[src] == case.hosts[dst]), (
+                src,
+                dst,
             )
-            assert message and all((t.source_rank, t.destination_rank) == (giver, taker) for t in message), (
-                giver,
-                taker,
+            assert message and all((t.source_rank, t.destination_rank) == (src, dst) for t in message), (
+                src,
+                dst,
             )
 
 
@@ -139,7 +140,7 @@ def test_no_rank_receives_less_than_it_must(case):
 @repeatable(max_examples=60)
 @given(model_cases())
 def test_ranks_of_a_model_receive_no_more_than_they_must(case):
-    """No rank's shard names an element twice: a tied output layer stands on another stage than its embedding, or is the embedding."""
+    """No rank's shard names an element twice: a tied output layer is the embedding or on another stage."""
     plan, needed = case.compile(), needed_bytes(case, numbered(case.shapes))
     assert plan.received_bytes == {rank: needed.get(rank, 0) for rank in plan.ranks}
 
@@ -148,25 +149,19 @@ def test_ranks_of_a_model_receive_no_more_than_they_must(case):
 @given(CASES)
 def test_elements_come_from_the_nearest_owner(case):
     tensors, total = numbered(case.shapes), sum(int(np.prod(shape)) for shape in case.shapes.values())
-    on_rank, on_host = (
-        {place: np.zeros(total + 1, dtype=bool) for place in places}
-        for places in (range(len(case.hosts)), case.hosts)
-    )
-    owners = {
-        (rank, parameter.chunk, parameter.name) for rank in case.source for parameter in owned(case, rank)
-    }
+    on_rank = {rank: np.zeros(total + 1, dtype=bool) for rank in range(len(case.hosts))}
+    on_host = {host: np.zeros(total + 1, dtype=bool) for host in case.hosts}
+    owners = set()
     for rank in case.source:
-        on_rank[rank][numbers(owned(case, rank), tensors)] = on_host[case.hosts[rank]][
-            numbers(owned(case, rank), tensors)
-        ] = True
+        owners |= {(rank, parameter.chunk, parameter.name) for parameter in owned(case, rank)}
+        elements = numbers(owned(case, rank), tensors)
+        on_rank[rank][elements] = on_host[case.hosts[rank]][elements] = True
     for t in case.compile().transfers():
-        elements, (giving, taking) = (
-            tensors[t.tensor][slice(*t.rows), slice(*t.cols)],
-            (case.hosts[rank] for rank in (t.source_rank, t.destination_rank)),
-        )
+        elements = tensors[t.tensor][slice(*t.rows), slice(*t.cols)]
+        src_host, dst_host = case.hosts[t.source_rank], case.hosts[t.destination_rank]
         assert (t.source_rank, *t.source[:2]) in owners, t
         assert t.source_rank == t.destination_rank or not on_rank[t.destination_rank][elements].any(), t
-        assert giving == taking or not on_host[taking][elements].any(), t
+        assert src_host == dst_host or not on_host[dst_host][elements].any(), t
 
 
 @repeatable(max_examples=60)
@@ -176,11 +171,9 @@ def test_a_plan_without_an_owner_for_an_element_is_refused(case, data):
     left = replace(
         case, source={rank: parameters for rank, parameters in case.source.items() if rank != lost}
     )
-    wanted, held = (
-        [numbers(parameters, tensors) for parameters in shards]
-        for shards in (case.destination.values(), (owned(left, rank) for rank in left.source))
-    )
-    if np.setdiff1d(np.concatenate(wanted), np.concatenate([*held, []])).size:
+    wanted = [numbers(parameters, tensors) for parameters in case.destination.values()]
+    sources = [numbers(owned(left, rank), tensors) for rank in left.source]
+    if np.setdiff1d(np.concatenate(wanted), np.concatenate([*sources, []])).size:
         with pytest.raises(ValueError, match="no source rank holds them"):
             left.compile()
     else:
@@ -189,15 +182,14 @@ def test_a_plan_without_an_owner_for_an_element_is_refused(case, data):
 
 def content(plan: Plan) -> str:
     """All that a plan says, in order; only of types that every version of Python writes alike."""
-    windows = [
-        [
-            (pair, [str(t) for t in message], [(t.source, t.destination) for t in message])
-            for pair, message in window.items()
-        ]
-        for window in plan.windows
-    ]
+    windows = []
+    for window in plan.windows:
+        messages = []
+        for pair, message in window.items():
+            messages.append((pair, [str(t) for t in message], [(t.source, t.destination) for t in message]))
+        windows.append(messages)
     direct = [(str(t), t.source, t.destination) for t in plan.direct]
-    padding = [(hole.rank, hole.chunk, hole.name, hole.rows, hole.cols) for hole in plan.padding]
+    padding = [(part.rank, part.chunk, part.name, part.rows, part.cols) for part in plan.padding]
     return repr(
         (
             plan.ranks,
@@ -248,7 +240,8 @@ def fixed_digests() -> list[str]:
     return digests
 
 
-# Ranks on several machines compile a plan each and must agree. A change of the planner changes these, another Python must not.
+# Ranks on several machines compile a plan each and must agree. A change of the planner changes these digests,
+# another Python must not.
 GOLDEN = ["08a640417dc6f12e", "41c8699db3d6c65e"]
 
 

@@ -1,4 +1,4 @@
-"""The plan as an artefact: the numbers of `tools/reshard_plan.py` against the plan and against arithmetic, and what it refuses."""
+"""Numbers of `tools/reshard_plan.py` against the plan and against arithmetic, and what it refuses."""
 
 import json
 import math
@@ -16,8 +16,10 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
+from tools.reshard.case import PlanCase, read_case
 from tools.reshard.memory import exchanging, megatron_addresses
-from tools.reshard_plan import Case, Rates, flows_of, main, read_case, report_of, table
+from tools.reshard.report import Rates, flows_of, report_of, table
+from tools.reshard_plan import main
 
 TINY = {
     "hidden_size": 64,
@@ -34,7 +36,7 @@ def folder(tmp_path) -> str:
     return str(tmp_path)
 
 
-def planned(*, placed: bool = False, peer_memory: bool = False, **options) -> tuple[Case, Plan, dict]:
+def planned(*, placed: bool = False, peer_memory: bool = False, **options) -> tuple[PlanCase, Plan, dict]:
     """With the usual order of ranks, unless `placed`."""
     case = read_case(**options).placed() if placed else read_case(**options)
     shards = case.shards()
@@ -101,7 +103,7 @@ def test_the_program_writes_numbers_and_a_picture(tmp_path):
 
 
 def test_options_reach_the_plan(folder, tmp_path, capsys):
-    """In the usual order ranks 1 and 2 hold nothing of the quarter that they need, except for norms; peers need no messages."""
+    """In the plain order ranks 1 and 2 hold only norms of the quarter that they need."""
     path = tmp_path / "plan.json"
     given = [
         "--hf",
@@ -160,9 +162,10 @@ def test_numbers_are_the_plans_and_add_up(folder, placed, peer_memory):
             and same == (case.host_of(t.source_rank) == case.host_of(t.destination_rank))
         ]
         for way, side in (("sent", "source_rank"), ("received", "destination_rank")):
-            assert report[f"{way}_{distance}_host_bytes"] == [
-                2 * sum(t.elements for t in between if getattr(t, side) == rank) for rank in range(16)
-            ]
+            sizes = [0] * 16
+            for t in between:
+                sizes[getattr(t, side)] += 2 * t.elements
+            assert report[f"{way}_{distance}_host_bytes"] == sizes
     other = (
         sum(
             t.elements
@@ -204,7 +207,7 @@ def test_seconds_of_peers_memory(folder):
 
 
 def test_memory_of_equal_layouts(folder):
-    """TP2 to TP2: all but QKV, whose order differs, can be shared; permuted in place, one copy is enough, and what a way stages."""
+    """TP2 to TP2: all but QKV, whose order differs, can be shared; in place, one copy and staging suffice."""
     case, plan, report = planned(hf=folder, train="tp2", rollout="tp2")
     memory, copy = report["peak_memory"], report["local_bytes"][0]
     qkv = 4 * 2 * (8 + 2 * 8) * 8 // 2 * 64
@@ -221,7 +224,7 @@ def test_memory_of_equal_layouts(folder):
 
 
 def test_memory_where_vllm_holds_more(folder):
-    """TP4 to TP2: of the copy that is twice as large swap gives half a place, to a norm; share gives none to anything but norms."""
+    """TP4 to TP2: of the copy, twice as large, swap places half, up to a norm; share places only norms."""
     _, plan, report = planned(hf=folder, train="tp4", rollout="tp2", placed=True)
     memory, copy, norm = report["peak_memory"], report["peak_memory"]["larger_copy_bytes"], 2 * 64
     assert copy // 2 - 9 * norm < memory["swap"]["own_bytes"] <= copy // 2 + norm
@@ -234,7 +237,7 @@ def test_memory_where_vllm_holds_more(folder):
 )
 @pytest.mark.parametrize("placed", [False, True])
 def test_replicas_that_exchange_stand_for_all(folder, train, rollout, ranks, placed):
-    """The same own memory as when all ranks are planned together; where hosts cut the groups in different places, all are."""
+    """As much own memory as with all ranks planned; where hosts cut groups differently, all are planned."""
     case, plan, report = planned(hf=folder, train=train, rollout=rollout, ranks=ranks, hosts=1, placed=placed)
     source, destination = case.shards()
     memory = {rank: megatron_addresses(source[rank], 2) for rank in source}
@@ -264,7 +267,7 @@ def test_many_ranks_that_exchange_are_not_planned(folder):
     [("tp2", "tp4", 8), ("tp4", "tp2", 4), ("tp2pp2", "tp4", 2), ("tp4", "tp4", 4)],
 )
 def test_shared_memory_is_found_by_address(train, rollout, kv_heads, tmp_path):
-    """Against every element's own place: shared is what lies at one distance from its twin in one parameter of Megatron's."""
+    """By element: shared is a parameter at a constant distance from its values in one of Megatron's."""
     (tmp_path / "config.json").write_text(
         json.dumps(shape("llama3-8b") | TINY | {"num_key_value_heads": kv_heads})
     )

@@ -1,4 +1,4 @@
-"""The weight map against whole tensors cut with chunk and cat, over families and layouts; every element has its own number.
+"""The weight map against whole tensors cut with chunk and cat, over families and layouts.
 
 Letters: H hidden.
 """

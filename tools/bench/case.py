@@ -22,10 +22,10 @@ from torch import Tensor
 from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import world
-from parallel.reshard.execute import Parameters
 from parallel.reshard.plan import matrix_shape
+from parallel.reshard.transport import Parameters
 from parallel.weights.architecture import Architecture
-from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.rules import megatron_parameters, megatron_shards, vllm_parameters, vllm_shards
 from parallel.weights.shard import Block, ShardedParameter
 
 # Letters: R rows, C columns.
@@ -37,7 +37,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ReshardCase:
     """A model, its two layouts over the whole world, and the transfer settings."""
 
     model: str
@@ -49,22 +49,19 @@ class Case:
     spec: Literal["te", "local"]  # of Megatron's layers; decides the names of the norms
     hardware: str  # description of the ranks' hardware
 
-    def trained(self, rank: int, layout: Layout | None = None) -> list[ShardedParameter]:
+    def train_shards(self, rank: int, layout: Layout | None = None) -> list[ShardedParameter]:
         """Return Megatron's parameters on a rank, in layout `train` unless another is given."""
         return megatron_parameters(self.arch, layout or self.train, rank, spec=self.spec)
 
-    def served(self, rank: int) -> list[ShardedParameter]:
+    def rollout_shards(self, rank: int) -> list[ShardedParameter]:
         """Return vLLM's parameters on a rank."""
         return vllm_parameters(self.arch, self.rollout.tp, self.rollout.coordinates(rank).tp)
 
     def sides(self) -> dict[str, Any]:
         """Return both sides, the input of every plan."""
-        source, destination = (
-            {rank: shards(rank) for rank in self.train.ranks} for shards in (self.trained, self.served)
-        )
         return dict(
-            source=source,
-            destination=destination,
+            source=megatron_shards(self.arch, self.train, spec=self.spec),
+            destination=vllm_shards(self.arch, self.rollout),
             element_bytes=self.dtype.itemsize,
             window_bytes=self.window_bytes,
             host_of=device.host_of,
@@ -138,9 +135,9 @@ def small_weights(parameter: ShardedParameter, dtype: torch.dtype, spread: float
     return tensor
 
 
-def trained_weights(case: Case) -> Parameters:
+def trained_weights(case: ReshardCase) -> Parameters:
     """Return this rank's source, contiguous in one allocation as in Megatron's distributed optimizer."""
-    parameters, ends = case.trained(dist.get_rank()), [0]
+    parameters, ends = case.train_shards(dist.get_rank()), [0]
     for parameter in parameters:
         ends.append(ends[-1] + -(-prod(parameter.shape) // 64) * 64)
     memory = torch.zeros(ends[-1], dtype=case.dtype, device=device.device())
@@ -154,11 +151,11 @@ def trained_weights(case: Case) -> Parameters:
 
 def holds_the_weights(described: list[ShardedParameter], tensors: Parameters) -> bool:
     """Return whether all ranks' parameters have the bits of `weights_of`; uses one parameter's memory."""
-    pairs = ((tensors[p.chunk, p.name], p) for p in described)
-    wrong = sum(
-        not torch.equal(*(x.view(_BITS[x.element_size()]) for x in (held, weights_of(p, held.dtype))))
-        for held, p in pairs
-    )
+    wrong = 0
+    for parameter in described:
+        tensor = tensors[parameter.chunk, parameter.name]
+        bits, expected = _BITS[tensor.element_size()], weights_of(parameter, tensor.dtype)
+        wrong += not torch.equal(tensor.view(bits), expected.view(bits))
     return not world().all_max(torch.tensor(wrong)).item()
 
 

@@ -12,14 +12,15 @@ from torch import Tensor
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.rank_set import world
-from parallel.reshard.execute import Parameters, Resharder
+from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
 from parallel.reshard.in_place.planner import Sides, plan_in_place
-from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
+from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.shard import ShardedParameter
-from tools.bench.case import Case, bytes_of, say, trained_weights
+from tools.bench.case import ReshardCase, bytes_of, say, trained_weights
 
 WIRE, CARD = "point to point, both ways", "on-card copy"  # the links
 
@@ -38,7 +39,7 @@ class Contender:
     target: Parameters = field(default_factory=dict)  # parameters that it writes
     described: list[ShardedParameter] = field(default_factory=list)  # contents of the target afterwards
     # part of the target that may be overwritten beforehand: no memory shared with the source
-    spoiled: Parameters = field(default_factory=dict)
+    overwritable: Parameters = field(default_factory=dict)
 
 
 def links(link_bytes: int) -> list[Contender]:
@@ -64,7 +65,7 @@ def links(link_bytes: int) -> list[Contender]:
     ]
 
 
-def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
+def megatron_refit(case: ReshardCase, groups: list[ProcessGroups]) -> tuple[Contender, Parameters]:
     """Return Megatron-Core's resharding between models in the two layouts, and the first model's tensors.
 
     Those tensors are the source for all contenders. Megatron-Core does not report the bytes it moves; the
@@ -93,7 +94,7 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
 
     run, rank = partial(swap_model_weights, *models, refit_method="nccl"), dist.get_rank()
     run()  # plans
-    into = {rank: case.trained(rank, case.rollout) for rank in case.rollout.ranks}
+    into = {rank: case.train_shards(rank, case.rollout) for rank in case.rollout.ranks}
     plan = compile_plan(**{**case.sides(), "destination": into})
     what: dict[str, Any] = dict(
         plan=plan,
@@ -101,7 +102,7 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
         second_copy_bytes=bytes_of(target),
         target=target,
         described=into[rank],
-        spoiled=target,
+        overwritable=target,
     )
     return Contender(
         kind="megatron", name="Megatron-Core's refit, into Megatron's layout", run=run, **what
@@ -111,7 +112,7 @@ def megatron_refit(case: Case, groups: list[ProcessGroups]) -> tuple[Contender, 
 class Ours:
     """Our contenders, mode by mode, over the same source."""
 
-    def __init__(self, case: Case, source: Parameters, verify: str):
+    def __init__(self, case: ReshardCase, source: Parameters, verify: str):
         """Build the contenders.
 
         Args:
@@ -119,12 +120,12 @@ class Ours:
                 once beforehand.
         """
         self.case, self.source, self.verify, self.rank = case, source, verify, dist.get_rank()
-        self.sides, self.peers = case.sides(), map_tensors(source, world().device_group)
-        self.plan = compile_plan(**self.sides, peer_memory=self.peers is not None)
+        self.sides, self.ipc_tensors = case.sides(), map_tensors(source, world().device_group)
+        self.plan = compile_plan(**self.sides, peer_memory=self.ipc_tensors is not None)
         self.described = self.sides["destination"][self.rank]
         self.destination = {(0, p.name): self._empty(p) for p in self.described}
         kept: dict[str, Any] = dict(
-            target=self.destination, spoiled=self.destination, described=self.described
+            target=self.destination, overwritable=self.destination, described=self.described
         )
         # columns of a destination with its own memory
         self.kept: dict[str, Any] = kept | dict(second_copy_bytes=bytes_of(self.destination))
@@ -135,21 +136,21 @@ class Ours:
         Collective over the world.
         """
         say(f"{self.case}, {mode}:")
-        return self._keep() if mode == "keep" else self._laid_over(mode)
+        return self._keep() if mode == "keep" else self._in_place(mode)
 
     def _keep(self) -> list[Contender]:
-        keep = self._resharder(self.plan, self.source, self.destination, self.peers)
-        found = [self._contender("keep", keep, **self.kept)]
+        keep = self._resharder(self.plan, self.source, self.destination, self.ipc_tensors)
+        contenders = [self._contender("keep", keep, **self.kept)]
         if self.verify != "none":
-            found.append(
-                self._contender(f"keep, with proof ({self.verify})", keep, run=keep.run, **self.kept)
+            contenders.append(
+                self._contender(f"keep, verified ({self.verify})", keep, run=keep.run, **self.kept)
             )
-        if self.peers is not None:
+        if self.ipc_tensors is not None:
             by_messages = self._resharder(compile_plan(**self.sides), self.source, self.destination)
-            found.append(self._contender("keep, by messages", by_messages, **self.kept))
-        return found
+            contenders.append(self._contender("keep, by messages", by_messages, **self.kept))
+        return contenders
 
-    def _laid_over(self, mode: str) -> list[Contender]:
+    def _in_place(self, mode: str) -> list[Contender]:
         """Return vLLM's parameters placed in Megatron's memory; those that do not fit have their own."""
         memory: list[Addresses] = [{}] * dist.get_world_size()
         dist.all_gather_object(memory, addresses_of(self.source))
@@ -164,24 +165,33 @@ class Ours:
             in_place=mode == "swap",
             window_bytes=self.case.window_bytes,
             host_of=device.host_of,
-            peer_memory=self.peers is not None,
+            peer_memory=self.ipc_tensors is not None,
         )
-        taken = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
-        own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in taken}
-        taken |= own
-        out = self._resharder(plans.to_rollout, self.source, taken, self.peers)
+        target = views_at(plans.addresses[self.rank], self.described, self.source, self.case.dtype)
+        own = {(p.chunk, p.name): self._empty(p) for p in self.described if (p.chunk, p.name) not in target}
+        target |= own
+        to_rollout = self._resharder(plans.to_rollout, self.source, target, self.ipc_tensors)
         second: dict[str, Any] = dict(second_copy_bytes=bytes_of(own))
         contenders = [
             self._contender(
-                f"{mode}, to rollout", out, target=taken, spoiled=own, described=self.described, **second
+                f"{mode}, to rollout",
+                to_rollout,
+                target=target,
+                overwritable=own,
+                described=self.described,
+                **second,
             )
         ]
         if plans.to_train is not None:
-            home = self._resharder(plans.to_train, taken, self.source)
-            trained = self.sides["source"][self.rank]
+            to_train = self._resharder(plans.to_train, target, self.source)
+            train_shards = self.sides["source"][self.rank]
             contenders.append(
                 self._contender(
-                    f"{mode}, back to training", home, target=self.source, described=trained, **second
+                    f"{mode}, back to training",
+                    to_train,
+                    target=self.source,
+                    described=train_shards,
+                    **second,
                 )
             )
         return contenders
@@ -191,21 +201,25 @@ class Ours:
         return torch.zeros(parameter.shape, dtype=self.case.dtype, device=device.device())
 
     def _resharder(
-        self, plan: Plan, source: Parameters, destination: Parameters, peers: dict[int, Mapped] | None = None
+        self,
+        plan: Plan,
+        source: Parameters,
+        destination: Parameters,
+        ipc_tensors: IpcTensors | None = None,
     ) -> Resharder:
         """Return a resharder after a first run, in which all slices were verified."""
-        common: dict[str, Any] = dict(
-            rank=self.rank,
+        transport = Transport(
             dtype=self.case.dtype,
             group=world().device_group,
             device=device.device(),
-            peers=peers,
+            verify="all",
+            ipc_tensors=ipc_tensors,
         )
-        resharder = Resharder(plan, source=source, destination=destination, verify="all", **common)
+        resharder = Resharder(plan, source, destination, transport)
         count = resharder.run().checked_slices  # raises on a difference, naming the slices
-        say(f"{plan}\n  all {count} slices proved at both ends")
-        resharder.proof.verify = self.verify
-        resharder.proof.prepare()
+        say(f"{plan}\n  all {count} slices verified at both ends")
+        resharder.verifier.verify = self.verify
+        resharder.verifier.prepare()
         return resharder
 
     def _contender(

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -101,7 +101,8 @@ def watched(command: Sequence[object]) -> Run:
             output.seek(0)
             words = [str(part) for part in command]
             raise subprocess.CalledProcessError(process.returncode, words, output.read())
-    return Run(seconds, Use(*(max(getattr(use, name) for use in uses) for name in Use.__slots__)))
+    peak = [max(values) for values in zip(*map(astuple, uses))]
+    return Run(seconds, Use(*peak))
 
 
 def tree(pid: int) -> list[int]:
@@ -127,13 +128,11 @@ def use_of(pids: Sequence[int]) -> Use:
             times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
         except OSError:
             continue
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in memory)}
-        mine = (
-            1024 * kib.get("Pss", 0),
-            1024 * kib.get("Rss", 0),
-            sum(map(int, times)) / os.sysconf("SC_CLK_TCK"),
-        )
-        total = [a + b for a, b in zip(total, mine)]
+        fields = [line.split() for line in memory]  # name with a colon, KiB, "kB"
+        kib = {name: int(size) for name, size, *_ in fields}
+        seconds = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        own = (1024 * kib.get("Pss:", 0), 1024 * kib.get("Rss:", 0), seconds)
+        total = [a + b for a, b in zip(total, own)]
     return Use(*total)
 
 
@@ -218,10 +217,6 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
     reference, rows = median(run.seconds for run in runs["cp"]), []
     for name, repeated in runs.items():
         seconds = [run.seconds for run in repeated]
-        peaks = {
-            f"peak_{kind}_mib": max(getattr(run.peak, kind) for run in repeated) / MIB
-            for kind in ("pss", "rss")
-        }
         times = dict(
             median_s=median(seconds),
             min_s=min(seconds),
@@ -234,7 +229,8 @@ def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
                 **times,
                 gb_per_s=size / GB / times["median_s"],
                 of_cp=reference / times["median_s"],
-                **peaks,
+                peak_pss_mib=max(run.peak.pss for run in repeated) / MIB,
+                peak_rss_mib=max(run.peak.rss for run in repeated) / MIB,
             )
         )
     return rows
@@ -299,12 +295,12 @@ def main() -> int:
         help="pause before each step; virtual machines hand freed memory back meanwhile, and all begin alike",
     )
     parser.add_argument("--csv", type=Path)
-    given = parser.parse_args()
-    config = read_config(given.hf) if given.hf else shape(given.shape)
-    config |= dict(num_hidden_layers=given.layers) if given.layers else {}
+    options = parser.parse_args()
+    config = read_config(options.hf) if options.hf else shape(options.shape)
+    config |= dict(num_hidden_layers=options.layers) if options.layers else {}
     try:
-        size = write_model(given.folder / "hf", config, copies=2)
-        runs = measure(given.folder, given)
+        size = write_model(options.folder / "hf", config, copies=2)
+        runs = measure(options.folder, options)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except subprocess.CalledProcessError as error:
@@ -313,22 +309,22 @@ def main() -> int:
     peak = max(row.peak_pss_mib for row in rows) * MIB
     print(
         f"{config['num_hidden_layers']} layers, {size / GB:.2f} GB of weights; --memory-gib "
-        f"{given.memory_gib:g}, {given.workers} processes"
+        f"{options.memory_gib:g}, {options.workers} processes"
     )
     print(table(rows))
     print("the round trip is bit-identical")
-    print(f"peak of all processes together: {peak / 2**30:.2f} GiB of {given.memory_gib:g} GiB")
-    if given.csv:
+    print(f"peak of all processes together: {peak / 2**30:.2f} GiB of {options.memory_gib:g} GiB")
+    if options.csv:
         write_csv(
-            given.csv,
+            options.csv,
             rows,
-            model=given.hf or given.shape,
+            model=options.hf or options.shape,
             layers=config["num_hidden_layers"],
             bytes=size,
-            memory_gib=given.memory_gib,
-            workers=given.workers,
+            memory_gib=options.memory_gib,
+            workers=options.workers,
         )
-    return 0 if peak <= given.memory_gib * 2**30 else 1
+    return 0 if peak <= options.memory_gib * 2**30 else 1
 
 
 if __name__ == "__main__":

@@ -230,7 +230,8 @@ def profile(bench: Bench) -> None:
         say(f"{name}:\n{described(found)}")
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -254,17 +255,17 @@ def main() -> None:
     parser.add_argument("--baseline", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--csv", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
 
-    device.initialize()
-    world = dist.get_world_size()
-    settings = parse_settings(options.set)
-    arch = (
-        read_architecture(options.hf)
-        if options.hf
-        else Architecture.from_hf(shape(options.shape, layers=options.layers))
-    )
-    layout = Layout.parse(options.layout, tuple(range(world)))
+
+def make_case(
+    options: argparse.Namespace, arch: Architecture, layout: Layout, settings: EngineConfig
+) -> Case:
+    """Return the planner's case of one optimizer step on all ranks.
+
+    Raises:
+        ValueError: settings outside their range.
+    """
     config = TrainerConfig(engine=settings)
     config.actor.path, config.actor.layout, config.algorithm.name = (
         str(options.hf or options.shape),
@@ -277,7 +278,21 @@ def main() -> None:
         options.response,
     )
     refuse(check_values(config))
-    case = Case.of(config, world_size=world, read=lambda _: arch)
+    return Case.of(config, world_size=dist.get_world_size(), read=lambda _: arch)
+
+
+def main() -> None:
+    options = read_options()
+    device.initialize()
+    world = dist.get_world_size()
+    settings = parse_settings(options.set)
+    arch = (
+        read_architecture(options.hf)
+        if options.hf
+        else Architecture.from_hf(shape(options.shape, layers=options.layers))
+    )
+    layout = Layout.parse(options.layout, tuple(range(world)))
+    case = make_case(options, arch, layout, settings)
     forward = forward_flops(case, case.actor) / world
     # FLOPs of prompt logits, which only the baseline computes
     all_logits = 2 * case.samples * options.prompt * arch.hidden_size * arch.vocab_size / world

@@ -1,7 +1,7 @@
 """Weight sync of colocated engines by gathering whole tensors, reimplemented for `bench/reshard.py`."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from math import prod
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from parallel import device
 from parallel.groups import ProcessGroups
-from parallel.reshard.execute import Parameters
 from parallel.reshard.plan import matrix_shape
+from parallel.reshard.transport import Parameters
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
-from tools.bench.case import Case, part
+from tools.bench.case import ReshardCase, part
 
 
 class GatherEverything:
@@ -27,7 +27,7 @@ class GatherEverything:
 
     def __init__(
         self,
-        case: Case,
+        case: ReshardCase,
         groups: ProcessGroups,
         source: Parameters,
         destination: Parameters,
@@ -36,12 +36,12 @@ class GatherEverything:
         self.case, self.groups, self.source, self.sizes = case, groups, source, hf_shapes(case.arch)
         # by tensor: the views of this rank's engine
         self.wanted: dict[str, list[tuple[Tensor, Block]]] = defaultdict(list)
-        for parameter in case.served(groups.rank):
+        for parameter in case.rollout_shards(groups.rank):
             matrix_RC = destination[parameter.chunk, parameter.name].view(matrix_shape(parameter.shape))
             for block in parameter.blocks:
                 self.wanted[block.tensor].append((part(matrix_RC, block), block))
         planned, tp = list(self._plan(bucket_bytes)), case.train.tp
-        largest = max(sum(prod(shards[0].shape) for shards in bucket) for _, bucket in planned)
+        largest = max(_elements(bucket) for _, bucket in planned)
         self.shard, self.gathered, self.whole = (
             torch.empty(largest * copies, dtype=case.dtype, device=device.device()) for copies in (1, tp, tp)
         )
@@ -58,13 +58,9 @@ class GatherEverything:
         """
         layout = self.case.train
         for stage in range(layout.pp):
-            owned = [
-                shards
-                for shards in zip(
-                    *(self.case.trained(layout.rank_of(tp=tp, pp=stage)) for tp in range(layout.tp))
-                )
-                if shards[0].owner
-            ]
+            ranks = [layout.rank_of(tp=tp, pp=stage) for tp in range(layout.tp)]
+            by_parameter = zip(*map(self.case.train_shards, ranks))
+            owned = [shards for shards in by_parameter if shards[0].owner]
             ends = accumulate(
                 prod(shards[0].shape) * layout.tp * self.case.dtype.itemsize for shards in owned
             )
@@ -75,7 +71,7 @@ class GatherEverything:
         """Return a bucket's broadcast root, buffers, and the copies that pack, merge and slice it."""
         place, size, at, free = (
             self.groups.coordinates,
-            sum(prod(shards[0].shape) for shards in planned),
+            _elements(planned),
             0,
             0,
         )
@@ -97,10 +93,10 @@ class GatherEverything:
                 rows, cols = matrix_shape(self.sizes[name])
                 whole[name] = self.whole[free : free + rows * cols].view(rows, cols)
                 free += rows * cols
-            for held, parameter in zip(gathered.view(-1, size), shards):
-                held_RC = held[span].view(shape_RC)
+            for of_rank, parameter in zip(gathered.view(-1, size), shards):
+                gathered_RC = of_rank[span].view(shape_RC)
                 rebuild += [
-                    (whole[block.tensor][slice(*block.rows), slice(*block.cols)], part(held_RC, block))
+                    (whole[block.tensor][slice(*block.rows), slice(*block.cols)], part(gathered_RC, block))
                     for block in parameter.blocks
                 ]
             for name, tensor_RC in whole.items():
@@ -120,3 +116,8 @@ class GatherEverything:
             dist.all_gather_into_tensor(gathered, shard, group=self.groups.tp)
             torch._foreach_copy_(*rebuild)
             torch._foreach_copy_(*cut)
+
+
+def _elements(bucket: Sequence[tuple[ShardedParameter, ...]]) -> int:
+    """Return the elements of a bucket on one tensor-parallel rank."""
+    return sum(prod(shards[0].shape) for shards in bucket)

@@ -129,7 +129,7 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
     """
     runs: dict[str, list[dict]] = {method: [] for method in METHODS}
     for _ in range(arguments.repetitions):
-        for method, found in runs.items():
+        for method, repeated in runs.items():
             forget(folder)
             command = [
                 sys.executable,
@@ -144,22 +144,19 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
                 "--only",
                 method,
             ]
-            found.append(
+            repeated.append(
                 json.loads(
                     subprocess.run(
                         command, check=True, stdout=subprocess.PIPE, text=True
                     ).stdout.splitlines()[-1]
                 )
             )
-    everything = [run for found in runs.values() for run in found]
+    everything = [run for repeated in runs.values() for run in repeated]
     assert len({run["digest"] for run in everything}) == 1, "the two methods loaded different bits"
     rows = []
-    for method, found in runs.items():
-        seconds = [run["seconds"] for run in found]
-        peaks = {
-            f"peak_{kind}_mib": max(run[f"peak_{kind}"] for run in found) / MIB for kind in ("rss", "own")
-        }
-        read = median(run["read"] for run in found) / MIB
+    for method, repeated in runs.items():
+        seconds = [run["seconds"] for run in repeated]
+        read = median(run["read"] for run in repeated) / MIB
         rows.append(
             Row(
                 name=method,
@@ -167,7 +164,8 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
                 min_s=min(seconds),
                 max_s=max(seconds),
                 read_mib=read,
-                **peaks,
+                peak_rss_mib=max(run["peak_rss"] for run in repeated) / MIB,
+                peak_own_mib=max(run["peak_own"] for run in repeated) / MIB,
             )
         )
     return rows, everything[0]["needed"]
@@ -207,37 +205,41 @@ def main() -> None:
     parser.add_argument(
         "--only",
         choices=list(METHODS),
-        help="measure one method once in this process, and print what it found as JSON",
+        help="measure one method once in this process, and print its result as JSON",
     )
     parser.add_argument("--csv", type=Path)
-    given = parser.parse_args()
-    folder = given.folder / "hf"
-    if given.only:
-        print(json.dumps(measured(given.only, folder, given.tp, given.rank, getattr(torch, given.dtype))))
+    options = parser.parse_args()
+    folder = options.folder / "hf"
+    if options.only:
+        print(
+            json.dumps(
+                measured(options.only, folder, options.tp, options.rank, getattr(torch, options.dtype))
+            )
+        )
         return
-    config = (read_config(given.hf) if given.hf else shape(given.shape)) | dict(
-        num_hidden_layers=given.layers
+    config = (read_config(options.hf) if options.hf else shape(options.shape)) | dict(
+        num_hidden_layers=options.layers
     )
     try:
         size = write_model(folder, config, copies=0)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    rows, needed = compare(folder, given)
+    rows, needed = compare(folder, options)
     print(
-        f"{given.layers} layers, {size / GB:.2f} GB of weights; rank {given.rank} of tp{given.tp} holds "
-        f"{needed / MIB:,.0f} MiB of {given.dtype}, the same bits either way"
+        f"{options.layers} layers, {size / GB:.2f} GB of weights; rank {options.rank} of tp{options.tp} "
+        f"holds {needed / MIB:,.0f} MiB of {options.dtype}, the same bits either way"
     )
     print(table(rows))
-    if given.csv:
+    if options.csv:
         write_csv(
-            given.csv,
+            options.csv,
             rows,
-            model=given.hf or given.shape,
-            layers=given.layers,
+            model=options.hf or options.shape,
+            layers=options.layers,
             bytes=size,
-            tp=given.tp,
-            rank=given.rank,
-            dtype=given.dtype,
+            tp=options.tp,
+            rank=options.rank,
+            dtype=options.dtype,
             needed_mib=needed / MIB,
         )
 

@@ -71,10 +71,8 @@ class InTurns(RLTrainer):
     def _iterate(self) -> dict[str, float] | None:
         step, way, began = self.state.step, self.run.residency.offload, time.perf_counter()
 
-        def publish(
-            version: int,
+        def publish(version: int) -> None:
             # offloading after the updates counts towards the next iteration
-        ) -> None:
             self.run.residency.offload = self.ways[(step + 1) % 2]
             ColocatedChannel.publish(self.run.channel, version)
 
@@ -91,10 +89,7 @@ class InTurns(RLTrainer):
 
     def table(self) -> str:
         """Return the medians of both variants."""
-        given, nothing = (
-            {phase: median(one[phase] for one in self.seconds[way]) for phase in self.seconds[way][0]}
-            for way in self.ways
-        )
+        given, nothing = (_medians(self.seconds[way]) for way in self.ways)
         device_name = torch.cuda.get_device_name() if device.is_gpu() else "CPU rank"
         counted = [len(self.seconds[way]) for way in self.ways]
         lines = [
@@ -112,6 +107,14 @@ class InTurns(RLTrainer):
                 ),
             ]
         )
+
+
+def _medians(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each phase."""
+    medians = {}
+    for phase in iterations[0]:
+        medians[phase] = median(seconds[phase] for seconds in iterations)
+    return medians
 
 
 def main(overrides: DictConfig) -> None:

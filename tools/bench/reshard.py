@@ -38,7 +38,7 @@ from parallel.rank_set import world
 from parallel.reshard.plan import Plan
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
-from tools.bench.case import MIB, Case, holds_the_weights, say, trained_weights
+from tools.bench.case import MIB, ReshardCase, holds_the_weights, say, trained_weights
 from tools.bench.contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
 from tools.bench.gather_everything import GatherEverything
 from tools.bench.reshard_report import Row, table, write_csv, write_png
@@ -48,7 +48,7 @@ from tools.bench.reshard_report import Row, table, write_csv, write_png
 WARM_UPS, TUNING_REPETITIONS = 2, 3
 
 
-def bench(case: Case, options: argparse.Namespace) -> list[Row]:
+def bench(case: ReshardCase, options: argparse.Namespace) -> list[Row]:
     """Build both sides, collect the contenders and measure them. Collective over the world."""
     groups, contenders = (
         [ProcessGroups(case.train, world()), ProcessGroups(case.rollout, world())],
@@ -109,28 +109,16 @@ def measure(contenders: list[Contender], plan: Plan, repetitions: int) -> list[R
     checks = [check(contender) if contender.target else ("", 0) for contender in contenders]
     for contender in contenders * WARM_UPS:
         contender.run()
-    seconds_KN = (
-        world()
-        .all_max(
-            torch.tensor(
-                [[_seconds(contender.run) for contender in contenders] for _ in range(repetitions)],
-                dtype=torch.float64,
-            )
-        )
-        .T
-    )
-    sizes = (
-        world()
-        .all_max(
-            torch.tensor(
-                [
-                    [c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes]
-                    for c, (_, transient) in zip(contenders, checks)
-                ]
-            )
-        )
-        .tolist()
-    )
+    seconds_NK = torch.zeros(repetitions, len(contenders), dtype=torch.float64)
+    for seconds_K in seconds_NK:
+        for number, contender in enumerate(contenders):
+            seconds_K[number] = _seconds(contender.run)
+    seconds_KN = world().all_max(seconds_NK).T
+    own_sizes = [
+        [c.received_bytes, c.staging_bytes + transient, c.second_copy_bytes]
+        for c, (_, transient) in zip(contenders, checks)
+    ]
+    sizes = world().all_max(torch.tensor(own_sizes)).tolist()
     rates = {
         c.name: received / seconds_N.median().item()
         for c, (received, *_), seconds_N in zip(contenders, sizes, seconds_KN)
@@ -175,8 +163,8 @@ def check(contender: Contender) -> tuple[str, int]:
     Returns:
         "yes" or "no", and the bytes that the run allocated temporarily.
     """
-    if contender.spoiled:
-        torch._foreach_mul_(list(contender.spoiled.values()), 0.5)  # zeros in the padding stay zeros
+    if contender.overwritable:
+        torch._foreach_mul_(list(contender.overwritable.values()), 0.5)  # zeros in the padding stay zeros
     if device.is_gpu():
         torch.cuda.reset_peak_memory_stats()  # without a GPU, the allocator's figures are 0
     before = torch.cuda.memory_allocated()
@@ -214,7 +202,7 @@ def _times(seconds: list[float]) -> dict[str, Any]:
     return dict(zip(("p10_ms", "median_ms", "p90_ms"), (1000 * value for value in seconds)))
 
 
-def read_options() -> tuple[argparse.Namespace, Case]:
+def read_options() -> tuple[argparse.Namespace, ReshardCase]:
     """Parse the command line, and reject contradictory options early."""
     parser = _parser()
     options = parser.parse_args()
@@ -238,7 +226,7 @@ def read_options() -> tuple[argparse.Namespace, Case]:
             )
     except ValueError as error:
         parser.error(str(error))
-    return options, Case(
+    return options, ReshardCase(
         model=options.shape or options.hf.resolve().name,
         arch=arch,
         train=train,
@@ -282,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         "--verify",
         choices=["sample", "none", "all"],
         default="sample",
-        help="proof in the timed repetitions of the row with proof; none: no such row",
+        help="slices checked in the timed repetitions of the verified row; none: no such row",
     )
     parser.add_argument(
         "--no-megatron",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.case import MIB, Case
+from tools.bench.case import MIB, ReshardCase
 
 COLOURS = {"gather": "#d9730d", "megatron": "#7a5195", "ours": "#3465a4"}  # by a row's kind
 
@@ -50,7 +50,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
+def write_csv(path: Path, case: ReshardCase, rows: list[Row]) -> None:
     """Write one line per row, each with the case and the versions."""
     run = {
         "model": case.model,
@@ -71,7 +71,7 @@ def write_csv(path: Path, case: Case, rows: list[Row]) -> None:
         writer.writerows(run | asdict(row) for row in rows)
 
 
-def write_png(path: Path, case: Case, rows: list[Row]) -> None:
+def write_png(path: Path, case: ReshardCase, rows: list[Row]) -> None:
     """Plot the median time of each method with p10 and p90, and its floor."""
     from matplotlib.figure import Figure  # needs no display, unlike pyplot
 

@@ -113,7 +113,8 @@ def _median(values: list[tuple], place: int) -> float:
     return sorted(value[place] for value in values)[len(values) // 2]
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,7 +136,11 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.rows, options.prompt, options.response, options.repetitions) < 1:
         parser.error("--rows, --prompt, --response and --repetitions have to be at least 1")
+    return options
 
+
+def main() -> None:
+    options = read_options()
     device.initialize()
     hf = shape(options.shape) if options.shape else read_config(options.hf)
     arch = Architecture.from_hf(hf)
@@ -156,6 +161,14 @@ def main() -> None:
         )
         rows = measure(actor, make_requests(options, arch.vocab_size), sampling, options.repetitions)
         actor.close()
+    show(rows, options)
+    if options.csv and dist.get_rank() == 0:
+        write_csv(rows, options)
+    dist.destroy_process_group()
+
+
+def show(rows: list[Row], options: argparse.Namespace) -> None:
+    """Print the case and a line per way of generation."""
     ranks = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.is_gpu() else 'CPU rank'}"
     lengths = f"{options.prompt} + {options.response} tokens{', mixed' if options.mixed else ''}"
     say(
@@ -168,23 +181,17 @@ def main() -> None:
             f"{row.name:12}{row.seconds:>10.3f}{row.tokens / row.seconds:>12,.0f}"
             f"{rows[0].seconds / row.seconds:>10.1%}{row.apart:>20.1%}"
         )
-    if options.csv and dist.get_rank() == 0:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["name", "seconds", "tokens", "apart", "replicas", "tp", "date"])
-            writer.writerows(
-                [
-                    row.name,
-                    row.seconds,
-                    row.tokens,
-                    row.apart,
-                    dist.get_world_size() // options.tp,
-                    options.tp,
-                    time.strftime("%Y-%m-%d"),
-                ]
-                for row in rows
-            )
-    dist.destroy_process_group()
+
+
+def write_csv(rows: list[Row], options: argparse.Namespace) -> None:
+    """Write one line per way of generation to `options.csv`."""
+    replicas, date = dist.get_world_size() // options.tp, time.strftime("%Y-%m-%d")
+    with options.csv.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["name", "seconds", "tokens", "apart", "replicas", "tp", "date"])
+        writer.writerows(
+            [row.name, row.seconds, row.tokens, row.apart, replicas, options.tp, date] for row in rows
+        )
 
 
 if __name__ == "__main__":

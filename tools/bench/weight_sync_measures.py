@@ -122,19 +122,19 @@ def asleep_bytes() -> int:
 
 def table(rows: list[Row]) -> str:
     """Return the phases, the memory, and the other values line by line."""
-    by_kind = {
-        kind: [row for row in rows if row.kind == kind]
-        for kind in ("phase", "memory", "plan", "build", "check", "digest")
+    by_kind: dict[str, list[Row]] = {
+        kind: [] for kind in ("phase", "memory", "plan", "build", "check", "digest")
     }
+    for row in rows:
+        by_kind[row.kind].append(row)
     lines = [f"{'':42}{'median ms':>12}{'p10':>12}{'p90':>12}"]
     lines += [f"{row.name:42}{row.value:>12.3f}{row.p10:>12.3f}{row.p90:>12.3f}" for row in by_kind["phase"]]
     lines += ["", f"{'GiB of the fullest rank':24}" + "".join(f"{name:>20}" for name in Memory.NAMES)]
     stages: dict[str, list[Row]] = {}
     for row in by_kind["memory"]:
         stages.setdefault(row.name.split(":")[0], []).append(row)
-    lines += [
-        f"{stage:24}" + "".join(f"{row.value:>20.3f}" for row in numbers) for stage, numbers in stages.items()
-    ]
+    for stage, numbers in stages.items():
+        lines.append(f"{stage:24}" + "".join(f"{row.value:>20.3f}" for row in numbers))
     lines += ["", *(f"{row.name:42}{row.value:>12.4f} GiB" for row in by_kind["plan"])]
     lines += ["", *(f"{'built: ' + row.name:42}{row.value / 1000:>12.2f} s" for row in by_kind["build"])]
     lines += [

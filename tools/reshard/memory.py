@@ -40,6 +40,12 @@ def peak_memory(
     source_bytes, destination_bytes = (_bytes(side, plan.element_bytes) for side in (source, destination))
     staged = plan.staged_bytes
     shared = _own_bytes(source, destination, plan.element_bytes, in_place=False)
+    ranks = exchanging(source, destination, replicas, host_of)
+    if len(ranks) > EXACT_RANKS:
+        swap = _at_least(plan, source, destination)
+    else:
+        sides = _sides(source, destination, ranks, plan.element_bytes)
+        swap = _planned(sides, plan.window_bytes, host_of, peer_memory)
     return {
         "larger_copy_bytes": max(*source_bytes.values(), *destination_bytes.values()),
         "keep": {
@@ -49,38 +55,29 @@ def peak_memory(
             "bytes": max(source_bytes[rank] + shared[rank] + staged[rank] for rank in source),
             "own_bytes": max(shared.values()),
         },
-        "swap": _swap(
-            plan,
-            source,
-            destination,
-            source_bytes,
-            exchanging(source, destination, replicas, host_of),
-            host_of,
-            peer_memory,
-        ),
+        "swap": swap,
     }
 
 
-def _swap(
-    plan: Plan,
-    source: Shards,
-    destination: Shards,
-    source_bytes: dict[int, int],
-    ranks: list[int],
-    host_of: Callable[[int], int],
-    peer_memory: bool,
+def _at_least(plan: Plan, source: Shards, destination: Shards) -> dict[str, int]:
+    """Return the memory of `swap` if no overwrite cycles require more."""
+    own = _own_bytes(source, destination, plan.element_bytes, in_place=True)
+    source_bytes = _bytes(source, plan.element_bytes)
+    return {
+        "bytes": max(source_bytes[rank] + own[rank] for rank in source) + plan.window_bytes,
+        "own_bytes": max(own.values()),
+        "planned_ranks": 0,
+    }
+
+
+def _planned(
+    sides: Sides, window_bytes: int, host_of: Callable[[int], int], peer_memory: bool
 ) -> dict[str, int]:
-    if len(ranks) > EXACT_RANKS:
-        own = _own_bytes(source, destination, plan.element_bytes, in_place=True)
-        return {
-            "bytes": max(source_bytes[rank] + own[rank] for rank in source) + plan.window_bytes,
-            "own_bytes": max(own.values()),
-            "planned_ranks": 0,
-        }
-    sides = _sides(source, destination, ranks, plan.element_bytes)
+    """Return the memory of `swap` on the fullest of the ranks of `sides`."""
     plans = plan_in_place(
-        sides, in_place=True, window_bytes=plan.window_bytes, host_of=host_of, peer_memory=peer_memory
+        sides, in_place=True, window_bytes=window_bytes, host_of=host_of, peer_memory=peer_memory
     )
+    source_bytes, ranks = _bytes(sides.source, sides.element_bytes), list(sides.source)
     assert plans.to_train is not None  # an in-place plan
     own, staged = plans.own_bytes(sides.destination), plans.to_rollout.staged_bytes
     staged_back = plans.to_train.staged_bytes
@@ -93,11 +90,11 @@ def _swap(
 
 def _own_bytes(source: Shards, destination: Shards, element_bytes: int, *, in_place: bool) -> dict[int, int]:
     """Return the bytes of separate memory per rank, if no overwrite cycles require more."""
-    alike = {rank: (id(source[rank]), id(destination[rank])) for rank in source}
-    one_of = {kind: rank for rank, kind in alike.items()}
+    kinds = {rank: (id(source[rank]), id(destination[rank])) for rank in source}
+    one_of = {kind: rank for rank, kind in kinds.items()}  # ranks of a kind have the same shards
     sides = _sides(source, destination, one_of.values(), element_bytes)
     layouts = least_layouts(sides, in_place=in_place)
-    return {rank: layouts[one_of[kind]].own_bytes for rank, kind in alike.items()}
+    return {rank: layouts[one_of[kind]].own_bytes for rank, kind in kinds.items()}
 
 
 def _sides(source: Shards, destination: Shards, ranks: Iterable[int], element_bytes: int) -> Sides:
@@ -126,7 +123,8 @@ def exchanging(
             if ours is not theirs:
                 ours += theirs
                 group_of |= dict.fromkeys(theirs, ours)
-    groups = [sorted(group) for group in {id(group): group for group in group_of.values()}.values()]
+    by_id = {id(group): group for group in group_of.values()}
+    groups = [sorted(group) for group in by_id.values()]
 
     def kind(group: list[int]) -> list[tuple[int, int, int]]:
         hosts = list(dict.fromkeys(map(host_of, group)))
@@ -150,7 +148,8 @@ def megatron_addresses(parameters: Sequence[ShardedParameter], element_bytes: in
 
 
 def _bytes(side: Shards, element_bytes: int) -> dict[int, int]:
-    sizes = {
-        id(parameters): element_bytes * sum(prod(p.shape) for p in parameters) for parameters in side.values()
-    }
+    sizes: dict[int, int] = {}  # by list: ranks with the same shards share one
+    for parameters in side.values():
+        if id(parameters) not in sizes:
+            sizes[id(parameters)] = element_bytes * sum(prod(p.shape) for p in parameters)
     return {rank: sizes[id(parameters)] for rank, parameters in side.items()}

@@ -81,14 +81,14 @@ def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str
     """
     chosen: list[str] = []
     for name in TERMS:
-        columns = np.array([[each.get(other, 0.0) for other in [*chosen, name]] for each in terms])
+        columns = _columns(terms, [*chosen, name])
         scale = np.abs(columns).max(axis=0)
         if scale.min() > 0 and np.linalg.matrix_rank(columns / scale, tol=1e-6) == len(chosen) + 1:
             chosen.append(name)
     best: tuple[float, dict[str, float]] | None = None
     for count in range(len(chosen), 0, -1):  # few enough to try all subsets
         for names in combinations(chosen, count):
-            columns = np.array([[each[name] for name in names] for each in terms])
+            columns = _columns(terms, names)
             scale = columns.max(axis=0)
             constants = np.linalg.lstsq(columns / scale, np.array(seconds), rcond=None)[0] / scale
             missed = float(np.square(columns @ constants - seconds).sum())
@@ -96,6 +96,14 @@ def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str
                 best = missed, dict(zip(names, constants.tolist()))
     assert best is not None, "the first term alone has a constant that is not negative"
     return best[1]
+
+
+def _columns(terms: Sequence[dict[str, float]], names: Sequence[str]) -> np.ndarray:
+    """Return x_k of the named terms, a row per measured size and a column per name; an absent term is 0."""
+    columns = np.zeros((len(terms), len(names)))
+    for size, each in enumerate(terms):
+        columns[size] = [each.get(name, 0.0) for name in names]
+    return columns
 
 
 # ---- known -------------------------------------------------------------------------------------------------
@@ -173,10 +181,8 @@ class Dealing:
         return seconds
 
     def _beyond(self, product: int) -> float:
-        products, seconds = (
-            np.array(values)
-            for values in zip(*((rows * dp, each) for (rows, dp), each in self._timed.items()))
-        )
+        products = np.array([rows * dp for rows, dp in self._timed])
+        seconds = np.array(list(self._timed.values()))
         largest = products.argmax()
         told_apart = seconds > TIMED_S / 1000
         power = (
@@ -207,7 +213,8 @@ class Scaling:
         others double it.
         """
         first = lcm(self.rows[-1].gpus, self.ranks_per_host)
-        return [n for n in (first * 2**power for power in range(31)) if self.rows[-1].gpus < n <= largest]
+        doubled = (first * 2**power for power in range(31))
+        return [gpus for gpus in doubled if self.rows[-1].gpus < gpus <= largest]
 
     def case_on(self, gpus: int) -> Case:
         """Return the largest measured run with more data parallelism.
@@ -239,12 +246,7 @@ class Scaling:
         """
         deal, rows = Dealing(), []
         dealt = dealing_seconds(self.cases[-1], deal)
-        constants = {
-            phase: fit(
-                [terms_of(case, phase) for case in self.cases], [row.seconds[phase] for row in self.rows]
-            )
-            for phase in self.rows[-1].seconds
-        }
+        constants = {phase: self._constants(phase) for phase in self.rows[-1].seconds}
         if not (sizes := self.sizes(largest)):
             return (
                 [],
@@ -261,15 +263,24 @@ class Scaling:
             rows.append(Row(source=MODELLED, seconds=seconds, planned=planned(case), **described(case)))
         return rows, ""
 
+    def _constants(self, phase: str) -> dict[str, float]:
+        """Return the constants c_k of a phase, fitted to all measured sizes."""
+        terms = [terms_of(case, phase) for case in self.cases]
+        return fit(terms, [row.seconds[phase] for row in self.rows])
+
     def _seconds(self, case: Case, phase: str, constants: dict[str, float]) -> float:
         """Return the seconds of a phase on a larger size."""
         base, measured = self.cases[-1], self.rows[-1].seconds[phase]
-        fitted, fitted_base = (
-            sum(constant * terms_of(each, phase)[name] for name, constant in constants.items())
-            for each in (case, base)
-        )
+        fitted = _fitted_seconds(case, phase, constants)
+        fitted_base = _fitted_seconds(base, phase, constants)
         more = known_seconds(case, phase, self.links) - known_seconds(base, phase, self.links)
         return (measured * fitted / fitted_base if fitted_base else measured) + max(0.0, more)
+
+
+def _fitted_seconds(case: Case, phase: str, constants: dict[str, float]) -> float:
+    """Return Σ c_k · x_k of a phase."""
+    terms = terms_of(case, phase)
+    return sum(constant * terms[name] for name, constant in constants.items())
 
 
 def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:

@@ -70,11 +70,9 @@ class Report:
         }
         cells |= {"bubble": row.bubble, "reshard_bytes": row.reshard_bytes, "memory_bytes": row.memory_bytes}
         cells |= {"phases_of_wall": row.phases_of_wall, "waiting": row.waiting}
-        return cells | {
-            f"planned_{phase}_s": row.planned.get(phase)
-            for phase in self.phases
-            if any(row.planned for row in self.rows)
-        }
+        if any(row.planned for row in self.rows):
+            cells |= {f"planned_{phase}_s": row.planned.get(phase) for phase in self.phases}
+        return cells
 
 
 def markdown(report: Report) -> str:
@@ -152,7 +150,10 @@ def _seconds(value: float) -> str:
 
 def _table(columns: dict, rows: list[Row]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join(lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in rows])
+    for row in rows:
+        cells = [cell(row) for cell in columns.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def write_csv(path: Path, report: Report) -> None:

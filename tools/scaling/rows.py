@@ -142,23 +142,33 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
             f"{case.response_tokens} each; is rollout.ignore_eos off?"
         )
     rows, timeline = rows[1:], Timeline.read(f"{output_dir}/{TRACE_FILE}")
-    taken = {
-        key[len("time/") : -len("_s")]: [row[key] for row in rows]
-        for key in rows[0]
-        if key.startswith("time/")
-    }
+    phases = _phase_seconds(rows)
+    memory_mib = [_median_of(rows, key) for key in rows[0] if key.startswith("memory/")]
     return Row(
         source=MEASURED,
-        seconds={phase: median(seconds) for phase, seconds in taken.items()},
-        ranges={phase: (min(seconds), max(seconds)) for phase, seconds in taken.items()},
+        seconds={phase: median(seconds) for phase, seconds in phases.items()},
+        ranges={phase: (min(seconds), max(seconds)) for phase, seconds in phases.items()},
         planned=planned,
-        reshard_bytes=median(row["reshard/bytes"] for row in rows),
-        memory_bytes=max(median(row[key] for row in rows) for key in rows[0] if key.startswith("memory/"))
-        * 2**20,
+        reshard_bytes=_median_of(rows, "reshard/bytes"),
+        memory_bytes=max(memory_mib) * 2**20,
         phases_of_wall=timeline.phases_s / timeline.wall_s,
         waiting=timeline.waiting_share,
         **described(case),
     )
+
+
+def _phase_seconds(rows: list[dict]) -> dict[str, list[float]]:
+    """Return the seconds of all iterations, by phase."""
+    seconds = {}
+    for key in rows[0]:
+        if key.startswith("time/"):
+            phase = key[len("time/") : -len("_s")]
+            seconds[phase] = [row[key] for row in rows]
+    return seconds
+
+
+def _median_of(rows: list[dict], key: str) -> float:
+    return median(row[key] for row in rows)
 
 
 def disturbance(row: Row) -> str:
@@ -184,11 +194,13 @@ def efficiency(row: Row, first: Row) -> float:
 
 def at_best(rows: list[Row]) -> str:
     """Return the efficiency of measured sizes by each phase's shortest time, to exclude disturbances."""
-    quickest = [
-        replace(row, seconds={phase: shortest for phase, (shortest, _) in row.ranges.items()}) for row in rows
-    ]
+    quickest = [_with_shortest_times(row) for row in rows]
     shares = ", ".join(f"{efficiency(row, quickest[0]):.1%} on {row.gpus}" for row in quickest)
     return f"with the shortest time of every phase in place of its median efficiency is {shares}."
+
+
+def _with_shortest_times(row: Row) -> Row:
+    return replace(row, seconds={phase: shortest for phase, (shortest, _) in row.ranges.items()})
 
 
 def ideal_seconds(row: Row, first: Row) -> float:

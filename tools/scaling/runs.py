@@ -304,12 +304,16 @@ def check_sizes(sizes: list[Size]) -> None:
             f"--gpus {largest} are more than the {torch.cuda.device_count()} of this host; larger sizes are "
             "modelled, so choose smaller ones"
         )
-    models = {tuple((role.name, role.arch) for role in size.case.roles) for size in sizes}
-    if len(models) > 1:
+    if len({_architectures(size) for size in sizes}) > 1:
         raise ValueError(
             f"{sizes[0].recipe.path.name} trains other models on other numbers of ranks, so the sizes cannot "
             "be compared; name the same with MODEL and critic.path"
         )
+
+
+def _architectures(size: Size) -> tuple[tuple[str, Architecture], ...]:
+    """Return names and architectures of a run's models."""
+    return tuple((role.name, role.arch) for role in size.case.roles)
 
 
 # ---- running -----------------------------------------------------------------------------------------------

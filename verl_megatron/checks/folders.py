@@ -20,8 +20,8 @@ from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenize
 from verl_megatron.model_specs import models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
-# Folder and head of each role that has a folder. The first one has the tokenizer: the actor, or the model that
-# a supervised run trains.
+# Folder and head of each role that has a folder. The first one has the tokenizer: the actor, or the model
+# that a supervised run trains.
 Roles = Mapping[str, tuple[str, Head]]
 SCORE = ("score.weight", "score.bias")
 

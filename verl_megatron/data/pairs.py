@@ -45,7 +45,8 @@ class PairDataset(RowReader):
         if prompt != other:
             raise ValueError(
                 f"{short_repr(config.chosen_key)} and {short_repr(config.rejected_key)} answer "
-                f"different prompts: {short_repr(prompt)} and {short_repr(other)}; give both responses to one prompt"
+                f"different prompts: {short_repr(prompt)} and {short_repr(other)}; "
+                "give both responses to one prompt"
             )
         texts = [self._tokenizer.demonstration_text(prompt, response) for response in (chosen, rejected)]
         if texts[0] == texts[1]:

@@ -13,7 +13,7 @@ from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import compile_plan
 from parallel.runtime.refusal import short_repr
-from parallel.weights.rules import megatron_parameters, vllm_parameters
+from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.overrides import structured
@@ -167,23 +167,15 @@ def _reshard(case: Case) -> str:
     arch, config = case.actor.arch, case.config
     served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(case.world_size)))
     train, rollout = place(arch, case.actor.layout, served_by, ranks_per_host=case.ranks_per_host)
-    held = {
-        (tp, pp): megatron_parameters(arch, train, train.rank_of(tp=tp, pp=pp), spec=PLANNED_SPEC)
-        for tp in range(train.tp)
-        for pp in range(train.pp)
-    }
-    served = [vllm_parameters(arch, rollout.tp, slot) for slot in range(rollout.tp)]
-    places = {rank: train.coordinates(rank) for rank in train.ranks}
     plan = compile_plan(
-        source={rank: held[at.tp, at.pp] for rank, at in places.items()},
-        destination={rank: served[rollout.coordinates(rank).tp] for rank in rollout.ranks},
+        source=megatron_shards(arch, train, spec=PLANNED_SPEC),
+        destination=vllm_shards(arch, rollout),
         element_bytes=case.rollout_element_bytes,
         window_bytes=config.reshard.window_mib << 20,
         host_of=lambda rank: rank // case.ranks_per_host,
         peer_memory=True,
     )
     # Addresses of Megatron's parameters are known only at run time; the bytes received do not depend on them.
-    overlaid = (
-        "" if config.reshard.mode == "keep" else ", counted before vLLM's weights are laid over Megatron's"
-    )
-    return f"reshard.mode={config.reshard.mode}{overlaid}: {plan}; ranks: {described(train, rollout)}"
+    in_place = config.reshard.mode != "keep"
+    remark = ", counted before vLLM's weights alias Megatron's" if in_place else ""
+    return f"reshard.mode={config.reshard.mode}{remark}: {plan}; ranks: {described(train, rollout)}"

@@ -67,16 +67,22 @@ class RMSNorm(torch.nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel
 
 
-def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> TransformerConfig:
-    """Build Megatron's TransformerConfig for the architecture under a layout."""
+def _uneven_stages(arch: Architecture, layout: Layout) -> dict[str, Any]:
+    """Return Megatron's options for `layout.stage_layers`; none where stages are equal."""
     stages = [len(layers) for layers in layout.layers_of(arch.num_layers).values()]
-    uneven: dict[str, Any] = dict(
-        num_layers_in_first_pipeline_stage=stages[0] * layout.vpp,
-        num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp,
-    )
     assert len(set(stages[1 : layout.pp - 1])) <= 1, (
         "Megatron-Core lets only the first and the last stage differ"
     )
+    if not layout.stage_layers:
+        return {}
+    return dict(
+        num_layers_in_first_pipeline_stage=stages[0] * layout.vpp,
+        num_layers_in_last_pipeline_stage=stages[layout.pp - 1] * layout.vpp,
+    )
+
+
+def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> TransformerConfig:
+    """Build Megatron's TransformerConfig for the architecture under a layout."""
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": dict(recompute_granularity="selective"),
@@ -125,7 +131,7 @@ def transformer_config(arch: Architecture, layout: Layout, compute: Compute) -> 
         overlap_p2p_comm=layout.vpp > 1,
         bias_activation_fusion=on_gpu,
         apply_rope_fusion=on_gpu and compute.spec == "te",
-        **(uneven if layout.stage_layers else {}),
+        **_uneven_stages(arch, layout),
         **recompute[compute.recompute],
         **fp8,
     )
@@ -161,7 +167,7 @@ def build_chunks(
     for chunk in range(layout.vpp):
         is_last = place.pp == layout.pp - 1 and chunk == layout.vpp - 1
         layers = layout.layers_of(arch.num_layers)[place.pp, chunk]
-        with warnings.catch_warnings(), megatron.lent_to_globals(groups):
+        with warnings.catch_warnings(), megatron.megatron_globals(groups):
             warnings.simplefilter("ignore")
             block: Any = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=final_norm)
             model = GPTModel(

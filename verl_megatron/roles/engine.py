@@ -18,8 +18,7 @@ from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
-from parallel.weights.rules import megatron_parameters
-from parallel.weights.shard import Shards
+from parallel.weights.rules import megatron_parameters, megatron_shards
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -219,21 +218,10 @@ class Engine:
         return WeightSource(
             arch=self.arch,
             tensors=self.tensors if self.groups.is_member else {},
-            shards=self._shards(),
+            shards=megatron_shards(self.arch, self.layout, spec=self.compute.spec),
             dtype=self.compute.dtype,
             gather=self.gather_weights,
         )
-
-    def _shards(self) -> Shards:
-        layout, known, shards = self.layout, {}, {}
-        for rank in layout.ranks:
-            place = layout.coordinates(rank)
-            if (place.tp, place.pp) not in known:
-                known[place.tp, place.pp] = megatron_parameters(
-                    self.arch, layout, rank, spec=self.compute.spec
-                )
-            shards[rank] = known[place.tp, place.pp]
-        return shards
 
     # ---- memory --------------------------------------------------------------------------------------------
 
@@ -336,10 +324,7 @@ class Engine:
         if not self.groups.is_member:
             return
         self.gather_weights()
-        parameters = {
-            rank: megatron_parameters(self.arch, self.layout, rank, spec=self.compute.spec, head=self.head)
-            for rank in self.layout.ranks
-        }
+        parameters = megatron_shards(self.arch, self.layout, spec=self.compute.spec, head=self.head)
         export_folder(
             ShardedModel(
                 arch=self.arch,

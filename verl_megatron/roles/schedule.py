@@ -96,7 +96,7 @@ def run_schedule(
             groups, first.model_config, [micro.tokens.size(1) // shards for _, micro in work]
         )
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
-    with megatron.lent_to_globals(groups):
+    with megatron.megatron_globals(groups):
         answers = run(
             forward_step_func=partial(_forward_step, first, on_last_stage),
             data_iterator=iterators if layout.vpp > 1 else iterators[0],

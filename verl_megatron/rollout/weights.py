@@ -1,6 +1,7 @@
 """Weight sync from the trained model's shards to the rollout engine's, and back for aliased memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -10,16 +11,16 @@ from torch import Tensor
 from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import RankSet, group_of
-from parallel.reshard.execute import Parameters, Resharder, ReshardReport
+from parallel.reshard.execute import Resharder, ReshardReport
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.memory_layout import Addresses
 from parallel.reshard.in_place.planner import Sides, plan_in_place
-from parallel.reshard.peers import Mapped, map_tensors
+from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.reshard.source import WeightSource
-from parallel.weights.architecture import Architecture
-from parallel.weights.rules import vllm_parameters
-from parallel.weights.shard import ShardedParameter, Shards
+from parallel.reshard.transport import Parameters, Transport
+from parallel.weights.rules import vllm_shards
+from parallel.weights.shard import ShardedParameter
 from verl_megatron.config import ReshardConfig
 from verl_megatron.residency import Residency
 from verl_megatron.rollout.engine import RolloutEngine
@@ -78,24 +79,24 @@ class WeightSync:
         """
         self.config, self.dtype, self.world, self.gather = config, dtype, world, source.gather
         self.rank = world.global_rank
-        self.source, self.destination = source.tensors, rollout_shards(source.arch, rollout)
-        self.peers = _mapped_everywhere(self.source, world) if dtype == source.dtype else None
+        self.source, self.destination = source.tensors, vllm_shards(source.arch, rollout)
+        self.ipc_tensors = _map_everywhere(self.source, world) if dtype == source.dtype else None
         single_host = device.host_of(world.ranks[0]) == device.host_of(world.ranks[-1])
         common: dict[str, Any] = dict(window_bytes=config.window_mib << 20, host_of=device.host_of)
-        self.back: Plan | None = None
+        self.plan_to_train: Plan | None = None
         self.shared_weights: dict[str, Tensor] = {}
         if config.mode == "keep":
             self.plan = compile_plan(
                 source=source.shards,
                 destination=self.destination,
                 element_bytes=dtype.itemsize,
-                peer_memory=self.peers is not None,
+                peer_memory=self.ipc_tensors is not None,
                 **common,
             )
             return
         memory: list[Addresses] = world.all_gather_object(addresses_of(self.source))
-        if self.peers is not None and not single_host:
-            self.peers = None  # in-place windows are ordered across all hosts: use messages
+        if self.ipc_tensors is not None and not single_host:
+            self.ipc_tensors = None  # in-place windows are ordered across all hosts: use messages
         sides = Sides(
             source=source.shards,
             destination=self.destination,
@@ -103,9 +104,9 @@ class WeightSync:
             element_bytes=dtype.itemsize,
         )
         plans = plan_in_place(
-            sides, in_place=config.mode == "swap", peer_memory=self.peers is not None, **common
+            sides, in_place=config.mode == "swap", peer_memory=self.ipc_tensors is not None, **common
         )
-        self.plan, self.back = plans.to_rollout, plans.to_train
+        self.plan, self.plan_to_train = plans.to_rollout, plans.to_train
         views = views_at(plans.addresses[self.rank], self.destination[self.rank], self.source, dtype)
         self.shared_weights = {name: tensor for (_, name), tensor in views.items()}
 
@@ -115,29 +116,26 @@ class WeightSync:
         Raises:
             ValueError: vLLM's parameters are not those of the weight map.
         """
-        parameters = {(0, name): tensor for name, tensor in engine.weight_target().items()}
-        check_parameters(self.destination[self.rank], parameters, self.dtype)
-        common: dict[str, Any] = dict(
-            rank=self.rank,
+        target = {(0, name): tensor for name, tensor in engine.weight_target().items()}
+        check_parameters(self.destination[self.rank], target, self.dtype)
+        staging = None
+        if self.plan_to_train is not None:  # shared by both directions, which alternate
+            staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.plan_to_train))
+            staging = torch.empty(staged // self.dtype.itemsize, dtype=self.dtype, device=device.device())
+        transport = Transport(
             dtype=self.dtype,
             group=self.world.device_group,
             device=device.device(),
             verify=self.config.verify,
+            ipc_tensors=self.ipc_tensors,
+            staging=staging,
         )
-        if self.back is not None:  # shared by both directions, which alternate
-            staged = max(plan.staged_bytes.get(self.rank, 0) for plan in (self.plan, self.back))
-            common["staging"] = torch.empty(
-                staged // self.dtype.itemsize, dtype=self.dtype, device=device.device()
-            )
         self.engine = engine
-        self.forward = Resharder(
-            self.plan, source=self.source, destination=parameters, peers=self.peers, **common
-        )
-        self.backward = (
-            Resharder(self.back, source=parameters, destination=self.source, **common)
-            if self.back is not None
-            else None
-        )
+        self.to_rollout = Resharder(self.plan, self.source, target, transport)
+        self.to_train = None
+        if self.plan_to_train is not None:
+            transport = replace(transport, ipc_tensors=None)  # values come back by way of staging memory
+            self.to_train = Resharder(self.plan_to_train, target, self.source, transport)
 
     def run(self, meanwhile: Callable[[], None] = lambda: None) -> ReshardReport:
         """Sync and verify the weights, and clear vLLM's prefix cache.
@@ -148,33 +146,27 @@ class WeightSync:
             meanwhile: called on the host while the GPUs transfer weights.
         """
         self.gather()
-        self.forward.start()
+        self.to_rollout.start()
         meanwhile()
-        report = self.forward.finish()
+        report = self.to_rollout.finish()
         self.engine.reset_cache()
         return report
 
     def restore(self) -> bool:
         """Restore weights overwritten by vLLM's; return whether there were any. Call before vLLM sleeps."""
-        if self.backward is None:
+        if self.to_train is None:
             return False
-        self.backward.run()
+        self.to_train.run()
         return True
 
 
-def rollout_shards(arch: Architecture, rollout: Layout) -> Shards:
-    """Return the rollout engine's parameters on every rank."""
-    by_tp_rank = [vllm_parameters(arch, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
-    return {rank: by_tp_rank[rollout.coordinates(rank).tp] for rank in rollout.ranks}
-
-
-def _mapped_everywhere(source: Parameters, world: RankSet) -> dict[int, Mapped] | None:
+def _map_everywhere(source: Parameters, world: RankSet) -> IpcTensors | None:
     """Return IPC tensors of this host's source ranks; None unless all hosts can map theirs.
 
     All ranks must use the same plan. Collective over `world`.
     """
-    peers = map_tensors(source, _host_group(world))
-    return peers if all(world.all_gather_object(peers is not None)) else None
+    ipc_tensors = map_tensors(source, _host_group(world))
+    return ipc_tensors if all(world.all_gather_object(ipc_tensors is not None)) else None
 
 
 def _host_group(world: RankSet) -> dist.ProcessGroup:
@@ -208,14 +200,14 @@ def check_parameters(
         1, sum(tensor.nbytes for tensor in parameters.values())
     )
     (chunk, name) = min({*parameters, *expected} - known)
-    found = (
+    stored = (
         f"{tuple(parameters[chunk, name].shape)} {parameters[chunk, name].dtype}"
         if (chunk, name) in parameters
         else "nothing"
     )
     wanted = f"{expected[chunk, name]} {dtype}" if (chunk, name) in expected else "nothing"
     raise ValueError(
-        f"vLLM holds {name} as {found} where the weight map has {wanted}; "
+        f"vLLM holds {name} as {stored} where the weight map has {wanted}; "
         f"the map covers {covered:.1%} of the bytes of vLLM's weights."
         " It knows unquantised dense layers only: set rollout.dtype to bfloat16, float16 or float32, "
         "and use a model without quantisation"

@@ -1,8 +1,7 @@
-"""Prove that slices arrived: every checked transfer has equal checksums at its source and destination."""
+"""Verification of slices: every checked transfer has equal checksums at its source and destination."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,9 @@ from torch import Tensor
 
 from parallel.reshard.checksum import checksum
 from parallel.reshard.kernels import Checksums
+from parallel.reshard.resolve import Slices
 from parallel.reshard.transfer import Transfer
+from parallel.reshard.transport import Transport
 
 SAMPLE = 16  # a weight sync checks one transfer in SAMPLE, and SAMPLE syncs check all of them
 
@@ -24,39 +25,27 @@ class _Side:
     """The checked slices of one side on this rank."""
 
     sums: Checksums
-    places: Tensor  # [n] int64: their indices among all checked transfers
+    indices: Tensor  # [n] int64: of these slices among all checked transfers
 
 
-class Proof:
+class ChecksumVerifier:
     """Checks a rotating share of the slices at every sync.
 
-    Call `note_sources()` before the slices move and `compare()` after.
+    Call `record_source()` before the slices move and `compare()` after.
     """
 
-    def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        reads: Mapping[int, Tensor],
-        writes: Mapping[int, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        verify: Literal["sample", "all", "none"],
-    ):
+    def __init__(self, slices: Slices, transport: Transport):
         """
         Args:
-            transfers: all transfers of the plan, in its order.
-            reads: this rank's source slices [R, C] by transfer number; compared as `dtype`.
-            writes: this rank's destination slices [R, C] by transfer number.
-            group: spans every rank of the plan.
+            slices: compared as the transport's dtype.
         """
-        self.transfers, self.reads, self.writes = transfers, reads, writes
-        self.dtype, self.device, self.group, self.verify = dtype, device, group, verify
+        self.transfers, self.reads, self.writes = slices.transfers, slices.reads, slices.writes
+        self.dtype, self.device, self.group = transport.dtype, transport.device, transport.group
+        self.verify = transport.verify
         self.syncs = 0
         # By phase and side; their kernels read the parameters' values at the time of the launch.
         self._sides: dict[tuple[int, str], _Side] = {}
-        self._difference = torch.zeros(0, dtype=torch.int64, device=device)
+        self._difference = torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def prepare(self) -> None:
         """Build all tables of tiles now rather than at the first syncs that need them."""
@@ -80,7 +69,7 @@ class Proof:
         """The transfers that this sync checks."""
         return self.transfers[self.phase :: self.stride]
 
-    def note_sources(self) -> None:
+    def record_source(self) -> None:
         """Compute the checksums of the source slices."""
         if self.verify == "none":
             return
@@ -118,16 +107,16 @@ class Proof:
             sums = known.sums.run()
         else:  # checksums of the values after the cast
             sums = torch.stack([checksum(slice_RC.to(self.dtype)) for slice_RC in known.sums.slices])
-        self._difference.index_add_(0, known.places, sums, alpha=sign)
+        self._difference.index_add_(0, known.indices, sums, alpha=sign)
 
     def _side(self, side: str, slices: Mapping[int, Tensor]) -> _Side:
         key = (self.phase if self.verify != "all" else -1, side)
         if key not in self._sides:
             numbers = [number for number in slices if number % self.stride == self.phase]
-            places = torch.tensor(
+            indices = torch.tensor(
                 [number // self.stride for number in numbers], dtype=torch.int64, device=self.device
             )
             self._sides[key] = _Side(
-                Checksums([slices[number] for number in numbers], device=self.device), places
+                Checksums([slices[number] for number in numbers], device=self.device), indices
             )
         return self._sides[key]

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Mapped = Mapping[tuple[int, str], Tensor]  # by (model chunk, name)
+NamedTensors = Mapping[tuple[int, str], Tensor]  # by (model chunk, name)
+IpcTensors = Mapping[int, NamedTensors]  # other ranks' tensors, by world rank
 
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -23,7 +24,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
-def map_tensors(tensors: Mapped, group: dist.ProcessGroup) -> dict[int, Mapped] | None:
+def map_tensors(tensors: NamedTensors, group: dist.ProcessGroup) -> IpcTensors | None:
     """Map the tensors of all other ranks of `group`; collective over `group`.
 
     The tensors must be dense, in memory of PyTorch's own allocator, and keep their addresses. Mappings stay
@@ -47,7 +48,7 @@ def map_tensors(tensors: Mapped, group: dist.ProcessGroup) -> dict[int, Mapped] 
     return None if any(outcomes) else opened
 
 
-def _exported(tensors: Mapped):
+def _exported(tensors: NamedTensors):
     """Return IPC handles of the tensors' allocations and each tensor's place in them.
 
     None if an allocation cannot be exported.
@@ -71,7 +72,7 @@ def _exported(tensors: Mapped):
     return handles, places
 
 
-def _opened(handles: dict[int, bytes], places: dict) -> Mapped | None:
+def _opened(handles: dict[int, bytes], places: dict) -> NamedTensors | None:
     addresses = {}
     for base, handle in handles.items():
         address = ctypes.c_uint64()
