@@ -28,6 +28,7 @@ def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, alg
         actor=ModelConfig(path="llama3-8b", layout=layout), critic=ModelConfig(layout=layout)
     )
     config.algorithm.name, config.algorithm.num_mini_batches, config.rollout.tp = algorithm, 4, rollout
+    config.algorithm.reuse_logprobs = False
     config.data.prompts_per_iteration, config.data.max_prompt_tokens, config.rollout.max_tokens = (
         prompts,
         512,
