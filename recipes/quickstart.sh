@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# From a clone to a trained model: installs, builds the toy job, warms the model up, trains it by PPO and exports it.
+# From a clone to a trained model: installs, builds the toy job, warms the model up, trains it by PPO and
+# exports it.
 #   bash recipes/quickstart.sh [settings of the PPO run, such as run.iterations=5]
 # Environment: SEED (1), OUT (outputs/toy), VERL_MEGATRON_VENV (see tools/install.sh).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 INSTALLS=1
 source recipes/launch/local.sh
-[[ -z ${LOCAL_RANK:-} && (${NNODES:-1} == 1 || -n $DRY_RUN) ]] || stop "quickstart.sh starts all its ranks itself; run it alone on one node"
+[[ -z ${LOCAL_RANK:-} && (${NNODES:-1} == 1 || -n $DRY_RUN) ]] ||
+  stop "quickstart.sh starts all its ranks itself; run it alone on one node"
 [[ ${NNODES:-1} == 1 ]] || echo "quickstart.sh runs on one node only; this is its plan there, without the other nodes of NNODES=$NNODES"
 SEED=${SEED:-1} OUT=${OUT:-outputs/toy}
 PYTHON=$(bash tools/install.sh)

@@ -5,9 +5,11 @@
 #   PYTHON=$(bash tools/install.sh dev)    to run the tests as well
 #   PYTHON=$(bash tools/install.sh find)   to train, only if it is there already
 #
-# Which one: $VERL_MEGATRON_VENV if set, and nothing else; else the first that has everything of the active virtual environment, .venv
-# here and python3; else the active virtual environment is completed, or .venv made. What is complete is left alone, so a machine without a package index works if its packages are in place. An installation that was broken off is begun anew
-# by the next command, and two at a time wait for each other.
+# Which one: $VERL_MEGATRON_VENV if set, and nothing else; else the first that has everything of the active
+# virtual environment, .venv here and python3; else the active virtual environment is completed, or .venv
+# made. What is complete is left alone, so a machine without a package index works if its packages are in
+# place. An installation that was broken off is begun anew by the next command, and two at a time wait for
+# each other.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PURPOSE=${1:-run}
@@ -25,7 +27,8 @@ is_complete() { # python: no installation into it was broken off, or was for les
   [[ -z $installed || $installed == *" dev" || ($installed == *" run" && $PURPOSE != dev) ]] && has_everything "$1"
 }
 
-has_everything() { # python: every package can be found and the versions go together; nothing heavy is imported
+# python: every package can be found and the versions go together; nothing heavy is imported
+has_everything() {
   PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$1" - "$PURPOSE" >/dev/null 2>&1 <<'PYTHON'
 import importlib.util, sys
 names = "torch megatron.core vllm transformers hydra omegaconf safetensors sentencepiece matplotlib tensorboard tqdm jinja2 numpy"
@@ -41,7 +44,8 @@ step() { # text, command: run it, say how long it took; on failure show the end 
   shift
   say "$text ..."
   if ! "$@" >>"$LOG" 2>&1; then
-    (($(df -Pk "$VENV" | awk 'NR == 2 { print $4 }') > 1024)) || fail "$text failed: no room is left for $VENV; make some and start this again"
+    (($(df -Pk "$VENV" | awk 'NR == 2 { print $4 }') > 1024)) ||
+      fail "$text failed: no room is left for $VENV; make some and start this again"
     tail -n 15 "$LOG" >&2
     say "$text failed; the whole log is $LOG"
     exit 1
@@ -76,7 +80,8 @@ install_all() {
     step "removing packages that need CUDA" "$PYTHON" -m pip uninstall -y torchvision torchaudio torchcodec triton
   else
     torch=$("$PYTHON" -c 'import torch; print(torch.__version__ if torch.version.cuda else "")' 2>/dev/null || true)
-    echo "torch==${torch:-2.11.0}" >"$VENV/torch.txt" # an installed torch for CUDA stays; vLLM's version follows it
+    # An installed torch for CUDA stays; vLLM's version follows it
+    echo "torch==${torch:-2.11.0}" >"$VENV/torch.txt"
     step "the package with vLLM and Megatron-Core for GPUs" pip_install -e "$ROOT[$extras]" -c "$VENV/torch.txt"
   fi
 }
@@ -107,7 +112,8 @@ make_environment() { # the lock is held: $VENV from nothing, or what is missing 
   mkdir -p "$VENV" 2>/dev/null && touch "$VENV/install.log" 2>/dev/null || fail "$VENV cannot be written; name a folder that can be in VERL_MEGATRON_VENV"
   LOG=$VENV/install.log
   if [[ ! -x $PYTHON ]]; then
-    [[ -z $(find "$VENV" -mindepth 1 ! -name install.log -print -quit) ]] || fail "$VENV is no virtual environment and not empty; name a new folder in VERL_MEGATRON_VENV"
+    [[ -z $(find "$VENV" -mindepth 1 ! -name install.log -print -quit) ]] ||
+      fail "$VENV is no virtual environment and not empty; name a new folder in VERL_MEGATRON_VENV"
     base=$(find_base_python)
     unfinished "$VENV"
     if [[ $DEVICE == gpu ]] && "$base" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then options=(--system-site-packages); fi
@@ -126,7 +132,8 @@ unfinished() { # what of: until everything is in place, so that nobody takes wha
 DEVICE=cpu
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then DEVICE=gpu; fi
 VENV=${VERL_MEGATRON_VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}
-PYTHON=$VENV/bin/python STAMP=$VENV/.verl_megatron # what was installed here, and whether it came to its end; an environment that something else made has none
+# What was installed here, and whether it came to its end; an environment that something else made has none
+PYTHON=$VENV/bin/python STAMP=$VENV/.verl_megatron
 if [[ -n ${VERL_MEGATRON_VENV:-} ]]; then candidates=("$PYTHON"); else candidates=(${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "$ROOT/.venv/bin/python" python3); fi
 if CHOSEN=$(choose "${candidates[@]}"); then found "$CHOSEN"; fi
 [[ $PURPOSE != find ]] || exit 1

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # A recipe on every node of a hostfile, over ssh:
 #   bash recipes/launch/hostfile.sh hosts.txt recipes/llama3_70b_ppo.sh [settings]
-# Lines such as `worker-0 slots=8`; # begins a comment. All hosts see this folder under the same path. They meet at the first one, and torchrun
-# numbers the ranks host by host, in the alphabetical order of their names.
-# Everything is printed with its host's name and kept in LOGS (outputs/launch/JOB), one file a node. When a node fails, on SIGINT and on
-# SIGTERM all nodes get SIGTERM, on which a run saves; also when this process or a connection is gone. Exit status: that of the first failure.
-# Environment: SSH (the command that takes a host and a line of shell), MASTER_PORT (29500), and forwarded.txt.
+# Lines such as `worker-0 slots=8`; # begins a comment. All hosts see this folder under the same path. They
+# meet at the first one, and torchrun numbers the ranks host by host, in the alphabetical order of their
+# names. Everything is printed with its host's name and kept in LOGS (outputs/launch/JOB), one file a node.
+# When a node fails, on SIGINT and on SIGTERM all nodes get SIGTERM, on which a run saves; also when this
+# process or a connection is gone. Exit status: that of the first failure. Environment: SSH (the command that
+# takes a host and a line of shell), MASTER_PORT (29500), and forwarded.txt.
 set -euo pipefail
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -22,9 +23,12 @@ read_hosts() { # file: `hosts`, and `slots` of each
     number=$((number + 1))
     read -r host count extra <<<"${line%%#*}" || true
     [[ -n $host ]] || continue
-    [[ -z $extra && $host =~ ^([A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*$ && $count =~ ^slots=[1-9][0-9]*$ ]] || fail "$1, line $number: '${line:0:80}' is not understood; write a host and its GPUs: worker-0 slots=8"
-    [[ " ${hosts[*]} " != *" $host "* ]] || fail "$1, line $number: $host stands there twice; name each host once, with all its slots"
-    [[ -z $slots || $slots == "${count#slots=}" ]] || fail "$1, line $number: $count, and hosts before it have slots=$slots; every node starts as many ranks: use the smallest number"
+    [[ -z $extra && $host =~ ^([A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*$ && $count =~ ^slots=[1-9][0-9]*$ ]] ||
+      fail "$1, line $number: '${line:0:80}' is not understood; write a host and its GPUs: worker-0 slots=8"
+    [[ " ${hosts[*]} " != *" $host "* ]] ||
+      fail "$1, line $number: $host stands there twice; name each host once, with all its slots"
+    [[ -z $slots || $slots == "${count#slots=}" ]] ||
+      fail "$1, line $number: $count, and hosts before it have slots=$slots; every node starts as many ranks: use the smallest number"
     hosts+=("$host") slots=${count#slots=}
   done <"$1"
   ((${#hosts[@]})) || fail "$1 names no host; write lines such as: worker-0 slots=8"
@@ -62,18 +66,22 @@ ask_to_end() { # why: standard input of all nodes ends
 }
 
 whole_number() { # name, least, most: of a variable
-  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) || fail "$1=${!1@Q} has to be a whole number from $2 to $3"
+  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) ||
+    fail "$1=${!1@Q} has to be a whole number from $2 to $3"
 }
 
 [[ $# -ge 2 ]] || fail "two arguments are needed, a hostfile and a recipe; see the head of this file"
 MASTER_PORT=${MASTER_PORT:-29500}
 whole_number MASTER_PORT 1 65535
-STOP_S=${STOP_S:-90} # from asking nodes to end to cutting their connections; they need TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 40 s
+# From asking nodes to end to cutting their connections; they need TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 40 s
+STOP_S=${STOP_S:-90}
 whole_number STOP_S 1 999999999 # bash would compute with a variable's text, and run what it finds there
-export GRACE_S=${GRACE_S:-$((STOP_S > 20 ? STOP_S - 10 : STOP_S))} # of which a run may use so many to end its iteration
+# Seconds of these in which a run may end its iteration.
+export GRACE_S=${GRACE_S:-$((STOP_S > 20 ? STOP_S - 10 : STOP_S))}
 read_hosts "$1"
 recipe=("${@:2}")
-[[ -f ${recipe[0]} ]] || fail "recipe '${recipe[0]}' does not exist; choose one of $(cd "$LAUNCH/../.." && echo recipes/*.sh)"
+[[ -f ${recipe[0]} ]] ||
+  fail "recipe '${recipe[0]}' does not exist; choose one of $(cd "$LAUNCH/../.." && echo recipes/*.sh)"
 JOB_ID=$(date +%Y%m%d_%H%M%S)_$$
 LOGS=${LOGS:-outputs/launch/$JOB_ID}
 read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}"

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# The ranks of this node by torchrun (parallel/runtime/launch.py). Every recipe reads this file, so that these two are the same:
+# The ranks of this node by torchrun (parallel/runtime/launch.py). Every recipe reads this file, so that these
+# two are the same:
 #   bash recipes/llama3_8b_ppo.sh [settings]
 #   bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]
-# With --dry-run among the settings the command and the plan of the run are printed and nothing is started: no GPU, weights or data are needed.
-# A launcher for several nodes starts the recipe on each of them with
+# With --dry-run among the settings the command and the plan of the run are printed and nothing is started: no
+# GPU, weights or data are needed. A launcher for several nodes starts the recipe on each of them with
 #   NNODES, GPUS           nodes, and ranks of each of them
 #   NODE_RANK              which node this is
 #   MASTER_ADDR, MASTER_PORT, NODE_ADDR    where torchrun meets (node 0), and under which name others reach this node
 #   GRACE_S                seconds that a run has from SIGTERM to the end of its iteration: as long as the scheduler waits, and a little less
-# Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a .jsonl file), SCRATCH (where random weights go), and
-# MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from the newest checkpoint.
+# Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a .jsonl file), SCRATCH (where random weights
+# go), and MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from the
+# newest checkpoint.
 set -euo pipefail
 shopt -s inherit_errexit
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,7 +22,8 @@ stop() { # text: what is wrong with the call
   exit 2
 }
 
-trap 'echo "interrupted; start it again with the same command" >&2; exit 130' INT # until the ranks are started, which have one of their own
+# Until the ranks start, which have a trap of their own.
+trap 'echo "interrupted; start it again with the same command" >&2; exit 130' INT
 
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
   [[ -f ${1:-} ]] || stop "recipe '${1:-}' does not exist; choose one of $(cd "$ROOT" && echo recipes/*.sh)"
@@ -31,20 +34,29 @@ VENV=${VERL_MEGATRON_VENV:-} # else the first Python that has everything
 if [[ -z $VENV ]] && PYTHON=$(bash "$ROOT/tools/install.sh" find 2>/dev/null); then VENV=${PYTHON%/bin/*}; fi
 : "${VENV:=${VIRTUAL_ENV:-$ROOT/.venv}}"
 if [[ $(cat "$VENV/.verl_megatron" 2>/dev/null) == unfinished* ]]; then
-  [[ -n ${INSTALLS:-} ]] || stop "an installation into $VENV was broken off; bash tools/install.sh begins it anew"
+  [[ -n ${INSTALLS:-} ]] ||
+    stop "an installation into $VENV was broken off; bash tools/install.sh begins it anew"
 elif [[ -x $VENV/bin/python ]]; then
   export PATH="$VENV/bin:$PATH"
 fi
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # 1 is torchrun's default, too, with eight lines about it
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40} # s from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on
-# NCCL. What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) the user sets; launchers take it along to all nodes (forwarded.txt).
-# CUDA_DEVICE_MAX_CONNECTIONS=1, usual with Megatron, is not set: kernels of several communicators in one process could block each other.
+# 1 is torchrun's default, too, but it prints eight lines about it.
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Seconds from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40}
+# NCCL. What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) the user sets; launchers take it
+# along to all nodes (forwarded.txt). CUDA_DEVICE_MAX_CONNECTIONS=1, usual with Megatron, is not set: kernels
+# of several communicators in one process could block each other.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # the reason of a failure, in the log of the rank that saw it
-export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # 4.096 us * 2^22 = 17 s: a link that is down for a moment does not end a run
-NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GPUS=${GPUS:-${PET_NPROC_PER_NODE:-}} # PET_*: torchrun's own names, set by PyTorchJob
-whole() { # name, lowest, highest: stops unless the variable is empty or such a number; before arithmetic, which would run what is inside
+# 4.096 us * 2^22 = 17 s: a link that is down for a moment does not end a run
+export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
+# PET_*: torchrun's own names, set by PyTorchJob
+NNODES=${NNODES:-${PET_NNODES:-}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}} GPUS=${GPUS:-${PET_NPROC_PER_NODE:-}}
+# name, lowest, highest: stops unless the variable is empty or such a number; before arithmetic, which would
+# run what is inside
+whole() {
   local value=${!1:-}
-  [[ -z $value ]] || [[ $value =~ ^(0|[1-9][0-9]{0,5})$ && $value -ge $2 && $value -le $3 ]] || stop "$1=${value:0:200} has to be a whole number from $2 to $3; set it so, or unset it"
+  [[ -z $value ]] || [[ $value =~ ^(0|[1-9][0-9]{0,5})$ && $value -ge $2 && $value -le $3 ]] ||
+    stop "$1=${value:0:200} has to be a whole number from $2 to $3; set it so, or unset it"
 }
 whole NNODES 1 100000
 whole GPUS 1 1024
@@ -52,47 +64,61 @@ whole NODE_RANK 0 99999
 whole MAX_RESTARTS 0 100000
 whole MASTER_PORT 1 65535
 whole TORCH_ELASTIC_SHUTDOWN_TIMEOUT 0 999999
-[[ ${GRACE_S:-1} =~ ^[0-9]{1,7}(\.[0-9]{1,9})?$ ]] || stop "GRACE_S=${GRACE_S:0:200} must be greater than 0: seconds from SIGTERM to the end by force"
-[[ ${MASTER_ADDR:-x} =~ ^[][0-9A-Za-z_.:%-]{1,253}$ ]] || stop "MASTER_ADDR=${MASTER_ADDR:0:200} has to be the name or address of a host"
+[[ ${GRACE_S:-1} =~ ^[0-9]{1,7}(\.[0-9]{1,9})?$ ]] ||
+  stop "GRACE_S=${GRACE_S:0:200} must be greater than 0: seconds from SIGTERM to the end by force"
+[[ ${MASTER_ADDR:-x} =~ ^[][0-9A-Za-z_.:%-]{1,253}$ ]] ||
+  stop "MASTER_ADDR=${MASTER_ADDR:0:200} has to be the name or address of a host"
 SCRATCH=${SCRATCH:-outputs/random}
 DRY_RUN=
 for argument in "$@"; do if [[ $argument == --dry-run ]]; then DRY_RUN=1; fi; done
 ARGUMENTS=("$@")
 settings=(run.output_dir="outputs/$(basename "$0" .sh)")
 
-world() { # nodes, GPUS: the usual size of the run, unless the launcher or the user gives another; `ranks` is their number
+# nodes, GPUS: the usual size of the run, unless the launcher or the user gives another; `ranks` is their
+# number
+world() {
   : "${NNODES:=$1}" "${GPUS:=$2}"
   ((NODE_RANK < NNODES)) || stop "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes count from 0"
-  [[ $NNODES == 1 || -n ${MASTER_ADDR:-}${LOCAL_RANK:-}$DRY_RUN ]] || stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
+  [[ $NNODES == 1 || -n ${MASTER_ADDR:-}${LOCAL_RANK:-}$DRY_RUN ]] ||
+    stop "a run on $NNODES nodes needs MASTER_ADDR; start it by a launcher (recipes/launch) or set NNODES=1"
   ranks=$((NNODES * GPUS))
 }
 
-whole_number() { # name, least, most: of a variable; bash would compute with any other text, and run what it finds there
-  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) || stop "$1=${!1@Q} has to be a whole number from $2 to $3"
+# name, least, most: of a variable; bash would compute with any other text, and run what it finds there
+whole_number() {
+  [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $2 && 10#${!1} <= $3)) ||
+    stop "$1=${!1@Q} has to be a whole number from $2 to $3"
 }
 
-refuse_bad_settings() { # command of a dry run: what it refuses, except for want of room on the GPU that it supposes (3)
+# command of a dry run: what it refuses, except for want of room on the GPU that it supposes (3)
+refuse_bad_settings() {
   local text status=0
   text=$("$@" --dry-run 2>&1 >/dev/null) || status=$?
   if ((status == 0 || status == 3)); then return; fi
-  [[ $NODE_RANK == 0 ]] || sleep 5 # node 0 says it, on which launchers end the others; what is wrong only here is said here
+  # Node 0 reports what all have, and launchers end the others; what is wrong only here is reported here.
+  [[ $NODE_RANK == 0 ]] || sleep 5
   (sed -nE '/^([a-z]+\.py: )?error: /,$p' <<<"$text" | grep . || echo "$text") >&2
   exit "$status"
 }
 
-random_weights() { # shape, options of make_random.py: its folder with model, train.jsonl and reward.py, made if need be
+# shape, options of make_random.py: its folder with model, train.jsonl and reward.py, made if need be
+random_weights() {
   local folder="$SCRATCH/$1"
   mkdir -p "$SCRATCH"
   ( # nodes and ranks that share the folder wait for the one that makes it
     flock 9
-    [[ -f $folder/reward.py ]] || { refuse_bad_settings bash "$0" "${ARGUMENTS[@]}" && python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2; }
+    [[ -f $folder/reward.py ]] ||
+      { refuse_bad_settings bash "$0" "${ARGUMENTS[@]}" && python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2; }
   ) 9>"$folder.lock"
   echo "$folder"
 }
 
-train_on() { # shape: MODEL and DATA; else random weights of that shape, prompts of 512 tokens and responses of exactly 512, for measuring
+# shape: MODEL and DATA; else random weights of that shape, prompts of 512 tokens and responses of exactly
+# 512, for measuring
+train_on() {
   if [[ -n ${MODEL:-} ]]; then
-    [[ -n ${DATA:-}$DRY_RUN ]] || stop "DATA is not set; name the .jsonl file on which MODEL=$MODEL is trained"
+    [[ -n ${DATA:-}$DRY_RUN ]] ||
+      stop "DATA is not set; name the .jsonl file on which MODEL=$MODEL is trained"
     settings+=(actor.path="$MODEL" data.train="${DATA:-}") # a plan needs none
   elif [[ -n $DRY_RUN ]]; then
     settings+=(actor.path="$1")
@@ -114,7 +140,9 @@ model() { # folder or nothing, shape: the folder; else random weights of the sha
   echo "$path"
 }
 
-critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor and starts from its folder, 8b is of this shape; CRITIC_MODEL is the folder of either
+# shape, layout: CRITIC=70b (the usual) is as large as the actor and starts from its folder, 8b is of this
+# shape; CRITIC_MODEL is the folder of either
+critic_of() {
   local path=${CRITIC_MODEL:-}
   case ${CRITIC:-70b} in
     70b) ;;
@@ -127,7 +155,9 @@ critic_of() { # shape, layout: CRITIC=70b (the usual) is as large as the actor a
   [[ -z $path ]] || settings+=(critic.path="$path")
 }
 
-start() { # module, arguments: the ranks of this node, until they have ended, unless a dry run refuses; with --dry-run their command and the run's plan
+# module, arguments: the ranks of this node, until they have ended, unless a dry run refuses; with --dry-run
+# their command and the run's plan
+start() {
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
   local plan=(env WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE="$GPUS" python -m "$@")
   local MAX_RESTARTS=${MAX_RESTARTS:-0} MASTER_PORT=${MASTER_PORT:-29500} name
@@ -135,7 +165,8 @@ start() { # module, arguments: the ranks of this node, until they have ended, un
   whole_number MAX_RESTARTS 0 1000000
   whole_number MASTER_PORT 1 65535
   for name in MASTER_ADDR NODE_ADDR; do
-    [[ ${!name:-x} =~ ^[A-Za-z0-9][A-Za-z0-9.:%_-]*$ ]] || stop "$name=${!name@Q} is no name or address of a host"
+    [[ ${!name:-x} =~ ^[A-Za-z0-9][A-Za-z0-9.:%_-]*$ ]] ||
+      stop "$name=${!name@Q} is no name or address of a host"
   done
   local launch=(python -m parallel.runtime.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
   if [[ $NNODES == 1 ]]; then

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command and ends it, with what it started, when standard input ends: a connection that breaks leaves nothing behind.
+# Runs a command and ends it, with what it started, when standard input ends: a connection that breaks leaves
+# nothing behind.
 #   bash recipes/launch/node.sh command [arguments]
 tied=() # the command ends with this process, even if that is killed
 if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig TERM); fi

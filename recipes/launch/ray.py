@@ -2,9 +2,9 @@
 
     python recipes/launch/ray.py recipes/llama3_70b_ppo.sh [settings]
 
-NNODES and GPUS (ranks of a node) are those of the Ray cluster (RAY_ADDRESS; none: this machine) unless the environment says otherwise, as it
-has to where there are no GPUs. All nodes see this folder under the same path. MAX_RESTARTS (0): how often Ray starts the ranks again after a
-failure. Needs `pip install verl-megatron[ray]`; with --dry-run Ray is not needed.
+NNODES and GPUS (ranks per node) default to those of the Ray cluster (RAY_ADDRESS; none: this machine); set
+them where there are no GPUs. All nodes see this folder under the same path. MAX_RESTARTS (0): how often Ray
+starts the ranks again after a failure. Needs `pip install verl-megatron[ray]`, except with --dry-run.
 """
 
 import fnmatch
@@ -33,9 +33,10 @@ def forwarded() -> dict[str, str]:
 
 
 def run_rank(job: dict) -> None:
-    """What a Ray Train worker does: the recipe as a process of its own, since a rank needs a main thread, for its signals, and ends by itself.
+    """Run the recipe in a process of its own: a rank needs a main thread for its signals, and ends by itself.
 
-    Ray Train has set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR; its own group holds the port that it chose.
+    Ray Train has set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR; its own group holds the
+    port that it chose.
 
     Raises:
         RuntimeError: the rank failed, or Ray placed another number of ranks on this node than GPUS.
@@ -47,7 +48,9 @@ def run_rank(job: dict) -> None:
     placed, wanted = os.environ["LOCAL_WORLD_SIZE"], job["environment"]["GPUS"]
     if placed != wanted:
         raise RuntimeError(
-            f"Ray placed {placed} ranks on {socket.gethostname()} and GPUS={wanted}; every node has to run as many: choose NNODES and GPUS that fill whole nodes"
+            f"Ray placed {placed} ranks on {socket.gethostname()} and GPUS={wanted}; every node has "
+            f"to run as "
+            "many: choose NNODES and GPUS that fill whole nodes"
         )
     address = (
         os.environ["MASTER_ADDR"] if os.environ["RANK"] == "0" else "127.0.0.1"
@@ -84,7 +87,8 @@ def cluster_size() -> tuple[int, int]:
     )
     if not (nodes.isdecimal() and size.isdecimal() and int(nodes) and int(size)):
         raise SystemExit(
-            f"error: NNODES={nodes!r} and GPUS={size!r} (ranks of a node) make no world; the Ray cluster has {len(gpus)} nodes with GPUS: set both"
+            f"error: NNODES={nodes!r} and GPUS={size!r} (ranks of a node) make no world; the Ray "
+            f"cluster has {len(gpus)} nodes with GPUS: set both"
         )
     return int(nodes), int(size)
 
@@ -96,7 +100,8 @@ def main(recipe: list[str]) -> None:
         raise SystemExit(f"error: recipe {recipe[0]!r} does not exist; choose one of {known}")
     if "--dry-run" in recipe:
         print(
-            f"on every rank: RANK=... LOCAL_RANK=... WORLD_SIZE=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... bash {shlex.join(recipe)}",
+            f"on every rank: RANK=... LOCAL_RANK=... WORLD_SIZE=... LOCAL_WORLD_SIZE=... "
+            f"MASTER_ADDR=... MASTER_PORT=... bash {shlex.join(recipe)}",
             flush=True,
         )
         os.execvp("bash", ["bash", *recipe])
@@ -112,7 +117,8 @@ def main(recipe: list[str]) -> None:
         def train_func_context(self):
             from contextlib import nullcontext
 
-            return nullcontext  # Ray's own opens a CUDA context in every worker: half a GiB of each GPU beside the rank's
+            # Ray's own opens a CUDA context in every worker: half a GiB of each GPU beside the rank's.
+            return nullcontext
 
     ray.init()
     nodes, size = cluster_size()

@@ -1,4 +1,4 @@
-"""Sizes that keep the code readable: files, functions, parameters, comprehensions. What is above a budget is split, not excused."""
+"""Sizes that keep the code readable; what is above a budget is split, not excused."""
 
 import ast
 from pathlib import Path

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes last.
+# What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes
+# last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine.
-# Those with too few GPUs are left out; with two, models and batches are smaller than with four.
-# Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular
-# expression of the commands of these stages that are wanted, by the names of their logs.
+# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide whole fp8 save offload
+# weight_sync reshard engine rollout scaling kernels machine. Those with too few GPUs are left out; with two,
+# models and batches are smaller than with four. Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a
+# command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular expression of the
+# commands of these stages that are wanted, by the names of their logs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 HF_HUB_OFFLINE=1
@@ -41,7 +43,8 @@ toy() { # folder of the run, settings
 export -f toy
 export LOGS RANKS SCRATCH layout
 
-stage_tests() { # those that look at a GPU's free memory alone, the others side by side where pytest-xdist is there
+# those that look at a GPU's free memory alone, the others side by side where pytest-xdist is there
+stage_tests() {
   local beside=()
   step unit_tests python -m pytest -v -p no:cacheprovider tests/unit/test_offload.py
   if python -c 'import xdist' 2>/dev/null; then beside=(-n 6); fi
@@ -56,7 +59,9 @@ stage_toy() {
   done
 }
 
-stage_resume() { # saved beside training, with everything away from the GPU; the iteration after the checkpoint is repeated and compared
+# saved beside training, with everything away from the GPU; the iteration after the checkpoint is repeated and
+# compared
+stage_resume() {
   local common="reshard.mode=swap reshard.offload=all run.export=false run.save_interval=2 run.async_save=true"
   step resume_first bash -c "toy resume $common run.iterations=3"
   rm -rf "$LOGS/resume/checkpoint/step_3"
@@ -93,7 +98,8 @@ stage_grpo() { # an actor of 8B, split over the ranks and whole on each
 stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation does not take the time
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/long"
-  [[ -f $folder/reward.py ]] || step long_weights python tools/make_random.py "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16
+  [[ -f $folder/reward.py ]] ||
+    step long_weights python tools/make_random.py "$folder" --shape llama3.1-8b --prompt-tokens 15360 --rows 16
   local lengths="data.max_prompt_tokens=15360 rollout.max_tokens=1024 rollout.min_tokens=1024 rollout.ignore_eos=true data.prompts_per_iteration=4 algorithm.num_mini_batches=2"
   local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false"
   step long env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe long llama3.1_8b_grpo_16k $lengths $run"
@@ -103,15 +109,18 @@ stage_wide() { # few layers of a 70B model's width
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/wide" layers=$((3 * RANKS)) places="reshard.offload=all"
   ((RANKS == 2)) || places="actor.layout=tp4sp critic.layout=tp4sp rollout.gpu_memory_utilization=0.1"
-  [[ -f $folder/reward.py ]] || step wide_weights python tools/make_random.py "$folder" --shape llama3-70b --layers $layers --rows 64
+  [[ -f $folder/reward.py ]] ||
+    step wide_weights python tools/make_random.py "$folder" --shape llama3-70b --layers $layers --rows 64
   local lengths="data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true run.save_interval=0 run.export=false"
   step wide env MODEL="$folder/model" DATA="$folder/train.jsonl" bash -c "recipe wide llama3_8b_ppo reward.function=$folder/reward.py:score $lengths $few reshard.mode=swap $places"
 }
 
-stage_whole() { # all layers of a 70B model from their files (141 GB): load, reshard, generate, move back, log-probs
+# all layers of a 70B model from their files (141 GB): load, reshard, generate, move back, log-probs
+stage_whole() {
   ((RANKS == 4)) || return 0
   local folder="$SCRATCH/llama3-70b"
-  [[ -f $folder/reward.py ]] || step whole_weights python tools/make_random.py "$folder" --shape llama3-70b --rows 16
+  [[ -f $folder/reward.py ]] ||
+    step whole_weights python tools/make_random.py "$folder" --shape llama3-70b --rows 16
   step whole bash -c "world 4 tools/bench/weight_sync.py --hf $folder/model --load --train tp2pp2 --rollout 4 --mode swap --no-optimizer --repetitions 2 --eager"
 }
 
@@ -121,10 +130,13 @@ stage_fp8() { # the toy job learns as in bfloat16
   done
 }
 
-stage_save() { # what a checkpoint keeps training from (time/save_s), written at once and beside it, and how long it takes to read: 8B on four GPUs, as much a rank on two
+# what a checkpoint keeps training from (time/save_s), written at once and beside it, and how long it takes to
+# read: 8B on four GPUs, as much a rank on two
+stage_save() {
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/save" layers=$((8 * RANKS))
-  [[ -f $folder/reward.py ]] || step save_weights python tools/make_random.py "$folder" --layers $layers --rows 64
+  [[ -f $folder/reward.py ]] ||
+    step save_weights python tools/make_random.py "$folder" --layers $layers --rows 64
   local common="$tp2 data.max_prompt_tokens=512 rollout.max_tokens=64 rollout.min_tokens=64 rollout.ignore_eos=true data.prompts_per_iteration=8 reward.function=$folder/reward.py:score"
   local run="$common run.export=false run.save_interval=2 run.keep_last_k=1" where=(MODEL="$folder/model" DATA="$folder/train.jsonl")
   step save_async_false env "${where[@]}" bash -c "recipe save_false llama3_8b_grpo $run run.async_save=false"
@@ -134,7 +146,8 @@ stage_save() { # what a checkpoint keeps training from (time/save_s), written at
   rm -rf "$LOGS/save_true/checkpoint"
 }
 
-stage_offload() { # what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit
+# what it costs to have gradients and optimizer state away while vLLM generates, where both ways fit
+stage_offload() {
   step copies python tools/bench/copies.py
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/llama3-8b"
@@ -180,7 +193,8 @@ stage_rollout() { # as a run does it beside a bare vLLM
   step rollout_mixed bash -c "world $RANKS tools/bench/rollout.py --shape llama3-8b --tp 1 --rows $((128 * RANKS)) --prompt 512 --response 512 --mixed"
 }
 
-stage_scaling() { # a model that one GPU holds with its optimizer, 12 layers of the 8B's width, with as many rows for each GPU
+# a model that one GPU holds with its optimizer, 12 layers of the 8B's width, with as many rows for each GPU
+stage_scaling() {
   ((RANKS >= 2)) || return 0
   local folder="$SCRATCH/scaling" sizes=1,2 same="--layouts 1:tp1,2:tp1 --rollout 1:1,2:1"
   if ((RANKS == 4)); then sizes=1,2,4 same="--layouts 1:tp1,2:tp1,4:tp1 --rollout 1:1,2:1,4:1"; fi

@@ -84,7 +84,7 @@ def full_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def experience(vocab_size: int, *, logprobs_BT: Tensor | float = -4.0) -> RolloutBatch:
-    """Samples with everything that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
+    """Samples with all that the losses read; old and reference log-probs scatter around `logprobs_BT`."""
     batch = make_batch(vocab_size)
     generator = torch.Generator().manual_seed(5)
 

@@ -154,7 +154,8 @@ def tiny_model(folder: Path, **more) -> Path:
     [
         (
             ["--prompt-tokens", "100000"],
-            "on 1 ranks: data.max_prompt_tokens=100000 and rollout.max_tokens=8 make samples of 100008 tokens",
+            "on 1 ranks: data.max_prompt_tokens=100000 and rollout.max_tokens=8 make samples of "
+            "100008 tokens",
         ),
         (["actor.layout=tp0"], 'layout "tp0" has a size of 0'),
     ],

@@ -78,10 +78,10 @@ def long_responses() -> TrainerConfig:
     return config
 
 
-# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 samples of 512 + 512 tokens,
-# the others medians (tests/gpu/check.sh: ppo, grpo, offload, long). Samples that share a prompt of 15,360
-# tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read for
-# each. weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's
+# The first three are means of iterations 2-5 of recipes/llama3_8b_ppo.sh with 256 samples of 512 + 512
+# tokens, the others medians (tests/gpu/check.sh: ppo, grpo, offload, long). Samples that share a prompt of
+# 15,360 tokens were generated in 10.3 s, planned are 13.3: not all of the shared keys and values are read
+# for each. weights_awake was read after the reshard, which then came last in an iteration and woke vLLM's
 # weights only.
 MEASURED = {
     "tp2pp2": Measured(
