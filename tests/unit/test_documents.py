@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,31 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import FENCE, FOLDERS, PAGES, README, commands_of, each_page, prose_of, text_of
 from tests.worlds import ROOT
 from tools import make_docs
 from verl_megatron.config import SCHEMAS
 
-README = ROOT / "README.md"
-PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "tools/README.md", *ROOT.glob("docs/*.md")])
-FOLDERS = ("parallel", "verl_megatron", "recipes", "tools", "tests", "docs")
 MOST_WORDS = 35  # of a sentence; 25 are aimed at
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE_ENDINGS = {"py", "sh", "md", "json", "jsonl", "yaml", "png", "csv", "lock"}
-
-
-def each_page(test):
-    return pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))(test)
-
-
-@cache
-def text_of(page: Path) -> str:
-    return re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
-@cache
-def prose_of(page: Path) -> str:
-    """A page without its blocks of code."""
-    return FENCE.sub("", text_of(page))
 
 
 def ours(page: Path) -> str:
@@ -48,10 +29,6 @@ def ours(page: Path) -> str:
     return re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
 
 
-def run(command: list[str], *, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
-
-
 # ---- what stands where -----------------------------------------------------------------------------------
 
 
@@ -60,7 +37,8 @@ def test_the_readme_fits_a_few_screens():
 
 
 def test_the_readme_begins_with_the_two_commands():
-    assert commands_of(README)[:2] == ["bash recipes/quickstart.sh", "bash tests/run.sh"]
+    lines = [command.line for command in commands_of(README)]
+    assert lines[:2] == ["bash recipes/quickstart.sh", "bash tests/run.sh"]
 
 
 def test_the_configuration_page_is_up_to_date():
@@ -97,71 +75,6 @@ def test_paths_exist(page):
     named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text_of(page)))
     named = {path for path in named if "NAME" not in path}
     assert not {path for path in named if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()}
-
-
-# ---- commands --------------------------------------------------------------------------------------------
-
-
-def commands_of(page: Path) -> list[str]:
-    """Lines of code blocks without a language that start one of our programs."""
-    blocks = [block for language, block in FENCE.findall(text_of(page)) if not language]
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    starts = re.compile(r"^([A-Z_]+=\S+ )*(python|bash|torchrun|sbatch|kubectl) ")
-    return [line.split("  #")[0].strip() for line in lines if starts.match(line)]
-
-
-COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_name_what_exists(command):
-    words = shlex.split(re.sub(r"[\[\]]", " ", command))
-    for before, word in zip(["", *words], words):
-        if word.startswith(("tools/", "recipes/", "tests/")) and "." in word:
-            assert (ROOT / word).is_file(), f"{word} does not exist"
-        if before == "-m" and word.startswith(("verl_megatron", "tests")):
-            assert importlib.util.find_spec(word), f"module {word} does not exist"
-        if before == "--config-name":
-            assert (ROOT / "recipes" / f"{word}.yaml").is_file(), f"there is no recipe {word}"
-    program = next((i for i, word in enumerate(words) if re.fullmatch(r"tools/\w+\.py", word)), None)
-    if program is not None:
-        source = (ROOT / words[program]).read_text()
-        options = {word for word in words[program:] if word.startswith("--")}
-        known = {
-            option
-            for option in options
-            if f'"{option}"' in source or f'"{option.replace("no-", "")}"' in source
-        }
-        assert options == known, f"{words[program]} has no option {options - known}"
-
-
-def runs_anywhere(command: str) -> bool:
-    """Plans need no GPU, no weights and no data; words in capitals stand for a user's files."""
-    planners = ("python tools/plan.py", "python tools/reshard_plan.py")
-    is_plan = "--dry-run" in command or command.startswith(planners)
-    return is_plan and not re.search(r"\.\.\.|machine\.json|\b[A-Z]{3,}\b(?!=)|/models/", command)
-
-
-OF_A_RUN = ("NNODES", "NODE_RANK", "GPUS", "MODEL", "DATA", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-RUNNABLE = [command for command in COMMANDS if runs_anywhere(command)]
-
-
-def test_there_are_plans_to_run():
-    assert 5 <= len(RUNNABLE) <= 12
-
-
-@pytest.mark.parametrize("command", RUNNABLE)
-def test_plans_run(command, tmp_path):
-    for folder in FOLDERS:
-        (tmp_path / folder).symlink_to(ROOT / folder)  # what a command writes stays out of the repository
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "VERL_MEGATRON_VENV": str(tmp_path / "none")}
-    ran = run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        env={**os.environ, **dict.fromkeys(OF_A_RUN, ""), **environment},
-    )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 
 # ---- settings --------------------------------------------------------------------------------------------
@@ -269,7 +182,8 @@ FROM_THE_NETWORK = re.compile(
 @pytest.mark.skipif(not HAS_MKDOCS, reason="needs mkdocs-material")
 def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    ran = run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) >= len(PAGES) - 3

@@ -1,0 +1,186 @@
+"""Every command of the documents is run by a test, or says that it needs GPUs or a cluster."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import COMMANDS, FENCE, FOLDERS, PAGES, Command, text_of
+from tests.worlds import ROOT
+
+NEEDS = ("needs GPUs", "needs a cluster", "needs pandas")
+# Pattern of a command -> tests that run its program, on a smaller case.
+RUN_BY = {
+    r"bash recipes/quickstart\.sh$": (
+        "tests/unit/test_recipes.py::test_the_quickstart_looks_at_all_settings_before_it_trains",
+        "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",  # its recipe
+    ),
+    r"MODEL=.* --dry-run$": ("tests/unit/test_recipes.py::test_every_launcher_plans_every_recipe",),
+    r"torchrun .* -m verl_megatron\.train ": (
+        "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",
+    ),
+    r"torchrun .* -m verl_megatron\.sft ": (
+        "tests/end_to_end/test_sft.py::test_sft_lowers_the_loss_under_any_layout",
+    ),
+    r"torchrun .* -m verl_megatron\.(dpo|reward_model) ": (
+        "tests/end_to_end/test_supervised.py::test_a_stopped_run_resumes_to_the_last_bit",
+    ),
+    r"python tools/make_toy\.py ": (
+        "tests/unit/test_make_toy.py::test_model_is_a_llama_folder_in_two_shards",
+    ),
+    r"python tools/make_random\.py ": (
+        "tests/unit/test_benchmark_scaling.py::test_runs_train_on_the_prompts_that_are_made_last",
+    ),
+    r"python tools/convert\.py ": ("tests/unit/test_convert_tool.py::test_exit_status_and_one_line_errors",),
+    r"python tools/bench/convert\.py ": (
+        "tests/unit/test_bench_convert.py::"
+        "test_conversions_are_measured_beside_cp_and_an_exceeded_cap_is_an_error",
+    ),
+    r"python tools/plan\.py .* --gpu machine\.json": (
+        "tests/unit/test_planner_tools.py::test_calibration_on_two_ranks_is_a_machine_that_plans_read",
+    ),
+    r"python tools/benchmark_scaling\.py ": (
+        "tests/end_to_end/test_benchmark_scaling.py::"
+        "test_the_table_has_measured_and_modelled_sizes_of_fixed_length",
+    ),
+    r"python -m tests\.fuzz ": (
+        "tests/end_to_end/test_fuzz.py::test_bad_inputs_are_refused_in_a_sentence_and_good_ones_are_not",
+    ),
+    r"(pip install -e \.\[docs\]|mkdocs serve)$": (
+        "tests/unit/test_documents.py::test_the_site_builds_and_loads_nothing_from_the_network",
+    ),
+    r"bash tests/run\.sh": (),  # runs this test
+}
+# Programs whose whole run is too long here and needs nothing special: their options are read.
+ONLY_HELP = ("python tools/compare_runs.py", "python tools/compare_algorithms.py")
+
+
+def name_of(command: Command) -> str:
+    return command.line
+
+
+def each_command(commands):
+    return pytest.mark.parametrize("command", commands, ids=name_of)
+
+
+@each_command(COMMANDS)
+def test_commands_name_what_exists(command):
+    words = shlex.split(re.sub(r"[\[\]]", " ", command.line))
+    for before, word in zip(["", *words], words):
+        if word.startswith(("tools/", "recipes/", "tests/")) and "." in word:
+            assert (ROOT / word).is_file(), f"{word} does not exist"
+        if before == "-m" and word.startswith(("verl_megatron", "tests")):
+            assert importlib.util.find_spec(word), f"module {word} does not exist"
+        if before == "--config-name":
+            assert (ROOT / "recipes" / f"{word}.yaml").is_file(), f"there is no recipe {word}"
+    program = next((i for i, word in enumerate(words) if re.fullmatch(r"tools/\w+\.py", word)), None)
+    if program is not None:
+        source = (ROOT / words[program]).read_text()
+        options = {word for word in words[program:] if word.startswith("--")}
+        known = {
+            option
+            for option in options
+            if f'"{option}"' in source or f'"{option.replace("no-", "")}"' in source
+        }
+        assert options == known, f"{words[program]} has no option {options - known}"
+
+
+def runs_anywhere(line: str) -> bool:
+    """Plans need no GPU, no weights and no data; words in capitals stand for a user's files."""
+    planners = ("python tools/plan.py", "python tools/reshard_plan.py")
+    is_plan = "--dry-run" in line or line.startswith(planners)
+    return is_plan and not re.search(r"\.\.\.|machine\.json|\b[A-Z]{3,}\b(?!=)|/models/", line)
+
+
+OF_A_RUN = ("NNODES", "NODE_RANK", "GPUS", "MODEL", "DATA", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+RUNNABLE = [command for command in COMMANDS if runs_anywhere(command.line)]
+HELPED = [command for command in COMMANDS if command.line.startswith(ONLY_HELP)]
+
+
+def test_there_are_plans_to_run():
+    assert 5 <= len(RUNNABLE) <= 12
+
+
+PLANNER = r"python tools/(\w+)\.py "
+
+
+@each_command([command for command in RUNNABLE if re.match(PLANNER, command.line)])
+def test_planners_run(command, tmp_path, monkeypatch):
+    """In this process, which spares the imports."""
+    monkeypatch.chdir(tmp_path)
+    program = importlib.import_module(f"tools.{re.match(PLANNER, command.line)[1]}")
+    program.main(shlex.split(command.line)[2:])
+
+
+@each_command([command for command in RUNNABLE if not re.match(PLANNER, command.line)])
+def test_dry_runs_run(command, tmp_path):
+    for folder in FOLDERS:
+        (tmp_path / folder).symlink_to(ROOT / folder)  # what a command writes stays out of the repository
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "VERL_MEGATRON_VENV": str(tmp_path / "none")}
+    check(
+        ["bash", "-c", command.line],
+        cwd=tmp_path,
+        env={**os.environ, **dict.fromkeys(OF_A_RUN, ""), **environment},
+    )
+
+
+@each_command(HELPED)
+def test_options_of_long_programs_are_read(command):
+    program = next(word for word in command.line.split() if word.endswith(".py"))
+    check([sys.executable, program, "--help"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def check(command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
+    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
+def patterns_of(line: str) -> list[str]:
+    return [pattern for pattern in RUN_BY if re.match(pattern, line)]
+
+
+@each_command([command for command in COMMANDS if command not in RUNNABLE + HELPED])
+def test_other_commands_have_a_test_or_a_mark(command):
+    """A comment such as `# needs GPUs` stands behind a command that no test can run."""
+    assert command.note in NEEDS or patterns_of(command.line), (
+        f"mark it as one of {NEEDS}, or add it to RUN_BY"
+    )
+
+
+@pytest.mark.parametrize("pattern", RUN_BY)
+def test_tests_of_commands_exist(pattern):
+    lines = [command.line for command in COMMANDS if command.note not in NEEDS]
+    assert any(re.match(pattern, line) for line in lines), "no document has such a command"
+    for node in RUN_BY[pattern]:
+        path, _, name = node.partition("::")
+        functions = {
+            part.name
+            for part in ast.walk(ast.parse((ROOT / path).read_text()))
+            if isinstance(part, ast.FunctionDef)
+        }
+        assert name in functions, f"{node} does not exist"
+
+
+PYTHON = [
+    (page, block)
+    for page in PAGES
+    for language, block in FENCE.findall(text_of(page))
+    if language == "python"
+]
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON)
+def test_python_examples_import_what_exists(page, block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
