@@ -107,7 +107,7 @@ BAD_SETTINGS = {
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),
     "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),
     "no end of a list": (1, ["rollout.stop=[a"], ["'rollout.stop=[a' cannot be read", "lists are [A,B]"]),
-    "no recipe": (2, ["--config-name=absent"], ["has no recipe 'absent'", "it has grpo_70b, grpo_8b"]),
+    "no recipe": (2, ["--config-name=absent"], ["has no recipe 'absent'", "it has dpo_toy_cpu, grpo_70b"]),
     "two at once": (
         1,
         ["run.seed=-1", "algorithm.kl_in=los"],

@@ -57,7 +57,7 @@ def test_files_that_are_read(tmp_path, content, rows):
     [
         (b"PAR1\x15\x04", "is a Parquet file, not JSON lines; write its rows as JSON lines"),
         (b"ARROW1\0\0", "an Arrow file"),
-        (gzip.compress(ROW), "compressed with gzip, not JSON lines; unpack it first"),
+        (gzip.compress(ROW, mtime=0), "compressed with gzip, not JSON lines; unpack it first"),
         (packed("zip"), "a zip archive"),
         (packed("bz2"), "compressed with bzip2"),
         (ROW.decode().encode("utf-16"), "UTF-16 or UTF-32 text, not JSON lines; save it as UTF-8"),

@@ -130,7 +130,7 @@ def _stand_ins(settings: Settings, trained: str = "actor") -> Iterator[tuple[Set
             if role == trained and isinstance(data := complete.setdefault("data", {}), dict):
                 data.setdefault("train", "")
         data = complete.get("data")
-        if isinstance(data, dict) and data.get("train", MISSING) in ("", None):
+        if isinstance(data, dict) and data.get("train", MISSING) == "":
             prompts, rows = Path(scratch) / "prompts.jsonl", 0
             prompts.touch()
             data["train"] = str(prompts)
