@@ -1,10 +1,18 @@
 """Triton's interpreter, in which kernels run on a CPU."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.worlds import ROOT
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="no Triton here: the kernels run where there are GPUs, and in its interpreter",
+)
 
 
 def run_interpreted(program: str) -> None:

@@ -8,6 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def torchrun(nproc: int, *arguments: object) -> list[str]:
+    """The command that starts `nproc` ranks of one host."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return [sys.executable, *launcher, *map(str, arguments)]
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """This process's environment, with the repository on the path and one thread a rank."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path}
+
+
 def run_world(
     worker: str | Path, nproc: int, *args: object, timeout: float = 240, env: dict[str, str] | None = None
 ) -> str:
@@ -24,23 +36,8 @@ def run_world(
     Raises:
         AssertionError: a process failed or the time ran out; the message ends with the output.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={nproc}",
-        str(ROOT / worker),
-        *map(str, args),
-    ]
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "PYTHONPATH": path,
-        **(env or {}),
-    }
+    command = torchrun(nproc, ROOT / worker, *args)
+    environment = environment_of_ranks() | (env or {})
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launch import Ended, run
+from tests.end_to_end.measured import ADAPTIVE
 from tools.make_toy import make_toy
 
 TRAIN = "verl_megatron.train"
@@ -63,16 +64,8 @@ def settings_of(toy: Path, output_dir: Path, *more: str, reward: str = "letters"
 
 def adaptive_settings(toy: Path, output_dir: Path) -> list[str]:
     """Actor TP2 x PP2, critic PP2 x DP2, vLLM TP2 x 2; everything that a checkpoint holds changes."""
-    learning = [
-        "algorithm.num_mini_batches=2",
-        "algorithm.kl_coef=0.1",
-        "algorithm.kl_ctrl_target=0.01",
-        "algorithm.kl_ctrl_horizon=64",
-        "engine.lr_decay_style=cosine",
-        "engine.lr_warmup_steps=2",
-    ]
     return settings_of(
-        toy, output_dir, "run.iterations=4", "run.save_interval=2", "rollout.max_tokens=6", *learning
+        toy, output_dir, "run.iterations=4", "run.save_interval=2", "rollout.max_tokens=6", *ADAPTIVE
     )
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import verl_megatron.trainer  # noqa: F401
 from tests.end_to_end import killed_train
 from tests.end_to_end.forked import run_ranks
-from tests.end_to_end.measured import learned_in_attempts
+from tests.end_to_end.measured import ADAPTIVE, learned_in_attempts
 from tests.worlds import ROOT
 from tools.make_toy import make_toy
 from verl_megatron.launch.command_line import run_command
@@ -66,14 +66,7 @@ SETTINGS = [
         "rollout.max_tokens=6",
     ),
     *("rollout.tp=2", "actor.layout=tp2", "critic.layout=pp2"),
-    *(
-        "algorithm.num_mini_batches=2",
-        "algorithm.kl_coef=0.1",
-        "algorithm.kl_ctrl_target=0.01",
-        "algorithm.kl_ctrl_horizon=64",
-        "engine.lr_decay_style=cosine",
-        "engine.lr_warmup_steps=2",
-    ),
+    *ADAPTIVE,
 ]
 
 

@@ -1,15 +1,13 @@
 """Start `python -m verl_megatron...` under torchrun as a user does, and see what becomes of its processes."""
 
-import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.worlds import ROOT
+from tests.worlds import ROOT, environment_of_ranks, torchrun
 
 MARK = "VERL_MEGATRON_TEST"
 
@@ -98,26 +96,9 @@ class Started:
 def start(nproc: int, module: str, *settings: str, folder: Path, launcher: Sequence[str] = ()) -> Started:
     """Start `torchrun --nproc-per-node nproc ... -m module settings...`, with its output in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={nproc}",
-        *launcher,
-        "-m",
-        module,
-        *settings,
-    ]
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    command = torchrun(nproc, *launcher, "-m", module, *settings)
     mark = uuid.uuid4().hex
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "PYTHONPATH": path,
-        MARK: mark,
-    }
+    environment = environment_of_ranks() | {MARK: mark}
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
     return Started(process=process, folder=folder, mark=mark)

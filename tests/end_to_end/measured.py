@@ -9,6 +9,17 @@ from verl_megatron.observe.tracking import read_metrics
 MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob_gap")
 
 
+# Settings under which everything that a checkpoint holds changes: schedules, KL coefficient, several steps.
+ADAPTIVE = (
+    "algorithm.num_mini_batches=2",
+    "algorithm.kl_coef=0.1",
+    "algorithm.kl_ctrl_target=0.01",
+    "algorithm.kl_ctrl_horizon=64",
+    "engine.lr_decay_style=cosine",
+    "engine.lr_warmup_steps=2",
+)
+
+
 def learned(output_dir) -> list[dict]:
     """What the rows of metrics say about the mathematics."""
     return [mathematics_of(row) for row in read_metrics(output_dir)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.log_probs_check import Case, truth
-from tests.interpreter import run_interpreted
+from tests.interpreter import needs_triton, run_interpreted
 from verl_megatron.models import log_prob_kernels as kernels
 from verl_megatron.models.log_prob_kernels import Tuning
 
@@ -82,10 +82,7 @@ def test_shards_together_are_the_whole(temperature):
     close(sum(shard[3] for shard in shards), whole_4N[3], atol=0)
 
 
-@pytest.mark.skipif(
-    kernels.triton is None,
-    reason="no Triton here: the kernels run where there are GPUs, and in its interpreter",
-)
+@needs_triton
 def test_the_kernels_in_tritons_interpreter():
     run_interpreted(__file__)
 

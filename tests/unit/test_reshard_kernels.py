@@ -9,7 +9,7 @@ from parallel.reshard.checksum import BITS, checksum
 from parallel.reshard.kernels import Checksums, Copies
 from parallel.reshard.tiles import CHECKSUM, COPIED, COPY, SUMMED, Tiling, _spread, checksum_tiles, copy_tiles
 from tests.gpu.kernels_check import SMALL, Memory
-from tests.interpreter import run_interpreted
+from tests.interpreter import needs_triton, run_interpreted
 
 # Letters: R rows, C columns, N rectangles, T tiles.
 
@@ -194,10 +194,7 @@ def test_refusals():
             build(torch.empty(3, 2).T)
 
 
-@pytest.mark.skipif(
-    kernels.triton is None,
-    reason="no Triton here: the kernels run where there are GPUs, and in its interpreter",
-)
+@needs_triton
 def test_the_kernels_in_tritons_interpreter():
     run_interpreted(__file__)
 
