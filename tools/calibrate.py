@@ -54,7 +54,8 @@ COPY_BYTES = {True: 1024 * MIB, False: 16 * MIB}
 # Models with negligible compute per layer: additional layers only add launch time. Each micro-batch is one
 # sample.
 LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=256)
-LAUNCHED_LAYERS, LAUNCHED_ROWS, LAUNCHED_TOKENS = (2, 6), 16, 64
+LAUNCHED_LAYERS, LAUNCHED_TOKENS = (2, 6), 64
+LAUNCHED_ROWS = {True: 16, False: 2}
 LAUNCHED_ROUNDS = 3  # the fastest counts: a difference is sensitive to disturbances of one side
 MESSAGE_BYTES = {True: [MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB], False: [MIB // 4, 4 * MIB]}
 
@@ -164,9 +165,9 @@ def measure_launch(budget_s: float) -> dict[str, float]:
 
     Measured through the training engine, as differences; not above 0 if other work disturbed the process.
     """
-    few, many = LAUNCHED_LAYERS
+    (few, many), num_rows = LAUNCHED_LAYERS, LAUNCHED_ROWS[device.is_gpu()]
     shallow, deep = (_passes_of(layers, budget_s) for layers in LAUNCHED_LAYERS)
-    forward, both = ((slow - quick) / (many - few) / LAUNCHED_ROWS for quick, slow in zip(shallow, deep))
+    forward, both = ((slow - quick) / (many - few) / num_rows for quick, slow in zip(shallow, deep))
     return {"forward": forward, "backward": both - forward}
 
 
@@ -177,7 +178,8 @@ def _passes_of(layers: int, budget_s: float) -> tuple[float, float]:
     options = EngineOptions(config=EngineConfig(), seed=1)
     engine = Engine(arch=arch, folder=None, groups=groups, head="token", options=options)
     engine.prepare_training(lr=0.0, total_steps=1)
-    rows, ids = list(range(LAUNCHED_ROWS)), [[0] * (LAUNCHED_TOKENS // 2)] * LAUNCHED_ROWS
+    rows = list(range(LAUNCHED_ROWS[device.is_gpu()]))
+    ids = [[0] * (LAUNCHED_TOKENS // 2)] * len(rows)
     batch, micro = RolloutBatch.from_lists(rows, ids, ids), [[row] for row in rows]
 
     def step() -> None:

@@ -67,6 +67,9 @@ def plan_of(arguments: tuple[str, ...], world: tuple[str, str]) -> str:
     """What `python -m MODULE ... --dry-run` would print."""
     recipe = OmegaConf.load(ROOT / "recipes" / f"{arguments[arguments.index('--config-name') + 1]}.yaml")
     given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
+    for argument in arguments:
+        if argument.endswith("="):  # an empty text to Hydra, and nothing at all to OmegaConf
+            OmegaConf.update(given, argument[:-1], "")
     settings = OmegaConf.to_container(OmegaConf.merge(recipe, given))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", world[0])
