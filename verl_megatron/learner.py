@@ -121,15 +121,7 @@ class Learner:
         if trains_actor:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
-                update_sums, first_BT = self._update_actor(for_actor, batch, reuses=reuses)
-                sums.merge(update_sums)
-        if reuses and first_BT is not None:
-            is_first_B = batch.sample_id < table.mini_batches[0].stop
-            if checks and is_first_B.any():
-                sums.max(
-                    "policy/reuse_error", (batch.required("logprobs") - first_BT)[is_first_B].abs().max()
-                )
-            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, batch.required("logprobs"))
+                sums.merge(self._update_actor(for_actor, batch, reuses=reuses, checks=checks))
         sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
         metrics = sums.reduce(self.world)
         add_sample_size(metrics)
@@ -173,12 +165,13 @@ class Learner:
         return dispatched
 
     def _update_actor(
-        self, dispatched: DispatchedBatch, batch: RolloutBatch, *, reuses: bool
-    ) -> tuple[Sums, Tensor | None]:
+        self, dispatched: DispatchedBatch, batch: RolloutBatch, *, reuses: bool, checks: bool
+    ) -> Sums:
         """Run the epochs and mini-batches of the policy loss.
 
-        Returns:
-            Metrics, and with `reuses` the log-probs [B, T] of the first step's forward pass, 0 elsewhere.
+        Args:
+            reuses: take the old log-probs of the first step from its own forward pass, into `batch` too.
+            checks: `batch` has them already; compare both.
         """
         config, kl_coef = self.config, self.kl.coef
         groups, num_samples = self.actor.engine.groups, len(dispatched.batch)
@@ -215,9 +208,14 @@ class Learner:
         )
         sums, steps = self.actor.update(dispatched, update)
         sums.add("policy/steps", steps, 1)
-        if not reuses:
-            return sums, None
-        return sums, self.actor.to_owner(dispatched, own, batch, ("logprobs",))["logprobs"]
+        if reuses:
+            first_BT = self.actor.to_owner(dispatched, own, batch, ("logprobs",))["logprobs"]
+            known_BT = batch.required("logprobs")
+            is_first_B = batch.sample_id < dispatched.table.mini_batches[0].stop
+            if checks and is_first_B.any():
+                sums.max("policy/reuse_error", (known_BT - first_BT)[is_first_B].abs().max())
+            batch.logprobs = torch.where(is_first_B.unsqueeze(1), first_BT, known_BT)
+        return sums
 
     def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch) -> Sums:
         """Run the epochs and mini-batches of the value loss."""

@@ -85,6 +85,9 @@ class SavedState(Progress):
             "data": dataclasses.asdict(config.data),
             "sampling": sampling,
             "reward": [config.reward.function, config.reward.path],
+            "shaping": [config.reward.overlong_tokens, config.reward.overlong_penalty],
+            "with_greedy": self.run.draw.with_greedy,
+            "dynamic_sampling": config.algorithm.dynamic_sampling,
             "seed": config.run.seed,
         }
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.one_rank import ONE_RANK
+from verl_megatron.algorithms import get_algorithm
+from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import PromptCursor
 from verl_megatron.lifecycle.progress import differences
@@ -124,3 +126,28 @@ def test_only_the_first_attempt_begins_anew(state, monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         state.resume()
     assert calls == ["anew", "newest"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "reward.overlong_tokens=4",
+        "reward.overlong_penalty=0.5",
+        "algorithm.dynamic_sampling=True",
+        "algorithm.name=remax",
+        "rollout.temperature=0.5",
+        "reward.function=other",
+    ],
+)
+def test_samples_are_collected_again_if_what_made_them_changes(change):
+    def made_with(config: TrainerConfig) -> dict:
+        draw = SimpleNamespace(with_greedy="greedy" in get_algorithm(config.algorithm).needs)
+        state = SavedState.__new__(SavedState)
+        state.config, state.run = config, SimpleNamespace(draw=draw)
+        return state._made_with()
+
+    changed, (name, text) = TrainerConfig(), change.split("=")
+    section, setting = name.split(".")
+    old = getattr(getattr(changed, section), setting)
+    setattr(getattr(changed, section), setting, {"True": True}.get(text, type(old)(text)))
+    assert made_with(TrainerConfig()) == made_with(TrainerConfig()) != made_with(changed)

@@ -53,7 +53,7 @@ class Update:
 
 
 class Role:
-    """Actor, critic, reference or reward model. Methods are collective over its `world`."""
+    """Actor, critic, reference, teacher or reward model. Methods are collective over its `world`."""
 
     def __init__(self, engine: Engine, collector: DataCollector):
         self.engine, self.collector = engine, collector
