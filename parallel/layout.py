@@ -71,7 +71,8 @@ class Layout:
         body = compact.replace("sp", "", 1)
         parts = _COMPACT.findall(body)
         names = [name for name, _ in parts]
-        if "".join(name + size for name, size in parts) != body or len(set(names)) != len(names):
+        is_read = "".join(name + size for name, size in parts) == body and len(set(names)) == len(names)
+        if not compact or not is_read:
             raise ValueError(
                 f"layout {short_repr(text)} is not understood; write sizes such as tp2pp2, tp4cp2sp or "
                 "tp2pp4vpp2"

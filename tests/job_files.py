@@ -3,17 +3,9 @@
 import json
 from pathlib import Path
 
-LLAMA = dict(
-    model_type="llama",
-    hidden_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    intermediate_size=96,
-    vocab_size=150,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=256,
-)
+from tests.tiny import SIZES
+
+LLAMA = SIZES | dict(model_type="llama", rms_norm_eps=1e-5)
 
 
 def write_job(folder: Path) -> None:

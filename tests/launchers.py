@@ -95,6 +95,16 @@ def say(*command: str | Path, folder: Path, **more: str) -> Said:
     return Said(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr, calls=calls)
 
 
+def say_recipe(script: str, *settings: str, folder: Path, **more: str) -> Said:
+    """Run recipes/SCRIPT.sh, as `say` does."""
+    return say("bash", f"recipes/{script}.sh", *settings, folder=folder, **more)
+
+
+def say_hostfile(*arguments: str | Path, folder: Path, **more: str) -> Said:
+    """Run recipes/launch/hostfile.sh with these arguments, as `say` does."""
+    return say("bash", LAUNCH / "hostfile.sh", *arguments, folder=folder, **more)
+
+
 def hostfile(path: Path, *, nodes: int, slots: int) -> Path:
     path.write_text("".join(f"worker-{node} slots={slots}\n" for node in range(nodes)))
     return path

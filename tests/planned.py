@@ -6,7 +6,7 @@ from functools import cache
 from parallel.weights.architecture import Architecture
 from parallel.weights.shapes import shape
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner import MACHINES, Case
+from verl_megatron.planner import MACHINES, PlannedRun
 
 H200 = MACHINES["h200"]
 
@@ -43,12 +43,12 @@ def run_config(
     return config
 
 
-def case_of(config: TrainerConfig, gpus: int, **kwargs) -> Case:
+def run_of(config: TrainerConfig, gpus: int, **kwargs) -> PlannedRun:
     """On `gpus` GPUs; paths are names of shapes."""
-    return Case.of(config, world_size=gpus, read=arch, **kwargs)
+    return PlannedRun.of(config, world_size=gpus, read=arch, **kwargs)
 
 
-def actor_alone(config: TrainerConfig, gpus: int) -> Case:
+def actor_alone(config: TrainerConfig, gpus: int) -> PlannedRun:
     """Without critic and reference model."""
     config.algorithm.name, config.algorithm.kl_coef = "grpo", 0.0
-    return case_of(config, gpus)
+    return run_of(config, gpus)

@@ -1,4 +1,4 @@
-"""Cases and rows of the scaling benchmark, and a model of three sizes."""
+"""Planned runs and rows of the scaling benchmark, and a model of three sizes."""
 
 from tools.scaling.model import Scaling, terms_of
 from tools.scaling.rows import (
@@ -7,8 +7,8 @@ from tools.scaling.rows import (
     described,
 )
 from tools.scaling.runs import architecture
-from verl_megatron.config import ModelConfig, TrainerConfig
-from verl_megatron.planner import MACHINES, Case
+from verl_megatron.config import CriticConfig, ModelConfig, TrainerConfig
+from verl_megatron.planner import MACHINES, PlannedRun
 
 PHASES = (
     "reshard",
@@ -23,9 +23,11 @@ PHASES = (
 )
 
 
-def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, algorithm: str = "ppo") -> Case:
+def run_on(
+    ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, algorithm: str = "ppo"
+) -> PlannedRun:
     config = TrainerConfig(
-        actor=ModelConfig(path="llama3-8b", layout=layout), critic=ModelConfig(layout=layout)
+        actor=ModelConfig(path="llama3-8b", layout=layout), critic=CriticConfig(layout=layout)
     )
     config.algorithm.name, config.algorithm.num_mini_batches, config.rollout.tp = algorithm, 4, rollout
     config.algorithm.reuse_logprobs = False
@@ -34,11 +36,11 @@ def case_on(ranks: int, layout: str, *, rollout: int = 1, prompts: int = 64, alg
         512,
         512,
     )
-    return Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
+    return PlannedRun.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
 
 
-def row_on(case: Case, seconds: dict[str, float], source: str = MEASURED) -> Row:
-    return Row(source=source, seconds=seconds, **described(case))
+def row_on(run: PlannedRun, seconds: dict[str, float], source: str = MEASURED) -> Row:
+    return Row(source=source, seconds=seconds, **described(run))
 
 
 def scaling_of(
@@ -50,17 +52,17 @@ def scaling_of(
     prompts: int = 256,
 ) -> Scaling:
     """Three sizes whose seconds have work, tensor-parallel exchange and a term of log2 n."""
-    cases = [
-        case_on(n, layout, rollout=min(n, 2), prompts=prompts if strong else prompts * n // 4)
+    runs = [
+        run_on(n, layout, rollout=min(n, 2), prompts=prompts if strong else prompts * n // 4)
         for n, layout in zip((1, 2, 4), layouts)
     ]
     rows = []
-    for case in cases:
+    for run in runs:
         seconds = {}
         for phase in PHASES:
-            terms = terms_of(case, phase)
+            terms = terms_of(run, phase)
             seconds[phase] = (
                 0.02 * terms["work"] + 1e-4 * min(terms.get("tensor", 0.0), 100) + 0.01 * terms["sync"]
             )
-        rows.append(row_on(case, seconds))
-    return Scaling(cases=cases, rows=rows, links=links, ranks_per_host=host, strong=strong)
+        rows.append(row_on(run, seconds))
+    return Scaling(runs=runs, rows=rows, links=links, ranks_per_host=host, strong=strong)

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from parallel.weights.architecture import Architecture
+
 SIZES = dict(
     vocab_size=150,
     hidden_size=64,
@@ -50,6 +52,13 @@ SERVED = {
     )
     for number, (family, (_, differences)) in enumerate(FAMILIES.items())
 }
+
+
+def tiny_architecture(model_type: str = "llama", **changes) -> Architecture:
+    """A shape for tests of the weight map, plans and folders, where only sizes count."""
+    sizes = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24)
+    others = dict(vocab_size=90, norm_eps=1e-6, max_positions=64)
+    return Architecture(model_type=model_type, **sizes | others | changes)
 
 
 def make_hf(family: str, head: str = "ForCausalLM", *, seed: int = 0, **changes):

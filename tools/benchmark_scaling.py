@@ -34,14 +34,23 @@ from parallel.runtime.environment import MOST_RANKS
 from tools.scaling.model import Scaling
 from tools.scaling.report import Report, markdown, write_csv, write_png
 from tools.scaling.rows import Row, at_best, disturbance, measured_row
-from tools.scaling.runs import SHAPE_TOKENS, Recipe, Size, Sizing, check_sizes, make_prompts, run, size_of
+from tools.scaling.runs import (
+    SHAPE_TOKENS,
+    Recipe,
+    Size,
+    Sizing,
+    check_sizes,
+    make_prompts,
+    size_of,
+    start_and_wait,
+)
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
     MACHINES,
-    Case,
     Machine,
+    PlannedRun,
     find_machine,
     machine_here,
     plan_memory,
@@ -247,11 +256,11 @@ def this_machine(name: str | None) -> Machine | None:
         return pool.submit(machine_here).result()
 
 
-def planner_of(machine: Machine | None) -> Callable[[Case], dict[str, float]]:
-    """Return a function for a case's predicted seconds by phase; empty for an unknown machine."""
+def planner_of(machine: Machine | None) -> Callable[[PlannedRun], dict[str, float]]:
+    """Return a function for a run's predicted seconds by phase; empty for an unknown machine."""
     if machine is None:
-        return lambda case: {}
-    return lambda case: plan_seconds(case, machine, plan_memory(case, machine)).seconds
+        return lambda run: {}
+    return lambda run: plan_seconds(run, machine, plan_memory(run, machine)).seconds
 
 
 def links_of(given: argparse.Namespace, machine: Machine | None) -> Machine:
@@ -262,18 +271,18 @@ def links_of(given: argparse.Namespace, machine: Machine | None) -> Machine:
     return replace(links, other_host_rate=given.host_gbps * 1e9 / 8) if given.host_gbps else links
 
 
-def measured(sizes: list[Size], planned: Callable[[Case], dict[str, float]]) -> list[Row]:
+def measured(sizes: list[Size], planned: Callable[[PlannedRun], dict[str, float]]) -> list[Row]:
     """Run the sizes one after another."""
     rows = []
     for size in sizes:
-        rollout = f"{size.case.replicas} x tp{size.config.rollout.tp}"
+        rollout = f"{size.run.replicas} x tp{size.config.rollout.tp}"
         print(
-            f"{size.ranks} ranks: actor {size.case.actor.layout}, vLLM {rollout}, "
-            f"{size.case.samples} samples; log in {size.output_dir}/log.txt",
+            f"{size.ranks} ranks: actor {size.run.actor.layout}, vLLM {rollout}, "
+            f"{size.run.samples} samples; log in {size.output_dir}/log.txt",
             flush=True,
         )
-        run(size)
-        rows.append(measured_row(size.case, size.output_dir, planned(size.case)))
+        start_and_wait(size)
+        rows.append(measured_row(size.run, size.output_dir, planned(size.run)))
     return rows
 
 
@@ -283,14 +292,14 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     planned, links = planner_of(machine), links_of(given, machine)
     rows = measured(sizes, planned)
     scaling = Scaling(
-        cases=[size.case for size in sizes],
+        runs=[size.run for size in sizes],
         rows=rows,
         links=links,
         ranks_per_host=given.ranks_per_host,
         strong=given.strong,
     )
     modelled, ended = scaling.model(given.to, planned)
-    case = sizes[-1].case
+    run = sizes[-1].run
     notes = [
         "modelled sizes keep the largest measured layout and grow data parallelism; links "
         f"{links.same_host_rate / 1e9:g} GB/s in a host of {given.ranks_per_host}"
@@ -298,7 +307,7 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
         f"({'assumed' if machine is None else machine.source}; --link-gbytes, --host-gbps)."
         " Formulas: `tools/scaling/model.py`."
     ]
-    if all(role.layout.dp == 1 for size in sizes for role in size.case.roles):
+    if all(role.layout.dp == 1 for size in sizes for role in size.run.roles):
         notes.append(
             "no measured size has data parallelism, so modelled sizes leave out how long its ranks wait for "
             "each other in updates."
@@ -313,7 +322,7 @@ def report_of(given: argparse.Namespace, sizes: list[Size]) -> Report:
     if ended:
         notes.append(f"larger sizes are not modelled: {ended}.")
     kind = "same rows in all" if given.strong else "rows in proportion to GPUs"
-    name = f"{sizes[0].recipe.path.name}: {case.prompt_tokens} + {case.response_tokens} tokens a row, {kind}"
+    name = f"{sizes[0].recipe.path.name}: {run.prompt_tokens} + {run.response_tokens} tokens a row, {kind}"
     # MFU is reported for GPUs only: on a CPU, the prediction's machine did not run this.
     return Report(
         title=name,

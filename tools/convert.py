@@ -14,28 +14,23 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothing is installed
+
 from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.compare import describe, differences
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
+from tools.options import Options
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHOWN = 10
 
 
-class _Options(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (--help lists the options)\n")
-
-
 def parser() -> argparse.ArgumentParser:
-    options = _Options(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = Options(description=__doc__)
     commands = options.add_subparsers(dest="command", required=True)
     to_mcore, to_hf, inspect, verify = (
-        commands.add_parser(name, allow_abbrev=False)
-        for name in ("hf-to-mcore", "mcore-to-hf", "inspect", "verify")
+        commands.add_parser(name) for name in ("hf-to-mcore", "mcore-to-hf", "inspect", "verify")
     )
     for command in (to_mcore, to_hf):
         command.add_argument("source", type=Path, metavar="SRC")
@@ -94,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return COMMANDS[options.command](options)
     except (ValueError, OSError) as error:
-        command_line.error(str(error))
+        command_line.error(" ".join(str(error).split()))
 
 
 def _hf_to_mcore(options) -> int:

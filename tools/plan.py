@@ -25,6 +25,8 @@ from yaml import YAMLError
 
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
+from tools.options import Options
+from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
@@ -33,8 +35,8 @@ from verl_megatron.config import TrainerConfig
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
     MACHINES,
-    Case,
     Machine,
+    PlannedRun,
     compare,
     comparison_lines,
     find_machine,
@@ -77,8 +79,8 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
     Raises:
         ValueError: an unknown setting or an invalid value.
     """
-    total = given.samples_per_iteration
-    samples = given.samples_per_prompt or (8 if given.algorithm == "grpo" else 1)
+    total, algorithm = given.samples_per_iteration, ALGORITHMS.get(given.algorithm, ALGORITHMS["ppo"])
+    samples = given.samples_per_prompt or (8 if algorithm.min_samples > 1 else 1)
     if total % samples:
         raise ValueError(
             f"--samples-per-iteration {total} must be a multiple of --samples-per-prompt {samples}; "
@@ -94,7 +96,11 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "samples_per_prompt": samples,
         },
         "rollout": {"max_tokens": given.response},
-        "algorithm": {"name": given.algorithm, "num_mini_batches": given.mini_batches, "kl_coef": 0.01},
+        "algorithm": {
+            "name": given.algorithm,
+            "num_mini_batches": given.mini_batches,
+            "kl_coef": 0.0 if "teacher" in algorithm.needs else 0.01,
+        },
     }
     try:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
@@ -116,6 +122,7 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         ("--model", config.actor.path),
         ("--critic", config.critic.path),
         ("reward.path", config.reward.path),
+        ("teacher.path", config.teacher.path),
     ):
         _check_model(option, model)
     refuse(check_planned(config, architecture(config.actor.path), given.gpus))
@@ -136,13 +143,13 @@ def common_settings(config: TrainerConfig) -> list[str]:
     return found
 
 
-def compared(case: Case, machine: Machine, folder: Path) -> str:
+def compared(run: PlannedRun, machine: Machine, folder: Path) -> str:
     """Return plan and measurements of a run; ValueError if `folder` contains none."""
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"--compare {folder} holds no {METRICS_FILE}; name the run.output_dir of a run")
-    memory = plan_memory(case, machine)
+    memory = plan_memory(run, machine)
     return "\n".join(
-        comparison_lines(compare(memory, plan_seconds(case, machine, memory), read_metrics(folder)))
+        comparison_lines(compare(memory, plan_seconds(run, machine, memory), read_metrics(folder)))
     )
 
 
@@ -185,15 +192,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-class _Options(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
 def parser() -> argparse.ArgumentParser:
-    options = _Options(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = Options(description=__doc__)
     options.add_argument(
         "--model",
         required=True,
@@ -208,11 +208,13 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--hosts", type=count, help=f"default: {HOST_RANKS} GPUs a host")
     options.add_argument("--samples-per-iteration", type=count, default=1024, help="of all prompts together")
-    options.add_argument("--samples-per-prompt", type=count, help="default: 8 for grpo, else 1")
+    options.add_argument(
+        "--samples-per-prompt", type=count, help="default: 8 where they are compared, else 1"
+    )
     options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
     options.add_argument("--response", type=count, default=1024, help="tokens of a response")
     options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
-    options.add_argument("--algorithm", default="ppo", help="ppo or grpo")
+    options.add_argument("--algorithm", default="ppo", help=", ".join(ALGORITHMS))
     options.add_argument("--best", type=count, default=10, help="candidates that are shown")
     options.add_argument("--json", type=Path, help="write all candidates that fit to this file")
     options.add_argument(
@@ -258,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
             "read": architecture,
         }
         if given.compare:
-            print(compared(Case.of(config, **world), machine, given.compare))
+            print(compared(PlannedRun.of(config, **world), machine, given.compare))
             return
         result = search(config, machine=machine, **world)
         print(search_text(result, best=given.best, machine=machine))

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothi
 
 from parallel.reshard.plan import compile_plan
 from parallel.weights.shapes import SHAPES
+from tools.options import Options
 from tools.reshard.case import HOST_RANKS, MAX_RANKS, read_case
 from tools.reshard.picture import draw
 from tools.reshard.report import Rates, flows_of, report_of, table
@@ -46,15 +47,8 @@ def stages(text: str) -> tuple[int, ...]:
     return tuple(int(count(part)) for part in text.split(","))
 
 
-class _Options(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
 def parser() -> argparse.ArgumentParser:
-    options = _Options(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = Options(description=__doc__)
     _add_layouts(options)
     _add_transport(options)
     options.add_argument("--json", type=Path, help="write all numbers to this file")
@@ -103,24 +97,12 @@ def _add_transport(options: argparse.ArgumentParser) -> None:
         default=256,
         help="staging memory of one exchange",
     )
-    options.add_argument(
-        "--same-gpu-rate",
-        type=rate,
-        default=Rates.same_gpu,
-        help="bytes copied a second on one GPU (half of read and written)",
-    )
-    options.add_argument(
-        "--same-host-rate",
-        type=rate,
-        default=Rates.same_host,
-        help="bytes a second between GPUs of one host, each way",
-    )
-    options.add_argument(
-        "--other-host-rate",
-        type=rate,
-        default=Rates.other_host,
-        help="bytes a second of a GPU to other hosts, each way",
-    )
+    for name, usual, what in (
+        ("--same-gpu-rate", Rates.same_gpu, "bytes copied a second on one GPU (half of read and written)"),
+        ("--same-host-rate", Rates.same_host, "bytes a second between GPUs of one host, each way"),
+        ("--other-host-rate", Rates.other_host, "bytes a second of a GPU to other hosts, each way"),
+    ):
+        options.add_argument(name, type=rate, default=usual, help=what)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective, reuses_logprobs
+from verl_megatron.algorithms.advantages.distillation import add_teacher
 from verl_megatron.algorithms.correction import add_sample_size
 from verl_megatron.algorithms.diagnostics import batch_sums
-from verl_megatron.algorithms.distillation import add_teacher
 from verl_megatron.algorithms.kl import KLController
 from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import token_mean
@@ -66,6 +66,7 @@ class Learner:
         self.algorithm, self.objective = get_algorithm(config), get_objective(config)
         self.normalizer = partial(get_normalizer(config), max_tokens=max_tokens)
         self.actor, self.critic = roles["actor"], roles.get("critic")
+        self.value_head = self.actor.engine.value_head  # settings of a critic on the actor's trunk
         self.world = self.actor.world
 
     @property
@@ -96,7 +97,7 @@ class Learner:
             Training metrics of the iteration, the same on every rank.
         """
         clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
-        reuses = trains_actor and reuses_logprobs(config, self.roles)
+        reuses = trains_actor and self.value_head is None and reuses_logprobs(config, self.roles)
         with clock.phase("log_probs"):
             checks = reuses and self._is_checked(step)
             for_actor = self._log_probs(batch, table, skip_first=reuses and not checks)
@@ -138,7 +139,7 @@ class Learner:
     def _log_probs(self, batch: RolloutBatch, table: SampleTable, *, skip_first: bool) -> DispatchedBatch:
         """Set the log-probs of actor, reference and teacher; the update reuses the dispatched samples.
 
-        Models of the actor's layout run in one pass.
+        Models of the actor's layout run in one pass, which gives the values of a head on the actor's trunk.
 
         Args:
             skip_first: leave the actor's log-probs of the first mini-batch at 0.
@@ -155,11 +156,11 @@ class Learner:
                 )
                 batch.logprobs = results["logprobs"]
         if together:
-            results = infer_together(
-                [self.roles[name] for name in together], dispatched, batch, ("logprobs",)
-            )
+            roles = [self.roles[name] for name in together]
+            results = infer_together(roles, dispatched, batch, ("logprobs", "values"))
             for name, result in zip(together, results):
                 setattr(batch, LOGPROBS_OF[name], result["logprobs"])
+                batch.values = result.get("values", batch.values)
         if "teacher" in frozen:
             batch.teacher_logprobs = frozen["teacher"].infer(batch, table, ("logprobs",))["logprobs"]
         return dispatched
@@ -173,7 +174,8 @@ class Learner:
             reuses: take the old log-probs of the first step from its own forward pass, into `batch` too.
             checks: `batch` has them already; compare both.
         """
-        config, kl_coef = self.config, self.kl.coef
+        config, kl_coef, critic = self.config, self.kl.coef, self.value_head
+        fields = POLICY_FIELDS if critic is None else POLICY_FIELDS + VALUE_FIELDS
         groups, num_samples = self.actor.engine.groups, len(dispatched.batch)
         own: list[tuple[MicroBatch, Outputs]] = []
 
@@ -183,9 +185,14 @@ class Learner:
             tokens = PolicyTokens.of(
                 micro, num_samples=num_samples, cp_group=groups.cp if groups.layout.cp > 1 else None
             )
-            return policy_loss(
+            loss_N, sums = policy_loss(
                 outputs["logprobs"], outputs["entropy"], tokens, self.objective, config, kl_coef
             )
+            if critic is not None:
+                value_N, value_sums = self._value_loss(outputs, micro)
+                loss_N = loss_N + critic.value_coef * value_N
+                sums.merge(value_sums)
+            return loss_N, sums
 
         def keep_own() -> None:
             """Set the first mini-batch's old log-probs for the steps of later epochs."""
@@ -196,12 +203,12 @@ class Learner:
         def too_far(metrics: Sums) -> bool:
             return metrics.reduce(self.world).get("policy/approx_kl", 0.0) > config.target_kl
 
-        self.actor.send_fields(dispatched, batch, POLICY_FIELDS)
+        self.actor.send_fields(dispatched, batch, fields)
         update = Update(
             loss=loss,
             normalizer=self.normalizer,
-            fields=POLICY_FIELDS,
-            first_fields=POLICY_FIELDS[1:] if reuses else POLICY_FIELDS,
+            fields=fields,
+            first_fields=fields[1:] if reuses else fields,
             after_first=keep_own,
             epochs=config.epochs,
             stop=too_far if config.target_kl else None,
@@ -219,11 +226,12 @@ class Learner:
 
     def _update_critic(self, dispatched: DispatchedBatch, batch: RolloutBatch) -> Sums:
         """Run the epochs and mini-batches of the value loss."""
-
-        def loss(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
-            return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
-
         critic = self.roles["critic"]
         critic.send_fields(dispatched, batch, VALUE_FIELDS)
-        update = Update(loss=loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs)
+        update = Update(
+            loss=self._value_loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
+        )
         return critic.update(dispatched, update)[0]
+
+    def _value_loss(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
+        return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)

@@ -27,6 +27,11 @@ class ModelSpec:
     head: Head
     trainable: bool = False
 
+    @property
+    def exports(self) -> dict[str, Head]:
+        """Names of the exported folders and their heads."""
+        return {"actor": "lm", "critic": "token"} if self.head == "lm_token" else {self.name: self.head}
+
     @classmethod
     def actor(cls, model: ModelConfig) -> "ModelSpec":
         """Return the trained language model."""
@@ -57,7 +62,9 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
     if isinstance(config, DPOConfig):
         return (actor, reference)
     specs = [actor]
-    if "critic" in get_algorithm(config.algorithm).needs:
+    if shares_trunk(config):
+        specs = [replace(actor, head="lm_token")]
+    elif "critic" in get_algorithm(config.algorithm).needs:
         critic = replace(config.critic, path=config.critic.path or config.actor.path)
         specs.append(ModelSpec(name="critic", section="critic", model=critic, head="token", trainable=True))
     if config.algorithm.kl_coef > 0:
@@ -68,6 +75,11 @@ def models_of(config: TrainerConfig | SupervisedConfig) -> tuple[ModelSpec, ...]
         reward = _frozen(config.reward)
         specs.append(ModelSpec(name="reward", section="reward", model=reward, head="sequence"))
     return tuple(specs)
+
+
+def shares_trunk(config: TrainerConfig) -> bool:
+    """Whether the critic is a value head on the actor's trunk."""
+    return config.critic.share_trunk and "critic" in get_algorithm(config.algorithm).needs
 
 
 def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:

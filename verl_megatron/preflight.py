@@ -7,6 +7,7 @@ from parallel import device
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import inspect_folders, roles_of
 from verl_megatron.checks.settings import check_config, check_supervised_config
+from verl_megatron.checks.unused import unused_notes
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.data.pairs import READERS
 from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
@@ -51,7 +52,7 @@ def inspect_run(
     )
     inputs = inputs or Inputs()
     findings = inspect_folders(roles_of(config), rollout=True, dry=rows is not None)
-    inputs.notes += findings.notes
+    inputs.notes += findings.notes + unused_notes(config)
     return problems + (findings.problems or _inspect_data(config, rows, inputs))
 
 

@@ -220,6 +220,7 @@ class _Models:
             layout = self._train  # models with the actor's layout share its process groups
         options = EngineOptions(
             config=config.engine,
+            critic=config.critic,
             seed=config.run.seed,
             temperature=config.rollout.temperature,
             progress=self.watchdog.beat,

@@ -16,7 +16,7 @@ from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
-from verl_megatron.planner import Case, kv_bytes_per_token, samples_together
+from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
@@ -86,10 +86,11 @@ class RLTrainer(BaseTrainer):
         self.run.close()
 
     def _generation(self) -> str:
-        case, tokens = Case.of(self.config, world_size=self.world.size), self.run.engine.kv_cache_tokens
+        planned = PlannedRun.of(self.config, world_size=self.world.size)
+        tokens = self.run.engine.kv_cache_tokens
         return (
             f"vLLM: KV cache of {tokens:,} tokens a replica, "
-            f"{samples_together(case, tokens * kv_bytes_per_token(case))}"
+            f"{samples_together(planned, tokens * kv_bytes_per_token(planned))}"
         )
 
     def loop(self) -> dict[str, float]:

@@ -182,9 +182,9 @@ if triton:
         ELEMENT: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
+        STAGES: tl.constexpr,
         CACHE: tl.constexpr,
         EVICT: tl.constexpr,
-        STAGES: tl.constexpr,
         ROW_FACTOR: tl.constexpr,
         COLUMN_FACTOR: tl.constexpr,
     ):

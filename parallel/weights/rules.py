@@ -5,7 +5,7 @@ size, D head size, F feed-forward, L labels (one).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import lcm
 from typing import Literal
@@ -14,7 +14,8 @@ from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
 from parallel.weights.shard import Block, ShardedParameter, Shards
 
-Head = Literal["lm", "token", "sequence"]
+# Language model; a value per token (critic); a score per sequence (reward model); the first two on one trunk.
+Head = Literal["lm", "token", "sequence", "lm_token"]
 Piece = tuple[str, int, int]  # Hugging Face tensor, first row, number of rows
 VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of it
 
@@ -50,11 +51,18 @@ TIED_OUTPUT = Rule("output_layer.weight", "", Split.ROWS, {"model.embed_tokens.w
 FINAL_NORM = Rule(
     "decoder.final_layernorm.weight", "model.norm.weight", Split.WHOLE, {"model.norm.weight": "H"}
 )
+LM_HEAD = Rule("output_layer.weight", "lm_head.weight", Split.ROWS, {"lm_head.weight": "VH"})
 SCORE = Rule("output_layer.weight", "", Split.WHOLE, {"score.weight": "LH"})
+SCORE_BIAS = Rule("output_layer.bias", "", Split.WHOLE, {"score.bias": "L"})
 OUTPUTS: dict[Head, tuple[Rule, ...]] = {
-    "lm": (Rule("output_layer.weight", "lm_head.weight", Split.ROWS, {"lm_head.weight": "VH"}),),
-    "token": (SCORE, Rule("output_layer.bias", "", Split.WHOLE, {"score.bias": "L"})),
+    "lm": (LM_HEAD,),
+    "token": (SCORE, SCORE_BIAS),
     "sequence": (SCORE,),
+    "lm_token": (
+        LM_HEAD,
+        replace(SCORE, megatron="value_head.weight"),
+        replace(SCORE_BIAS, megatron="value_head.bias"),
+    ),
 }
 QKV, QKV_BIAS = (
     Rule(
@@ -113,17 +121,28 @@ def layer_rules(arch: Architecture) -> tuple[Rule, ...]:
     return (INPUT_NORM, QKV, *bias, *norms, O_PROJ, MLP_NORM, GATE_UP, DOWN)
 
 
+def is_language(head: Head) -> bool:
+    """Return whether the head gives log-probs."""
+    return LM_HEAD in OUTPUTS[head]
+
+
+def _output_rules(arch: Architecture, head: Head, tied: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return the rules of the output heads, with `tied` in the place of a tied LM head."""
+    if not arch.tied:
+        return OUTPUTS[head]
+    return tuple(other for rule in OUTPUTS[head] for other in (tied if rule is LM_HEAD else (rule,)))
+
+
 def hf_shapes(arch: Architecture, head: Head = "lm") -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the Hugging Face folder, in the model's order.
 
     A tied model has no lm_head.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    output = () if head == "lm" and arch.tied else OUTPUTS[head]
     for prefix, rules in (
         ("", (EMBEDDING,)),
         *((_layer_prefix(i), layer_rules(arch)) for i in range(arch.num_layers)),
-        ("", (FINAL_NORM, *output)),
+        ("", (FINAL_NORM, *_output_rules(arch, head, tied=()))),
     ):
         shapes |= {prefix + name: _shape(dims, arch) for rule in rules for name, dims in rule.tensors.items()}
     return shapes
@@ -155,8 +174,7 @@ def megatron_parameters(
             for rule in layer_rules(arch)
         ]
         if stage == layout.pp - 1 and chunk == layout.vpp - 1:
-            tied = head == "lm" and arch.tied
-            output = OUTPUTS[head] if not tied else (TIED_OUTPUT,) * (layout.pp > 1)
+            output = _output_rules(arch, head, tied=(TIED_OUTPUT,) * (layout.pp > 1))
             rules += [(rule, "", "") for rule in (FINAL_NORM, *output)]
         for rule, where, prefix in rules:
             name = where + (rule.te if spec == "te" and rule.te else rule.megatron)
@@ -185,7 +203,7 @@ def vllm_parameters(arch: Architecture, tp: int, tp_rank: int) -> list[ShardedPa
     rules = [(EMBEDDING, "")] + [
         (rule, _layer_prefix(i)) for i in range(arch.num_layers) for rule in layer_rules(arch)
     ]
-    rules += [(rule, "") for rule in (FINAL_NORM, *(() if arch.tied else OUTPUTS["lm"]))]
+    rules += [(rule, "") for rule in (FINAL_NORM, *_output_rules(arch, "lm", tied=()))]
     part = _Part(tp, tp_rank, vocab)
     parameters: list[ShardedParameter] = []
     for rule, prefix in rules:

@@ -18,23 +18,11 @@ import torch.utils.cpp_extension  # noqa: F401
 from parallel import device
 from parallel.layout import Layout
 from parallel.rank_set import world
-from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes
 from parallel.weights.writing import write_json, write_safetensors
+from tests.tiny import tiny_architecture
 
-ARCH = Architecture(
-    model_type="llama",
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=90,
-    norm_eps=1e-6,
-    max_positions=64,
-    tied=True,
-)
+ARCH = tiny_architecture(hidden_size=32, head_dim=8, intermediate_size=48, tied=True)
 CUDA_ERRORS = ("cuda", "CUDA", "NVIDIA")
 
 

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -20,14 +21,16 @@ from parallel.reshard.execute import Resharder
 from parallel.reshard.in_place.addresses import addresses_of, views_at
 from parallel.reshard.in_place.planner import Sides, plan_in_place
 from parallel.reshard.plan import compile_plan, matrix_shape
-from parallel.reshard.transport import Transport
-from parallel.weights.architecture import Architecture
+from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import ShardedParameter
+from tests.tiny import tiny_architecture
 from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
 
 Shards = dict[int, list[ShardedParameter]]
 UNTIED, TIED = Toy(), Toy(tied=True, groups=1, vocab=41)
+ARCH = tiny_architecture("qwen2", num_layers=4, head_dim=6, vocab_size=101)
+EVERYONE = (0, 1, 2, 3)
 
 
 def whole_tensors(toy: Toy) -> dict[str, Tensor]:
@@ -218,36 +221,35 @@ def in_place() -> None:
         )
         to_rollout = Resharder(plans.to_rollout, given, target, transport)
         to_train = Resharder(plans.to_train, target, given, transport) if plans.to_train else None
-        for _ in range(2):
+        expected = filled(destination[rank], tensors, 0, torch.float32)
+        trained = filled(source[rank], tensors, 0, torch.float32)
+        for factor in (1, 2):
             to_rollout.run()
-            assert all(
-                torch.equal(target[key], value)
-                for key, value in filled(destination[rank], tensors, 0, torch.float32).items()
-            )
+            assert_filled(target, expected, factor, (toy, name, tp, in_place))
             if to_train:
                 to_train.run()
-            wrong = [
-                key
-                for key, value in filled(source[rank], tensors, 0, torch.float32).items()
-                if not torch.equal(given[key], value)
-            ]
-            assert not wrong, (toy, name, tp, in_place, rank, wrong)
+            assert_filled(given, trained, factor, (toy, name, tp, in_place))
+            double(given)
+
+
+def assert_filled(found: Parameters, expected: Parameters, factor: int, where: tuple) -> None:
+    """All tensors have the bits of the expected ones, times a power of two."""
+    assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
+    wrong = [key for key, value in expected.items() if not torch.equal(found[key], factor * value)]
+    assert not wrong, (where, dist.get_rank(), wrong)
+
+
+def double(weights: Parameters) -> None:
+    """An optimizer step: every weight but zeros changes, in place."""
+    for tensor in weights.values():
+        tensor *= 2
 
 
 def exported(
     layout: Layout, *, head="lm", tied=False, dtype=torch.float32, max_file_bytes=2**30
 ) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
     """Export random weights; return on every rank the files' names, their tensors and the expected ones."""
-    sizes = {
-        "hidden_size": 16,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "intermediate_size": 24,
-        "vocab_size": 101,
-    }
-    arch = Architecture(model_type="qwen2", **sizes, tied=tied, norm_eps=1e-5, max_positions=64)
+    arch = replace(ARCH, tied=tied)
     random = torch.Generator().manual_seed(3)
     tensors = {name: torch.randn(shape, generator=random) for name, shape in hf_shapes(arch, head).items()}
     rank, folder = dist.get_rank(), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -283,11 +285,10 @@ def exported(
 
 
 def export_equals_the_whole_tensors() -> None:
-    everyone = (0, 1, 2, 3)
     cases = [
-        {"layout": Layout.parse("tp2pp2", ranks=everyone), "tied": True},
+        {"layout": Layout.parse("tp2pp2", ranks=EVERYONE), "tied": True},
         {
-            "layout": Layout.parse("tp2", ranks=everyone),
+            "layout": Layout.parse("tp2", ranks=EVERYONE),
             "max_file_bytes": 4000,
             "dtype": torch.bfloat16,
         },  # more files than ranks
@@ -295,7 +296,7 @@ def export_equals_the_whole_tensors() -> None:
             "layout": Layout.parse("pp2vpp2", ranks=(3, 1)),
             "max_file_bytes": 20000,
         },  # the other ranks do not take part
-        {"layout": Layout.parse("pp4", ranks=everyone), "head": "token"},
+        {"layout": Layout.parse("pp4", ranks=EVERYONE), "head": "token"},
     ]
     for case in cases:
         files, held, expected = exported(**case)

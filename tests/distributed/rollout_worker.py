@@ -11,19 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import rollout_engines as engines
 from tests.distributed.rollout_alone import alone
-from tests.distributed.rollout_engines import (
-    REQUESTS,
-    SAMPLING,
-    STARTED,
-    TORCHRUN,
-    actor_of,
-    folder,
-    process_state,
-    seven,
-    tokens_of,
-    write_all,
-)
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 
 
@@ -64,7 +53,7 @@ def check_refused_options():
     }
     for ranks, message in wrong.items():
         with pytest.raises(ValueError, match=message):
-            actor_of("a", 2, colocation=Colocation(ranks=ranks))
+            engines.actor_of("a", 2, colocation=Colocation(ranks=ranks))
 
 
 def check_shared(shards, expected, expected_logprobs):
@@ -74,12 +63,12 @@ def check_shared(shards, expected, expected_logprobs):
         ValueError, match=r"model.embed_tokens.weight is \(7, 7\) torch.float32, .* parameter is \("
     ):
         small = Colocation(shared_weights={"model.embed_tokens.weight": torch.zeros(7, 7)})
-        actor_of("a", 2, colocation=small)
+        engines.actor_of("a", 2, colocation=small)
     weights = shards[ranks.index(dist.get_rank()) % 2]
     kept = {"model.norm.weight", "model.layers.1.self_attn.o_proj.weight"}
     assert kept < weights.keys()
-    shared = {name: seven(tensor) for name, tensor in weights.items() if name not in kept}
-    actor = actor_of("a", 2, colocation=Colocation(ranks=ranks, shared_weights=shared))
+    shared = {name: engines.seven(tensor) for name, tensor in weights.items() if name not in kept}
+    actor = engines.actor_of("a", 2, colocation=Colocation(ranks=ranks, shared_weights=shared))
     assert (actor.replica, actor.tp_rank, actor.is_owner) == {
         0: (0, 0, True),
         2: (0, 1, False),
@@ -95,9 +84,8 @@ def check_shared(shards, expected, expected_logprobs):
     for name, tensor in weights.items():
         (held[name] if name in kept else shared[name]).copy_(tensor)
     finished = []
-    shares = check_samples(
-        actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs
-    )
+    samples = actor.generate(engines.REQUESTS, engines.SAMPLING, on_finish=finished.append)
+    shares = check_samples(actor, samples, expected, expected_logprobs)
     assert len(finished) == (shares[actor.replica] if actor.is_owner else 0), shares
     held = actor.weight_target()
     assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in shared.items())
@@ -106,17 +94,17 @@ def check_shared(shards, expected, expected_logprobs):
 
 
 def world():
-    os.environ.update(TORCHRUN)
+    os.environ.update(engines.TORCHRUN)
     dist.init_process_group("gloo")
     torch.manual_seed(100 + dist.get_rank())  # ranks whose generators differ, as a trainer's do
-    expected, expected_logprobs = json.loads((folder / "alone.json").read_text())
-    before = process_state()
-    actor = actor_of("a", 2, colocation=Colocation(shared_weights={}))
-    assert process_state() == before
+    expected, expected_logprobs = json.loads((engines.folder / "alone.json").read_text())
+    before = engines.process_state()
+    actor = engines.actor_of("a", 2, colocation=Colocation(shared_weights={}))
+    assert engines.process_state() == before
     with pytest.raises(ValueError, match=r"rollout.tp=3 must divide the 4 ranks"):
-        VLLMActor(folder / "a", 3)
-    source = actor_of("a", 2)
-    write_all(actor, source)
+        VLLMActor(engines.folder / "a", 3)
+    source = engines.actor_of("a", 2)
+    engines.write_all(actor, source)
     source.close()
     shards = shards_of(actor)
     check_refused_options()
@@ -126,9 +114,8 @@ def world():
         dist.get_rank() % 2,
     )
     finished = []
-    shares = check_samples(
-        actor, actor.generate(REQUESTS, SAMPLING, on_finish=finished.append), expected, expected_logprobs
-    )
+    samples = actor.generate(engines.REQUESTS, engines.SAMPLING, on_finish=finished.append)
+    shares = check_samples(actor, samples, expected, expected_logprobs)
     assert len(finished) == (shares[actor.replica] if actor.is_owner else 0), shares
 
     def slow(sample):
@@ -136,15 +123,15 @@ def world():
 
     shares = check_samples(
         actor,
-        actor.generate(REQUESTS, SAMPLING, on_finish=slow if actor.replica == 0 else None),
+        actor.generate(engines.REQUESTS, engines.SAMPLING, on_finish=slow if actor.replica == 0 else None),
         expected,
         expected_logprobs,
     )
     assert shares[0] < 14, shares  # 8 at first, then one each 0.3 s
-    assert tokens_of(actor.generate(REQUESTS[:6], SAMPLING, shared=False)) == {
+    assert engines.tokens_of(actor.generate(engines.REQUESTS[:6], engines.SAMPLING, shared=False)) == {
         str(sample): expected[str(sample)] for sample in range(6)
     }
-    assert process_state() == before
+    assert engines.process_state() == before
     store = dist.distributed_c10d._get_default_store()
     assert not any(
         store.check([f"verl_megatron/samples/{i}"]) or store.check([f"verl_megatron/samples/{i}/finished"])
@@ -153,8 +140,8 @@ def world():
     actor.close()
     check_shared(shards, expected, expected_logprobs)
     for tp in (4, 1):  # more ranks than key-value heads; four replicas
-        actor = actor_of("a", tp)
-        check_samples(actor, actor.generate(REQUESTS, SAMPLING), expected, expected_logprobs)
+        actor = engines.actor_of("a", tp)
+        check_samples(actor, actor.generate(engines.REQUESTS, engines.SAMPLING), expected, expected_logprobs)
         actor.close()
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -162,8 +149,8 @@ def world():
 
 
 if __name__ == "__main__":
-    alone() if TORCHRUN["WORLD_SIZE"] == "1" else world()
+    alone() if engines.TORCHRUN["WORLD_SIZE"] == "1" else world()
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"{time.monotonic() - STARTED:.1f} s: all rollout checks passed", flush=True)
+        print(f"{time.monotonic() - engines.STARTED:.1f} s: all rollout checks passed", flush=True)
     dist.destroy_process_group()

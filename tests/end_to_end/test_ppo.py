@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run
@@ -135,6 +141,27 @@ def test_disjoint_roles_and_a_reward_model(toy, tmp_path):
         with torch.no_grad():
             expected = model(ids).logits.item() + len(found["response"]) / 10
         assert abs(found["score"] - expected) < 1e-4, (found, expected)
+
+
+def test_critic_on_the_actors_trunk(toy, tmp_path):
+    """One model is trained and two are exported; the old values are those of the update's first step."""
+    more = [
+        *("run.iterations=2", "actor.layout=tp2", "rollout.tp=1", "algorithm.num_mini_batches=2"),
+        *("critic.share_trunk=true", "critic.layout=tp2", "critic.lr=1e-2"),
+        *("reshard.mode=share", "reshard.offload=all", "reshard.verify=all"),
+    ]
+    ended = run(2, TRAIN, *settings_of(toy, tmp_path / "run", *more), folder=tmp_path)
+    for row in read_metrics(tmp_path / "run")[1:]:
+        assert row["critic/loss"] > 0 and row["kl/ref"] is not None and row["policy/grad_norm"] > 0
+        assert "critic/grad_norm" not in row and "time/values_s" not in row
+    assert ended.stdout.count("exported ") == 2, ended.text
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "run/actor").state_dict()
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "run/critic").state_dict()
+    assert critic["score.weight"].abs().max() > 1e-3 and critic.keys() - actor.keys() == {
+        "score.weight",
+        "score.bias",
+    }
+    assert all(torch.equal(actor[name], critic[name]) for name in actor.keys() & critic.keys())
 
 
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):

@@ -21,7 +21,7 @@ from verl_megatron.observe.tracking import read_metrics
 PLACES = ("actor.layout=tp2", "critic.layout=pp2", "rollout.tp=2")
 
 
-@pytest.mark.parametrize(("moments", "least"), [(12, 10)])
+@pytest.mark.parametrize(("moments", "least"), [(6, 5)])
 def test_killed_at_random_moments_it_learns_the_same_to_the_bit(tmp_path, moments, least):
     """Checkpoints are written while training goes on, so that kills strike in that, too."""
     command = [
@@ -45,7 +45,7 @@ def test_killed_at_random_moments_it_learns_the_same_to_the_bit(tmp_path, moment
     ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
     kills, struck = re.search(r"(\d+) kills in \d+ attempts: (\{.*\})", ended.stdout).groups()
-    assert int(kills) >= least and len(struck.split(",")) > 3, (
+    assert int(kills) >= least and len(struck.split(",")) > 2, (
         ended.stdout
     )  # most of them; where they strike is chance
 

@@ -27,6 +27,7 @@ from tests.fuzz import (
     demonstrations,
     environment,
     layouts,
+    pairs,
     paths,
     pools,
     recipes,
@@ -41,17 +42,18 @@ from tests.fuzz.runner import run_cases
 
 # Kinds of input and how many of a hundred cases are of each.
 KINDS = {
-    "settings": (settings, 27),
+    "settings": (settings, 22),
     "lines": (command_lines, 7),
     "recipes": (recipes, 8),
     "environment": (environment, 3),
     "layouts": (layouts, 7),
     "paths": (paths, 6),
-    "configs": (configs, 12),
+    "configs": (configs, 9),
     "weights": (weights, 6),
     "tokenizers": (tokenizers, 3),
     "data": (data, 9),
     "demonstrations": (demonstrations, 3),
+    "pairs": (pairs, 8),
     "rewards": (rewards, 4),
     "pools": (pools, 2),
     "checkpoints": (checkpoints, 3),

@@ -118,7 +118,7 @@ FINE_ANSWERS: tuple[Any, ...] = ("a", 3, 2.5, ["a", "b"], {"a": 1}, "", "ü", Tr
 
 
 def mutations() -> list[Mutation]:
-    found: list[Mutation] = [partial(bad_line, line=line) for line in BAD_LINES]
+    found = of_files()
     found += [partial(of_a_row, key="prompt", value=value, expected=REFUSED) for value in BAD_PROMPTS]
     found += [
         partial(of_a_row, key="prompt", value=value, expected=EITHER, word=word)
@@ -126,18 +126,16 @@ def mutations() -> list[Mutation]:
     ]
     found += [partial(of_a_row, key="prompt", value=value, expected=ACCEPTED) for value in FINE_PROMPTS]
     found += [partial(of_a_row, key="answer", value=value, expected=ACCEPTED) for value in FINE_ANSWERS]
-    found += [partial(other_format, what=what, make=make) for what, make in FORMATS.items()]
-    found += [partial(same_rows, what=what, make=make) for what, make in WAYS.items()]
-    found += [partial(no_file, what=what, make=make) for what, make in NO_FILES.items()]
-    return (
-        found
-        + [missing] * 4
-        + [too_long] * 4
-        + [dropped] * 2
-        + [flipped] * 8
-        + [other_key] * 4
-        + [few, number, unpaired]
-    )
+    more = [missing] * 4 + [too_long] * 4 + [dropped] * 2 + [flipped] * 8 + [other_key] * 4
+    return found + more + [few, number, unpaired]
+
+
+def of_files(**programs: Any) -> list[Mutation]:
+    """Of whatever rows are in the file; `programs=` that read it."""
+    found: list[Mutation] = [partial(bad_line, line=line, **programs) for line in BAD_LINES]
+    found += [partial(other_format, what=what, make=make, **programs) for what, make in FORMATS.items()]
+    found += [partial(same_rows, what=what, make=make, **programs) for what, make in WAYS.items()]
+    return found + [partial(no_file, what=what, make=make, **programs) for what, make in NO_FILES.items()]
 
 
 @dataclass(frozen=True)
@@ -146,6 +144,7 @@ class Program:
 
     name: str
     settings: tuple[str, ...]  # that name the file
+    sample: str  # of the toy's files, the rows that it reads
     more: tuple[str, ...] = ()
 
     def case(
@@ -160,9 +159,19 @@ class Program:
             act=job.dry_run(f"{setting}={path}", *self.more, program=self.name),
         )
 
+    def refused_row(
+        self, job: Job, rng: random.Random, what: str, row: tuple[Path, int], *, word: str
+    ) -> Case:
+        """A run on a file with one wrong row (its path and line), which is refused with this word."""
+        path, line = row
+        return self.case(job, rng, what, path, expected=REFUSED, names=(*line_names(path, line), word))
 
-TRAIN = Program("train", ("data.train", "data.validation"), ("data.max_prompt_tokens=128",))
-SFT = Program("sft", ("data.train",))
+
+TRAIN = Program("train", ("data.train", "data.validation"), "train", ("data.max_prompt_tokens=128",))
+SFT = Program("sft", ("data.train",), "sft")
+
+
+Programs = tuple[Program, ...]  # of which a case takes one
 
 
 def dropping(program: Program) -> Program:
@@ -184,9 +193,9 @@ def line_names(path: Path, line: int) -> tuple[str, str]:
     return str(path), f"line {line}"
 
 
-def bad_line(job: Job, rng: random.Random, *, line: bytes) -> Case:
-    program = rng.choice((TRAIN, TRAIN, SFT))
-    lines = [json.dumps(row).encode() for row in job.rows(program.name)]
+def bad_line(job: Job, rng: random.Random, *, line: bytes, programs: Programs = (TRAIN, TRAIN, SFT)) -> Case:
+    program = rng.choice(programs)
+    lines = [json.dumps(row).encode() for row in job.rows(program.sample)]
     at = rng.randrange(len(lines) + 1)
     path = job.write("data.jsonl", b"\n".join([*lines[:at], line, *lines[at:]]) + b"\n")
     return program.case(
@@ -207,21 +216,14 @@ def of_a_row(job: Job, rng: random.Random, *, key: str, value: Any, expected: st
 
 def missing(job: Job, rng: random.Random) -> Case:
     key = rng.choice(("prompt", "answer"))
-    path, line = with_row(job, rng, lambda row: {name: value for name, value in row.items() if name != key})
-    return TRAIN.case(job, rng, f"no {key}", path, expected=REFUSED, names=(*line_names(path, line), key))
+    row = with_row(job, rng, lambda row: {name: value for name, value in row.items() if name != key})
+    return TRAIN.refused_row(job, rng, f"no {key}", row, word=key)
 
 
 def too_long(job: Job, rng: random.Random) -> Case:
     words = rng.choice((200, 5000, 200_000))
-    path, line = with_row(job, rng, lambda row: row | {"prompt": "fig " * words})
-    return TRAIN.case(
-        job,
-        rng,
-        f"a prompt of {words} words",
-        path,
-        expected=REFUSED,
-        names=(*line_names(path, line), "max_prompt_tokens"),
-    )
+    row = with_row(job, rng, lambda row: row | {"prompt": "fig " * words})
+    return TRAIN.refused_row(job, rng, f"a prompt of {words} words", row, word="max_prompt_tokens")
 
 
 def dropped(job: Job, rng: random.Random) -> Case:
@@ -320,10 +322,17 @@ FORMATS: dict[str, Callable[[Path, Rows], object]] = {
 }
 
 
-def other_format(job: Job, rng: random.Random, *, what: str, make: Callable[[Path, Rows], object]) -> Case:
+def other_format(
+    job: Job,
+    rng: random.Random,
+    *,
+    what: str,
+    make: Callable[[Path, Rows], object],
+    programs: Programs = (TRAIN,),
+) -> Case:
     path = job.folder / rng.choice(("data.jsonl", "data.json", "data.parquet", "data"))
     make(path, job.rows("train"))
-    return TRAIN.case(job, rng, what, path, expected=REFUSED, names=(str(path),))
+    return rng.choice(programs).case(job, rng, what, path, expected=REFUSED, names=(str(path),))
 
 
 # Ways to write the same rows.
@@ -340,9 +349,17 @@ WAYS: dict[str, Callable[[list[str]], bytes]] = {
 }
 
 
-def same_rows(job: Job, rng: random.Random, *, what: str, make: Callable[[list[str]], bytes]) -> Case:
-    path = job.write("data.jsonl", make([json.dumps(row) for row in job.rows("train")]))
-    return TRAIN.case(job, rng, what, path, expected=ACCEPTED)
+def same_rows(
+    job: Job,
+    rng: random.Random,
+    *,
+    what: str,
+    make: Callable[[list[str]], bytes],
+    programs: Programs = (TRAIN,),
+) -> Case:
+    program = rng.choice(programs)
+    path = job.write("data.jsonl", make([json.dumps(row) for row in job.rows(program.sample)]))
+    return program.case(job, rng, what, path, expected=ACCEPTED)
 
 
 NO_FILES: dict[str, Callable[[Path], object]] = {
@@ -355,7 +372,14 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def no_file(job: Job, rng: random.Random, *, what: str, make: Callable[[Path], object]) -> Case:
+def no_file(
+    job: Job,
+    rng: random.Random,
+    *,
+    what: str,
+    make: Callable[[Path], object],
+    programs: Programs = (TRAIN,),
+) -> Case:
     clear(path := job.folder / "data.jsonl")
     make(path)
-    return TRAIN.case(job, rng, what, path, expected=REFUSED, names=(str(path),))
+    return rng.choice(programs).case(job, rng, what, path, expected=REFUSED, names=(str(path),))

@@ -43,23 +43,16 @@ def of_a_row(job: Job, rng: random.Random, *, key: str, value: Any, expected: st
 
 def missing(job: Job, rng: random.Random) -> Case:
     key = rng.choice(("prompt", "response"))
-    path, line = with_row(
+    row = with_row(
         job, rng, lambda row: {name: value for name, value in row.items() if name != key}, sample="sft"
     )
-    return SFT.case(job, rng, f"no {key}", path, expected=REFUSED, names=(*line_names(path, line), key))
+    return SFT.refused_row(job, rng, f"no {key}", row, word=key)
 
 
 def too_long(job: Job, rng: random.Random) -> Case:
     key = rng.choice(("prompt", "response"))
-    path, line = with_row(job, rng, lambda row: row | {key: "fig " * 100}, sample="sft")
-    return SFT.case(
-        job,
-        rng,
-        f"a {key} of 100 words",
-        path,
-        expected=REFUSED,
-        names=(*line_names(path, line), "max_tokens"),
-    )
+    row = with_row(job, rng, lambda row: row | {key: "fig " * 100}, sample="sft")
+    return SFT.refused_row(job, rng, f"a {key} of 100 words", row, word="max_tokens")
 
 
 def none_left(job: Job, rng: random.Random) -> Case:

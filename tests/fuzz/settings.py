@@ -90,17 +90,38 @@ SOUND_ONLY = {
         "algorithm.cliprange_value": (0, 0.2),
         "algorithm.entropy_coef": (0, 0.01),
         "algorithm.kl_coef": (0.01, 0.5),
-        "algorithm.kl_ctrl_horizon": (1, 64),
-        "algorithm.target_kl": (0, 0.1),
         "algorithm.critic_warmup": (0, 2),
         "reshard.window_mib": (1, 64),
         "reshard.verify": ("sample", "all", "none"),
     },
 }
 
+# Settings that change nothing beside others, each of a right value; the recipe is PPO's.
+USELESS = {
+    "algorithm.gamma": ("algorithm.gamma=0.9", "algorithm.name=grpo", "data.samples_per_prompt=2"),
+    "algorithm.gae_lambda": ("algorithm.gae_lambda=1", "algorithm.name=remax"),
+    "algorithm.whiten": ("algorithm.whiten=false", "algorithm.name=reinforce_plus_plus"),
+    "algorithm.scale_by_std": ("algorithm.scale_by_std=false",),
+    "algorithm.critic_warmup": ("algorithm.critic_warmup=2", "algorithm.name=reinforce_plus_plus"),
+    "algorithm.clip_ratio_high": ("algorithm.clip_ratio_high=0.3", "algorithm.objective=reinforce"),
+    "algorithm.dual_clip": ("algorithm.dual_clip=3", "algorithm.objective=cispo"),
+    "algorithm.correction_high": ("algorithm.correction_high=3",),
+    "algorithm.kl_ctrl_horizon": ("algorithm.kl_ctrl_horizon=64",),
+    "algorithm.kl_ctrl_target": ("algorithm.kl_ctrl_target=1", "algorithm.kl_in=none"),
+    "algorithm.target_kl": ("algorithm.target_kl=0.1", "algorithm.num_mini_batches=1"),
+    "algorithm.dynamic_sampling": ("algorithm.dynamic_sampling=true", "data.samples_per_prompt=2"),
+    "algorithm.max_sampling_rounds": ("algorithm.max_sampling_rounds=3",),
+    "algorithm.check_logprobs_interval": (
+        "algorithm.check_logprobs_interval=3",
+        "algorithm.reuse_logprobs=false",
+    ),
+    "algorithm.teacher_coef": ("algorithm.teacher_coef=2",),
+    "reward.overlong_penalty": ("reward.overlong_penalty=2",),
+}
+
 
 def mutations() -> list[Mutation]:
-    found: list[Mutation] = []
+    found: list[Mutation] = [partial(useless, name=name, given=given) for name, given in USELESS.items()]
     for program, schema in SCHEMAS.items():
         for section, name, kind in described(schema):
             found += [
@@ -232,6 +253,10 @@ def two_at_once(job: Job, rng: random.Random, *, program: str) -> Case:
         names=(f"{a_section}.{a}", f"{b_section}.{b}"),
         act=job.dry_run(*given, program=program),
     )
+
+
+def useless(job: Job, rng: random.Random, *, name: str, given: tuple[str, ...]) -> Case:
+    return Case(name=" ".join(given), expected=REFUSED, names=(name,), act=job.dry_run(*given))
 
 
 def harmless(job: Job, rng: random.Random, *, program: str) -> Case:

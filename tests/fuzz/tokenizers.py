@@ -97,14 +97,6 @@ CHANGES: dict[str, tuple[str, Callable[[dict], Any], str]] = {
         lambda content: content | {"model": content["model"] | {"merges": [["no", "thing"]]}},
         REFUSED,
     ),
-    "more tokens than the model": (
-        "tokenizer.json",
-        lambda content: (
-            content
-            | {"added_tokens": content["added_tokens"] + [_added(number) for number in range(384, 400)]}
-        ),
-        REFUSED,
-    ),
 }
 
 
@@ -130,7 +122,7 @@ def mutations() -> list[Mutation]:
             "a link to itself": lambda path: path.symlink_to(path.name),
         }.items()
     ]
-    return found + [absent, no_template, spare] + [flipped] * 4
+    return found + [absent, no_template, spare] + [flipped] * 4 + [beyond] * 2
 
 
 def _refused(job: Job, what: str, *more: str, expected: str = REFUSED) -> Case:
@@ -159,6 +151,17 @@ def no_file(job: Job, rng: random.Random, *, what: str, make: Callable) -> Case:
     clear(job.model() / file)
     make(job.model() / file)
     return _refused(job, f"{file} is {what}", expected=EITHER)  # tokenizer.model may stand in
+
+
+def beyond(job: Job, rng: random.Random) -> Case:
+    """More tokens than the model has, as an unused one for padding: only data that has them is refused."""
+    path, is_used = job.model() / "tokenizer.json", rng.random() < 0.5
+    content = json.loads(path.read_text())
+    job.write(path, content | {"added_tokens": content["added_tokens"] + list(map(_added, range(384, 400)))})
+    data = job.write_rows([row | {"prompt": f"a<extra_390>{row['prompt']}"} for row in job.rows("train")])
+    more = [f"data.train={data}"] * is_used
+    what = f"tokens that the model has not, {'and' if is_used else 'not'} in the data"
+    return _refused(job, what, *more, expected=REFUSED if is_used else ACCEPTED)
 
 
 def absent(job: Job, rng: random.Random) -> Case:

@@ -197,7 +197,9 @@ def _loaded(job: Job) -> Tensors:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _as_score(labels: int) -> Callable[[Tensors], Tensors]:
+def score_head(labels: int) -> Callable[[Tensors], Tensors]:
+    """A score of so many labels in place of the language model's head."""
+
     def change(tensors: Tensors) -> Tensors:
         head = tensors[LM][:labels].clone()
         return {name: tensor for name, tensor in tensors.items() if name != LM} | {SCORE: head}
@@ -205,7 +207,7 @@ def _as_score(labels: int) -> Callable[[Tensors], Tensors]:
     return change
 
 
-def _rows(count: int) -> Callable[[Tensors], Tensors]:
+def vocabulary_of(count: int) -> Callable[[Tensors], Tensors]:
     """A vocabulary of another size."""
     return lambda tensors: {
         name: tensor[:count].clone() if tensor.shape[0] == 384 else tensor for name, tensor in tensors.items()
@@ -216,7 +218,7 @@ def _without(part: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
-def _as_it_is(tensors: Tensors) -> Tensors:
+def as_it_is(tensors: Tensors) -> Tensors:
     return tensors
 
 
@@ -241,7 +243,7 @@ VALUE = {
 }
 # Folder, its role, tensors, config, what has to come of it and what it must be told by.
 ROLES = (
-    ("a language model", "reward", _as_it_is, {}, REFUSED, ("reward.path", ("score", "head"))),
+    ("a language model", "reward", as_it_is, {}, REFUSED, ("reward.path", ("score", "head"))),
     (
         "a score model whose file has no score",
         "reward",
@@ -250,11 +252,11 @@ ROLES = (
         REFUSED,
         (("score", "head"),),
     ),
-    ("a score model", "reward", _as_score(1), ONE_LABEL, ACCEPTED, ()),
+    ("a score model", "reward", score_head(1), ONE_LABEL, ACCEPTED, ()),
     (
         "a score model of three labels",
         "reward",
-        _as_score(3),
+        score_head(3),
         ONE_LABEL | {"id2label": {"0": "a", "1": "b", "2": "c"}},
         REFUSED,
         (("score", "label"),),
@@ -262,24 +264,38 @@ ROLES = (
     (
         "a score model of another vocabulary",
         "reward",
-        lambda tensors: _rows(320)(_as_score(1)(tensors)),
+        lambda tensors: vocabulary_of(320)(score_head(1)(tensors)),
         ONE_LABEL | {"vocab_size": 320},
         REFUSED,
         (("vocab", "token"),),
     ),
-    ("of another vocabulary", "critic", _rows(320), {"vocab_size": 320}, REFUSED, (("vocab", "token"),)),
-    ("of another vocabulary", "actor", _rows(320), {"vocab_size": 320}, REFUSED, (("vocab", "token"),)),
+    (
+        "of another vocabulary",
+        "critic",
+        vocabulary_of(320),
+        {"vocab_size": 320},
+        REFUSED,
+        (("vocab", "token"),),
+    ),
+    (
+        "of another vocabulary",
+        "actor",
+        vocabulary_of(320),
+        {"vocab_size": 320},
+        REFUSED,
+        (("vocab", "token"),),
+    ),
     ("without layers", "actor", _without("layers"), {}, REFUSED, ("layers",)),
     ("without layers", "critic", _without("layers"), {}, REFUSED, ("layers",)),
     ("without an embedding", "actor", _without("embed"), {}, REFUSED, ("embed",)),
     ("without a head", "actor", _without("lm_head"), {}, REFUSED, ("lm_head",)),
-    ("a score model", "actor", _as_score(1), ONE_LABEL, REFUSED, (("lm_head", "head"),)),
-    ("a score model", "critic", _as_score(1), ONE_LABEL, EITHER, ()),
-    ("a language model", "critic", _as_it_is, {}, EITHER, (("head", "score", "critic"),)),
+    ("a score model", "actor", score_head(1), ONE_LABEL, REFUSED, (("lm_head", "head"),)),
+    ("a score model", "critic", score_head(1), ONE_LABEL, EITHER, ()),
+    ("a language model", "critic", as_it_is, {}, EITHER, (("head", "score", "critic"),)),
     (
         "tied, with another head",
         "actor",
-        _as_it_is,
+        as_it_is,
         {"tie_word_embeddings": True},
         REFUSED,
         (("lm_head", "tie"),),
@@ -306,19 +322,25 @@ ROLES = (
     ("in bfloat16", "actor", _cast("bfloat16"), {}, ACCEPTED, ()),
     ("in float16", "critic", _cast("float16"), {}, ACCEPTED, ()),
     ("in int8", "actor", _cast("int8"), {}, REFUSED, (("int8", "I8"),)),
-    ("in one file", "actor", _as_it_is, {}, ACCEPTED, ()),
+    ("in one file", "actor", as_it_is, {}, ACCEPTED, ()),
 )
 
 
-def of_a_role(job: Job, rng: random.Random, *, entry: tuple) -> Case:
-    """A role whose folder has other tensors: `entry` is one of ROLES."""
+def make_folder(job: Job, spoil: Callable[[Tensors], Tensors], config: dict[str, Any]) -> Path:
+    """A model folder with changed tensors, all in one file, and these changes of config.json."""
     from safetensors.torch import save
 
-    what, role, spoil, config, expected, names = entry
     model = job.model()
     for path in (INDEX, SHARD, SHARD.replace("00001-", "00002-")):
         clear(model / path)
     job.write(model / "model.safetensors", save(spoil(_loaded(job)), metadata={"format": "pt"}))
     job.write(model / "config.json", json.loads((job.toy / "model/config.json").read_text()) | config)
-    given = [f"{role}.path={model}"] + (["reward.function="] if role == "reward" else [])
+    return model
+
+
+def of_a_role(job: Job, rng: random.Random, *, entry: tuple) -> Case:
+    """A role whose folder has other tensors: `entry` is one of ROLES."""
+    what, role, spoil, config, expected, names = entry
+    given = [f"{role}.path={make_folder(job, spoil, config)}"]
+    given += ["reward.function="] if role == "reward" else []
     return Case(name=f"{role}: {what}", expected=expected, names=names, act=job.dry_run(*given))

@@ -2,8 +2,8 @@
 # What only a machine with GPUs shows, by hand: correctness first, then figures; a table of what passed comes
 # last.
 #   bash tests/gpu/check.sh [stage ...]
-# Stages (all, in this order, where none is named): tests toy resume ppo grpo long wide whole fp8 save offload
-# weight_sync reshard engine rollout scaling kernels machine. Those with too few GPUs are left out; with two,
+# Stages (all, in this order, where none is named): tests toy resume ppo grpo passes long wide whole fp8 save
+# offload weight_sync reshard engine rollout scaling kernels machine. Those with too few GPUs are left out; with two,
 # models and batches are smaller than with four. Environment: LOGS (outputs/gpu), LIMIT_S (240) seconds that a
 # command may take, SCRATCH (outputs/random) for random weights, ONLY (all) a regular expression of the
 # commands of these stages that are wanted, by the names of their logs.
@@ -93,6 +93,22 @@ stage_grpo() { # an actor of 8B, split over the ranks and whole on each
   step grpo_tp2 bash -c "recipe grpo_tp2 llama3_8b_grpo data.prompts_per_iteration=16 $tp2 rollout.gpu_memory_utilization=0.4"
   step grpo_dp bash -c "recipe grpo_dp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=tp1 rollout.tp=1 reshard.mode=share reshard.offload=all engine.tokens_per_micro_batch=4096"
   step grpo_pp bash -c "recipe grpo_pp llama3_8b_grpo data.prompts_per_iteration=16 actor.layout=pp2vpp4 rollout.tp=2 reshard.mode=swap reshard.offload=grads engine.tokens_per_micro_batch=4096"
+}
+
+# forward passes that a step can save: GRPO's old log-probs, and PPO's values; 6 layers of the 8B's width a GPU,
+# so that actor and critic fit beside each other
+stage_passes() {
+  local folder="$SCRATCH/passes" layout="tp$RANKS"
+  ((RANKS == 1)) || layout+=sp
+  [[ -f $folder/reward.py ]] || step passes_weights python tools/make_random.py "$folder" --layers $((6 * RANKS))
+  local run="reward.function=$folder/reward.py:score run.save_interval=0 run.export=false algorithm.num_mini_batches=1"
+  run+=" data.max_prompt_tokens=512 rollout.max_tokens=512 rollout.min_tokens=512 rollout.ignore_eos=true"
+  run+=" actor.layout=$layout rollout.tp=$RANKS reshard.mode=share reshard.offload=none engine.tokens_per_micro_batch=8192 rollout.gpu_memory_utilization=0.25"
+  local where=(MODEL="$folder/model" DATA="$folder/train.jsonl") grpo="data.prompts_per_iteration=$((16 * RANKS))" ppo="data.prompts_per_iteration=$((64 * RANKS))"
+  step passes_grpo_full env "${where[@]}" bash -c "recipe passes_grpo_full llama3_8b_grpo $run $grpo algorithm.reuse_logprobs=false"
+  step passes_grpo_reused env "${where[@]}" bash -c "recipe passes_grpo_reused llama3_8b_grpo $run $grpo"
+  step passes_ppo_two_models env "${where[@]}" bash -c "recipe passes_ppo_two_models llama3_8b_ppo $run $ppo critic.layout=$layout"
+  step passes_ppo_shared_trunk env "${where[@]}" bash -c "recipe passes_ppo_shared_trunk llama3_8b_ppo $run $ppo critic.layout=tp1 critic.share_trunk=true"
 }
 
 stage_long() { # rows of 16,384 tokens; most of them prompt, so that generation does not take the time
@@ -209,7 +225,7 @@ stage_kernels() { # those of log-probs in other block sizes, beside the floor
 
 stage_machine() { LINES_SHOWN=40 step machine bash -c "world $RANKS tools/calibrate.py $LOGS/machine.json && cat $LOGS/machine.json"; }
 
-(($#)) || set -- tests toy resume ppo grpo long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
+(($#)) || set -- tests toy resume ppo grpo passes long wide whole fp8 save offload weight_sync reshard engine rollout scaling kernels machine
 for stage in "$@"; do "stage_$stage"; done
 printf '\n%s\n' "$GPUS GPUs, $RANKS ranks; logs in $LOGS"
 printf '%s\n' "${table[@]}"

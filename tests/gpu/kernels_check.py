@@ -290,19 +290,24 @@ def time_all(device: torch.device, *, gib: int) -> None:
         )
 
 
+def check_then_time(parser: argparse.ArgumentParser, what: str, check: Callable, time_all: Callable) -> None:
+    """Run `check(device)`, then unless --only-check `time_all(device, **options)`, on the first GPU."""
+    parser.add_argument("--only-check", action="store_true", help="time nothing")
+    options = vars(parser.parse_args())
+    only_check, device = options.pop("only_check"), torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    check(device)
+    print(f"all {what} passed", flush=True)
+    if not only_check:
+        time_all(device, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--gib", type=int, default=4, help="GiB of the timed source; the GPU holds two of them"
     )
-    parser.add_argument("--only-check", action="store_true", help="time nothing")
-    arguments = parser.parse_args()
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    check(device)
-    print("all kernel checks passed", flush=True)
-    if not arguments.only_check:
-        time_all(device, gib=arguments.gib)
+    check_then_time(parser, "kernel checks", check, time_all)
 
 
 if __name__ == "__main__":

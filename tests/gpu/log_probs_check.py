@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a script, Python looks in the script's folder only
-from tests.gpu.kernels_check import milliseconds
+from tests.gpu.kernels_check import check_then_time, milliseconds
 from verl_megatron.models import log_prob_kernels as kernels
 from verl_megatron.models.log_prob_kernels import GRAD, STATS, Tuning
 from verl_megatron.models.log_probs import CHUNK_BYTES, TILE, Softmax, token_log_probs
@@ -291,14 +291,7 @@ def time_head(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden-size", type=int, default=4096, help="of the timed head")
-    parser.add_argument("--only-check", action="store_true", help="time nothing")
-    arguments = parser.parse_args()
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    check(device)
-    print("all checks of log-probabilities passed", flush=True)
-    if not arguments.only_check:
-        time_all(device, hidden_size=arguments.hidden_size)
+    check_then_time(parser, "checks of log-probabilities", check, time_all)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
-from tests.parity.training import CLASSES, FIELDS, LR, experience, full_weights, policy, value
+from tests.parity.training import CLASSES, FIELDS, LOSSES, LR, experience, full_weights
 from tests.parity.training_offload import same
 from tests.parity.world import check, run_checks, say, share_of, shared_folder, write_once
 from verl_megatron.algorithms.normalizers import LossScale
@@ -56,7 +56,7 @@ def steps(engine: Engine, batch, count: int) -> None:
         engine.train_step(
             mine,
             micro,
-            policy if engine.head == "lm" else value,
+            LOSSES[engine.head],
             fields=FIELDS[engine.head],
             scale=LossScale(int(batch.response_mask.sum())),
         )
@@ -93,6 +93,9 @@ CASES = (
     ]),
     ("lm", "qwen3", ("tp2", ALL, (), {}), [
         ("tp2pp2", (0, 2, 1, 3), (), {}), ("cp2tp2sp", ALL, (), {}), ("tp1", (1,), (), UNSHARDED),
+    ]),
+    ("lm_token", "qwen2_tied_yarn", ("tp2pp2", ALL, (), {}), [
+        ("tp2", (2, 3), (), UNSHARDED), ("pp2vpp2", ALL, (), {}),
     ]),
     ("token", "llama_tied_llama3", ("pp2", ALL, (1, 3), UNSHARDED), [
         ("tp2pp2", ALL, (), {}), ("tp1", (0, 1, 2), (), {}),

@@ -17,16 +17,7 @@ from parallel.layout import Layout
 from parallel.megatron import Pipeline
 from parallel.rank_set import world
 from parallel.weights.architecture import read_architecture
-from tests.parity.world import (
-    check,
-    make_batch,
-    run_checks,
-    sample_logits,
-    say,
-    share_of,
-    shared_folder,
-    write_once,
-)
+from tests.parity import world as parity
 from tests.tiny import FAMILIES
 from verl_megatron.config import EngineConfig
 from verl_megatron.models.build import frozen
@@ -93,10 +84,10 @@ def results_differ(results, mine, truth) -> tuple[float, float]:
 
 
 def check_logits(family: str, folder: Path, layouts) -> None:
-    model, arch = write_once(folder, family), read_architecture(folder)
-    batch = make_batch(arch.vocab_size)
+    model, arch = parity.write_once(folder, family), read_architecture(folder)
+    batch = parity.make_batch(arch.vocab_size)
     with torch.no_grad():
-        truth = sample_logits(model, batch)
+        truth = parity.sample_logits(model, batch)
     for text, count, stage_layers in layouts:
         layout = Layout.parse(text, tuple(range(count)), stage_layers)
         common = {
@@ -106,10 +97,10 @@ def check_logits(family: str, folder: Path, layouts) -> None:
             "head": "lm",
             "options": EngineOptions(config=CONFIG, seed=1, temperature=TEMPERATURE),
         }
-        mine, micro = share_of(batch, layout, 64)
+        mine, micro = parity.share_of(batch, layout, 64)
         logits = logits_differ(LogitsEngine(**common), mine, micro, truth)
         logprobs, entropy = results_differ(Engine(**common).infer(mine, micro), mine, truth)
-        check(
+        parity.check(
             f"{family} {layout} on {count}{list(stage_layers) or ''}",
             limit=1e-4,
             logits=logits,
@@ -119,18 +110,18 @@ def check_logits(family: str, folder: Path, layouts) -> None:
 
 
 def check_families() -> None:
-    folder = shared_folder()
+    folder = parity.shared_folder()
     for family in FAMILIES:
         check_logits(family, folder / family, LAYOUTS)
 
 
 def check_heads() -> None:
     """Critic and reward model against Hugging Face's token and sequence classification."""
-    folder = shared_folder()
+    folder = parity.shared_folder()
     for head, name in (("token", "ForTokenClassification"), ("sequence", "ForSequenceClassification")):
         path = folder / head
-        model, arch = write_once(path, "llama_tied_llama3", name), read_architecture(path)
-        batch = make_batch(arch.vocab_size)
+        model, arch = parity.write_once(path, "llama_tied_llama3", name), read_architecture(path)
+        batch = parity.make_batch(arch.vocab_size)
         for text, count in (("tp1", 1), ("tp2pp2sp", 4), ("cp2tp2", 4)):
             layout = Layout.parse(text, tuple(range(count)))
             engine = Engine(
@@ -140,11 +131,11 @@ def check_heads() -> None:
                 head=head,
                 options=EngineOptions(config=CONFIG, seed=1),
             )
-            mine, micro = share_of(batch, layout, 64)
+            mine, micro = parity.share_of(batch, layout, 64)
             results = engine.infer(mine, micro, last_token=head == "sequence")
             worst = 0.0
             with torch.no_grad():
-                truth = sample_logits(model, mine)
+                truth = parity.sample_logits(model, mine)
             for b in range(len(mine) if results is not None else 0):
                 if head == "sequence":
                     got, want = results["values"][b].sum()[None], truth[b]
@@ -152,13 +143,13 @@ def check_heads() -> None:
                     asked = mine.response_mask[b].nonzero().squeeze(1)
                     got, want = results["values"][b, asked], truth[b][asked - 1, 0]
                 worst = max(worst, (got - want).abs().max().item())
-            check(f"{head} head {layout} on {count}", limit=1e-4, values=worst)
+            parity.check(f"{head} head {layout} on {count}", limit=1e-4, values=worst)
 
 
 def check_together() -> None:
     """Two models in one pass give what each gives alone, bit by bit."""
-    folder = shared_folder() / "qwen3"
-    write_once(folder, "qwen3")
+    folder = parity.shared_folder() / "qwen3"
+    parity.write_once(folder, "qwen3")
     arch = read_architecture(folder)
     for text, ranks in (
         ("tp1", (1,)),
@@ -174,7 +165,7 @@ def check_together() -> None:
             Engine(folder=str(folder), options=read, **common),
             Engine(folder=None, options=EngineOptions(config=CONFIG, seed=2), **common),
         ]
-        mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
+        mine, micro = parity.share_of(parity.make_batch(arch.vocab_size), layout, 64)
         alone, together = (
             [engine.infer(mine, micro) for engine in engines],
             infer_models(engines, mine, micro, ("logprobs", "entropy")),
@@ -186,13 +177,13 @@ def check_together() -> None:
         assert alone[0] is None or not torch.allclose(alone[0]["logprobs"], alone[1]["logprobs"]), (
             "the models are the same"
         )
-        say(f"together under {layout}: equal bit by bit")
+        parity.say(f"together under {layout}: equal bit by bit")
 
 
 def check_shapes() -> None:
     """Shapes that another stage sends are asked for once each; those of micro-batches differ."""
-    folder = shared_folder() / "qwen3"
-    write_once(folder, "qwen3")
+    folder = parity.shared_folder() / "qwen3"
+    parity.write_once(folder, "qwen3")
     arch, layout = read_architecture(folder), Layout.parse("pp4", (0, 1, 2, 3))
     engine = Engine(
         arch=arch,
@@ -212,16 +203,16 @@ def check_shapes() -> None:
         raise AssertionError("a stage tells its neighbour a shape")
 
     with patch.object(Pipeline, "_communicate_shapes", communicate):
-        mine, micro = share_of(make_batch(arch.vocab_size), layout, 64)
+        mine, micro = parity.share_of(parity.make_batch(arch.vocab_size), layout, 64)
         engine.infer(mine, micro)
     from_previous = [tuple(shape) for shape, _ in came if shape]
     assert engine.groups.is_first_stage != (len(set(from_previous)) > 1), from_previous
     assert len(from_previous) == (0 if engine.groups.is_first_stage else len(micro)), from_previous
-    say("shapes: known to every stage")
+    parity.say("shapes: known to every stage")
 
 
 if __name__ == "__main__":
-    run_checks(
+    parity.run_checks(
         {
             "families": check_families,
             "heads": check_heads,

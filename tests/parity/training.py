@@ -27,7 +27,8 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.roles.engine import Engine, EngineOptions
 
 FIELDS = {"lm": ("logprobs", "advantages", "ref_logprobs"), "token": ("values", "returns")}
-CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification"}
+FIELDS["lm_token"] = FIELDS["lm"] + FIELDS["token"]
+CLASSES = {"lm": "ForCausalLM", "token": "ForTokenClassification", "lm_token": "ForCausalLM"}
 ALGORITHM = AlgorithmConfig(
     clip_ratio_low=0.2,
     clip_ratio_high=0.3,
@@ -36,7 +37,7 @@ ALGORITHM = AlgorithmConfig(
     kl_estimator="k3",
     cliprange_value=0.2,
 )
-KL_COEF, LR = 0.1, 3e-3
+KL_COEF, LR, VALUE_COEF = 0.1, 3e-3, 0.5
 
 
 def gather_late(engine: Engine) -> None:
@@ -109,6 +110,16 @@ def value(outputs, micro):
     return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], ALGORITHM)
 
 
+def policy_and_value(outputs, micro):
+    loss_N, sums = policy(outputs, micro)
+    value_N, value_sums = value(outputs, micro)
+    sums.merge(value_sums)
+    return loss_N + VALUE_COEF * value_N, sums
+
+
+LOSSES = {"lm": policy, "token": value, "lm_token": policy_and_value}
+
+
 def train(
     folder: Path,
     head: str,
@@ -134,7 +145,7 @@ def train(
         sums = engine.train_step(
             mine,
             micro,
-            policy if head == "lm" else value,
+            LOSSES[head],
             fields=FIELDS[head],
             scale=LossScale(int(batch.response_mask.sum())),
         )

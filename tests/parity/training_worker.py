@@ -8,6 +8,7 @@ import sys
 from parallel.layout import Layout
 from tests.parity.pairs import check_pairs
 from tests.parity.plain_training import check_plain
+from tests.parity.shared_trunk import check_shared_trunk
 from tests.parity.training import CLASSES, experience, train
 from tests.parity.training_offload import check_offload, check_turns
 from tests.parity.world import (
@@ -45,6 +46,7 @@ def check_layouts() -> None:
         ("lm", "qwen2_tied_yarn", 4, LAYOUTS),
         ("lm", "qwen3", 4, LAYOUTS),
         ("token", "llama_tied_llama3", 4, LAYOUTS),
+        ("lm_token", "qwen2_tied_yarn", 4, LAYOUTS),
         ("lm", "qwen3", 8, DEEP),
     ):
         path = folder / f"{head}_{family}_{layers}"
@@ -73,6 +75,7 @@ if __name__ == "__main__":
         {
             "layouts": check_layouts,
             "plain": check_plain,
+            "shared_trunk": check_shared_trunk,
             "offload": check_offload,
             "turns": check_turns,
             "pairs": check_pairs,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.simulated_ranks import Ranks
-from verl_megatron.algorithms.advantages import gae, group_advantages, token_rewards, whiten
+from verl_megatron.algorithms.advantages.estimators import gae, group_advantages, token_rewards, whiten
 
 
 def ragged(samples: int = 6, length: int = 11, seed: int = 0):

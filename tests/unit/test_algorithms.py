@@ -1,7 +1,7 @@
 """Advantages of every algorithm against plain float64 formulas, written down from the papers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ import torch
 
 from tests.simulated_ranks import Ranks
 from verl_megatron.algorithms import ALGORITHMS, get_algorithm
-from verl_megatron.algorithms.advantages import own_samples
-from verl_megatron.algorithms.distillation import add_teacher
+from verl_megatron.algorithms.advantages.distillation import add_teacher
+from verl_megatron.algorithms.advantages.estimators import own_samples
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 
@@ -142,6 +142,13 @@ def leave_one_out(case: Case, b: int) -> float:
     return case.score(b) - others.mean() if len(others) else 0.0
 
 
+def weighted_by_length(case: Case, b: int) -> float:
+    """r_i - sum_j l_j r_j / sum_j l_j (Hao et al. 2025)."""
+    members = [i for i in range(len(OWN)) if GROUP[i] == GROUP[b]]
+    lengths = [len(OWN[i]) for i in members]
+    return case.score(b) - np.average(case.scores_of_group(b), weights=lengths)
+
+
 def grpo(case: Case) -> Advantages:
     return constant(case, group_score if case.config.scale_by_std else centered_score)
 
@@ -162,6 +169,7 @@ PAPER: dict[str, Callable[[Case], Advantages]] = {
     "gspo": grpo,
     "cispo": grpo,
     "rloo": lambda case: constant(case, leave_one_out),
+    "opo": lambda case: constant(case, weighted_by_length),
     "reinforce_plus_plus": lambda case: whitened(returns(case)),
     "reinforce_plus_plus_baseline": lambda case: whitened(constant(case, centered_score)),
     "remax": remax,
@@ -218,6 +226,19 @@ def test_advantages_are_those_of_the_paper_wherever_samples_lie(batch, name, kl_
 def test_advantages_without_their_scaling(batch, settings):
     config = config_of(**settings)
     assert_matches(run(batch, config).advantages, PAPER[config.name](Case(batch, config)))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_names_the_settings_that_it_reads(batch, name):
+    """Others are refused, as they would change nothing."""
+    usual = run(batch, config_of(name)).advantages
+    others = {"gamma": 0.5, "gae_lambda": 0.3, "whiten": False, "scale_by_std": False}
+    read = {
+        setting
+        for setting, value in others.items()
+        if not torch.equal(run(batch, replace(config_of(name), **{setting: value})).advantages, usual)
+    }
+    assert read == set(ALGORITHMS[name].settings)
 
 
 @pytest.mark.parametrize("name", ["distillation", "grpo", "ppo"])

@@ -12,7 +12,7 @@ import pytest
 
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
-from tests.scaled import case_on, scaling_of
+from tests.scaled import run_on, scaling_of
 from tests.worlds import ROOT
 from tools.benchmark_scaling import by_size, main, numbers, parser, sizes_to_run
 from tools.scaling.report import Report, markdown, write_csv, write_png
@@ -30,7 +30,7 @@ from tools.scaling.runs import Recipe, architecture, environment
 
 def test_planned_seconds_and_what_is_modelled_stand_in_every_output(tmp_path):
     scaling = scaling_of()
-    rows, _ = scaling.model(16, lambda case: {"rollout": 7.125})
+    rows, _ = scaling.model(16, lambda run: {"rollout": 7.125})
     report = Report(
         title="title", device="device", rows=[*scaling.rows, *rows], peak_flops=989e12, notes=["a note"]
     )
@@ -54,14 +54,14 @@ def test_responses_of_other_lengths_are_no_measurement(tmp_path):
     row = {"step": 1, "time/rollout_s": 1.0, "rollout/response_tokens_mean": 511.5}
     (tmp_path / "metrics.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     with pytest.raises(ValueError, match=r"\[511.5\] tokens on average and not 512"):
-        measured_row(case_on(1, "tp1"), tmp_path, {})
+        measured_row(run_on(1, "tp1"), tmp_path, {})
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="run at least two"):
-        measured_row(case_on(1, "tp1"), tmp_path, {})
+        measured_row(run_on(1, "tp1"), tmp_path, {})
 
 
 def test_iterations_that_differ_are_told():
-    row = Row(source=MEASURED, seconds={"rollout": 3.0, "log_probs": 1.0}, **described(case_on(2, "tp1")))
+    row = Row(source=MEASURED, seconds={"rollout": 3.0, "log_probs": 1.0}, **described(run_on(2, "tp1")))
     assert disturbance(row) == ""  # modelled: no iterations
     assert disturbance(replace(row, ranges={"rollout": (2.95, 3.05), "log_probs": (0.95, 1.05)})) == ""
     text = disturbance(replace(row, ranges={"rollout": (2.8, 3.9), "log_probs": (0.95, 1.2)}))
@@ -74,7 +74,7 @@ def test_efficiency_at_best_takes_the_shortest_time_of_each_phase():
         source=MEASURED,
         seconds={"rollout": 5.0},
         ranges={"rollout": (2.0, 9.0), "log_probs": (0.7, 0.8)},
-        **described(case_on(1, "tp1")),
+        **described(run_on(1, "tp1")),
     )
     two = replace(
         one, gpus=2, tokens=2 * one.tokens, ranges={"rollout": (2.25, 2.3), "log_probs": (0.75, 0.8)}
@@ -238,11 +238,11 @@ def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):
     )
     sizes = sizes_to_run(given)
     assert [
-        (str(size.case.actor.layout), size.case.replicas, size.case.samples, size.case.packed_tokens)
+        (str(size.run.actor.layout), size.run.replicas, size.run.samples, size.run.packed_tokens)
         for size in sizes
     ] == [("tp1", 1, 64, 1023), ("tp2dp2sp", 2, 256, 1023)]
     assert (
-        sizes[0].case.actor.arch == architecture("llama3-8b")
+        sizes[0].run.actor.arch == architecture("llama3-8b")
         and Recipe.find("llama3_8b_grpo").path.suffix == ".sh"
     )
     assert "data.train" not in sizes[0].settings and sizes[0].settings["run.resume"] == "never"

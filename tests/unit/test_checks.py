@@ -88,6 +88,24 @@ BAD = [
         dict(algorithm__name="grpo", data__samples_per_prompt=2, algorithm__critic_warmup=1),
         ["algorithm.critic_warmup=1", "no critic"],
     ),
+    (dict(critic__value_coef=0.5), ["critic.value_coef=0.5 has no effect", "set share_trunk=true"]),
+    (
+        dict(critic__trunk_gradient=False),
+        ["critic.trunk_gradient=false has no effect", "set share_trunk=true"],
+    ),
+    (
+        dict(algorithm__name="grpo", data__samples_per_prompt=2, critic__share_trunk=True),
+        ["critic.share_trunk=true", "no critic"],
+    ),
+    (dict(critic__share_trunk=True), ["critic.layout='pp2'", "critic.share_trunk=true", "'tp1'"]),
+    (
+        dict(critic__share_trunk=True, critic__layout="tp1", critic__value_coef=0.0),
+        ["critic.value_coef=0", "such as 0.1"],
+    ),
+    (
+        dict(critic__share_trunk=True, critic__layout="tp1", algorithm__critic_warmup=1),
+        ["algorithm.critic_warmup=1", "critic.share_trunk=true"],
+    ),
     (dict(algorithm__kl_ctrl_target=0.1), ["algorithm.kl_ctrl_target=0.1", "algorithm.kl_coef"]),
     (
         dict(algorithm__kl_coef=0.1, algorithm__kl_in="loss"),
@@ -116,10 +134,10 @@ BAD = [
     (dict(algorithm__name="distillation"), ["teacher.path is empty"]),
     (dict(teacher__path="/nowhere"), ["teacher.path='/nowhere'"]),
     (dict(reward__overlong_tokens=101), ["reward.overlong_tokens=101", "rollout.max_tokens=100"]),
-    (dict(algorithm__dynamic_sampling=True), ["algorithm.dynamic_sampling=true", "samples_per_prompt=1"]),
+    (dict(algorithm__dynamic_sampling=True), ["algorithm.name=ppo", "do not compare"]),
     (
         dict(algorithm__dynamic_sampling=True, algorithm__name="remax", data__samples_per_prompt=2),
-        ["algorithm.name=remax", "greedy"],
+        ["algorithm.name=remax", "do not compare"],
     ),
     (dict(algorithm__max_sampling_rounds=0), ["algorithm.max_sampling_rounds=0"]),
     (dict(algorithm__gamma=1.5), ["algorithm.gamma=1.5", "(0, 1]"]),

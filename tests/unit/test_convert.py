@@ -2,17 +2,15 @@
 
 import hashlib
 import json
-import pickle
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from parallel.checkpoint.metadata import read_metadata
-from parallel.convert import to_hugging_face, to_megatron
-from parallel.convert.compare import describe, differences
+from parallel.convert.compare import describe
 from parallel.convert.hugging_face import HuggingFace
 from parallel.convert.journal import NAME, Journal
 from parallel.convert.megatron_checkpoint import MegatronCheckpoint
@@ -20,59 +18,8 @@ from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.weights.files import CheckpointFolder
 from parallel.weights.writing import carry_files
-from tests.tiny import FAMILIES, write_hf, write_tokenizer
-
-SMALL = Budget(slab_bytes=3000, workers=1)  # parts of most tensors
-FILE_BYTES = 100_000
-
-
-def to_mcore(source, target, **options):
-    to_megatron.convert(source, target, **{"spec": "te", "budget": SMALL, "file_bytes": FILE_BYTES} | options)
-
-
-def to_hf(source, target, *, template=None, skip_extra=False, dtype=None, **options):
-    return to_hugging_face.convert(
-        CheckpointArguments(source, template, skip_extra),
-        target,
-        **{"dtype": dtype, "budget": SMALL, "file_bytes": FILE_BYTES} | options,
-    )
-
-
-def difference(a, b):
-    return differences(CheckpointArguments(a), CheckpointArguments(b), SMALL)
-
-
-def tensors_of(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def assert_same(folder, other):
-    one, two = tensors_of(folder), tensors_of(other)
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == two[name].dtype and torch.equal(tensor, two[name]), name
-
-
-def make_model(folder):
-    """Write a bfloat16 model with a tokenizer, and its converted folder."""
-    write_hf(folder / "hf", "qwen3")
-    weights = {
-        name: tensor.bfloat16() for name, tensor in load_file(folder / "hf" / "model.safetensors").items()
-    }
-    save_file(weights, folder / "hf" / "model.safetensors")
-    write_tokenizer(folder / "hf")
-    to_mcore(folder / "hf", folder / "mcore")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("convert"))
-
-
-@pytest.fixture
-def mcore(model, tmp_path):
-    return shutil.copytree(model / "mcore", tmp_path / "mcore")
+from tests.converted import SMALL, assert_same, difference, rewrite, tensors_of, to_hf, to_mcore
+from tests.tiny import FAMILIES, write_hf
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
@@ -94,25 +41,25 @@ def test_there_and_back_keeps_every_bit(tmp_path, family, head, spec):
     )
 
 
-def test_several_files_dtypes_tokenizer_and_transformers(model, tmp_path):
+def test_several_files_dtypes_tokenizer_and_transformers(converted, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    to_hf(model / "mcore", tmp_path / "fp32", dtype=torch.float32)
+    to_hf(converted / "mcore", tmp_path / "fp32", dtype=torch.float32)
     assert len(list((tmp_path / "fp32").glob("model-*.safetensors"))) > 2 and not list(
         tmp_path.glob("*.partial")
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
-    for name, tensor in tensors_of(model / "hf").items():
+    for name, tensor in tensors_of(converted / "hf").items():
         assert torch.equal(loaded[name], tensor.float()), name
     assert AutoTokenizer.from_pretrained(tmp_path / "fp32")("w3 w149")["input_ids"] == [3, 149]
-    assert difference(model / "hf", tmp_path / "fp32")[0].startswith(
+    assert difference(converted / "hf", tmp_path / "fp32")[0].startswith(
         "model.embed_tokens.weight is torch.bfloat16"
     )
 
 
-def test_torch_reads_every_chunk_and_padding_is_zero(model):
+def test_torch_reads_every_chunk_and_padding_is_zero(converted):
     """The files are read as torch.distributed.checkpoint does it, chunk by chunk with torch.load."""
-    folder = model / "mcore" / "release"
+    folder = converted / "mcore" / "release"
     table = read_metadata(folder)
     embedding = torch.full(table.state_dict_metadata["embedding.word_embeddings.weight"].size, torch.nan)
     for index, info in table.storage_data.items():
@@ -123,34 +70,35 @@ def test_torch_reads_every_chunk_and_padding_is_zero(model):
         if index.fqn == "embedding.word_embeddings.weight":
             embedding[index.offset[0] : index.offset[0] + len(content)] = content.float()
     (folder.parent / "one").unlink()
-    words = tensors_of(model / "hf")["model.embed_tokens.weight"].float()
+    words = tensors_of(converted / "hf")["model.embed_tokens.weight"].float()
     assert torch.equal(embedding[: len(words)], words) and not embedding[len(words) :].any()
 
 
-def test_a_critic_from_a_language_models_template(model, tmp_path):
+def test_a_critic_from_a_language_models_template(converted, tmp_path):
     write_hf(tmp_path / "critic", "qwen3", "ForTokenClassification")
     to_mcore(tmp_path / "critic", tmp_path / "mcore")
-    to_hf(tmp_path / "mcore", tmp_path / "back", template=model / "hf")
+    to_hf(tmp_path / "mcore", tmp_path / "back", template=converted / "hf")
     assert_same(tmp_path / "critic", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
         "Qwen3ForTokenClassification"
     ]
 
 
-def test_processes_and_one_process_write_the_same(model, tmp_path):
-    to_mcore(model / "hf", tmp_path / "mcore", budget=Budget(SMALL.slab_bytes, workers=2))
-    for path in (model / "mcore" / "release").glob("*.distcp"):
+def test_processes_and_one_process_write_the_same(converted, tmp_path):
+    to_mcore(converted / "hf", tmp_path / "mcore", budget=Budget(SMALL.slab_bytes, workers=2))
+    for path in (converted / "mcore" / "release").glob("*.distcp"):
         assert path.read_bytes() == (tmp_path / "mcore" / "release" / path.name).read_bytes()
 
 
-def test_verify_names_a_flipped_element(model, tmp_path, mcore):
-    row = tensors_of(model / "hf")["model.layers.1.mlp.up_proj.weight"][7].view(torch.uint8).numpy().tobytes()
+def test_verify_names_a_flipped_element(converted, tmp_path, mcore):
+    weight = tensors_of(converted / "hf")["model.layers.1.mlp.up_proj.weight"]
+    row = weight[7].view(torch.uint8).numpy().tobytes()
     for path in sorted((mcore / "release").glob("*.distcp")):
         data = bytearray(path.read_bytes())
         if (at := data.find(row)) >= 0:
             data[at] ^= 1
             path.write_bytes(data)
-    (line,) = difference(model / "hf", mcore)
+    (line,) = difference(converted / "hf", mcore)
     assert line.startswith("model.layers.1.mlp.up_proj.weight differs, first in row 7")
 
 
@@ -169,13 +117,6 @@ def test_missing_truncated_and_garbled_files_are_named(mcore, tmp_path):
         MegatronCheckpoint(mcore)
 
 
-def rewrite(mcore, change):
-    path = mcore / "release" / ".metadata"
-    table = read_metadata(path.parent)
-    change(table)
-    path.write_bytes(pickle.dumps(table))
-
-
 def copy_key(old, new):
     """Let another key name the same chunks."""
 
@@ -190,7 +131,7 @@ def copy_key(old, new):
     return change
 
 
-def test_unknown_keys_are_refused_by_name_and_training_state_is_left_out(model, mcore, tmp_path):
+def test_unknown_keys_are_refused_by_name_and_training_state_is_left_out(converted, mcore, tmp_path):
     rewrite(
         mcore,
         copy_key("decoder.final_layernorm.weight", "optimizer.state.exp_avg.decoder.final_layernorm.weight"),
@@ -200,7 +141,7 @@ def test_unknown_keys_are_refused_by_name_and_training_state_is_left_out(model, 
     with pytest.raises(ValueError, match=r"does not have: decoder.surprise.weight; .*--skip-extra"):
         to_hf(mcore, tmp_path / "back")
     assert to_hf(mcore, tmp_path / "back", skip_extra=True).extra_keys == ["decoder.surprise.weight"]
-    assert_same(model / "hf", tmp_path / "back")
+    assert_same(converted / "hf", tmp_path / "back")
 
 
 def add_object(key):
@@ -265,16 +206,16 @@ def test_a_hole_beside_an_overlap_is_found(mcore, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"\xff\n", b"[1]\n", b"{]\n", b"[" * 100_000 + b"\n"])
-def test_a_journal_that_is_none_is_named(model, tmp_path, content):
+def test_a_journal_that_is_none_is_named(converted, tmp_path, content):
     (tmp_path / "mcore.partial").mkdir()
     (tmp_path / "mcore.partial" / NAME).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{NAME} is not what a conversion writes .*remove the folder"):
-        to_mcore(model / "hf", tmp_path / "mcore")
+        to_mcore(converted / "hf", tmp_path / "mcore")
 
 
-def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(model, tmp_path):
-    carry_files(model / "hf", tmp_path / "mixed")
-    weights = tensors_of(model / "hf")
+def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(converted, tmp_path):
+    carry_files(converted / "hf", tmp_path / "mixed")
+    weights = tensors_of(converted / "hf")
     name = "model.layers.2.self_attn.k_proj.weight"
     save_file(weights | {name: weights[name].float()}, tmp_path / "mixed" / "model.safetensors")
     with pytest.raises(
@@ -286,9 +227,9 @@ def test_mixed_dtypes_quantised_weights_and_used_targets_are_refused(model, tmp_
     with pytest.raises(ValueError, match=f"quantised .*: {name} is I8"):
         to_mcore(tmp_path / "mixed", tmp_path / "mcore")
     with pytest.raises(ValueError, match="exists already"):
-        to_mcore(model / "hf", model / "mcore")
+        to_mcore(converted / "hf", converted / "mcore")
     with pytest.raises(ValueError, match="raise it"):
-        to_mcore(model / "hf", tmp_path / "mcore", budget=Budget(slab_bytes=16, workers=1))
+        to_mcore(converted / "hf", tmp_path / "mcore", budget=Budget(slab_bytes=16, workers=1))
 
 
 def test_a_tied_model_with_another_head_is_refused(tmp_path):
@@ -331,13 +272,13 @@ def test_a_journal_forgets_files_that_changed_and_lines_that_were_cut(tmp_path):
     assert list(Journal(tmp_path, {}).finished) == ["a", "c", "b"]
 
 
-def test_what_a_folder_holds_is_described(model):
-    text = describe(CheckpointArguments(model / "mcore"))
+def test_what_a_folder_holds_is_described(converted):
+    text = describe(CheckpointArguments(converted / "mcore"))
     assert (
         "qwen3, lm head, 4 layers" in text
         and "decoder.layers.mlp.linear_fc1.weight" in text
         and "[4, 192, 64]" in text
     )
-    assert "model.layers.0.mlp.up_proj.weight" in describe(CheckpointArguments(model / "hf"))
-    with CheckpointFolder(model / "hf") as folder:
+    assert "model.layers.0.mlp.up_proj.weight" in describe(CheckpointArguments(converted / "hf"))
+    with CheckpointFolder(converted / "hf") as folder:
         assert f"in {len(folder.names)} Hugging Face tensors of bfloat16" in text

@@ -10,17 +10,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from parallel.checkpoint.metadata import read_metadata
 from parallel.convert.megatron_checkpoint import MegatronCheckpoint
-from tests.unit.test_convert import assert_same, make_model, rewrite, to_hf
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("malformed"))
-
-
-@pytest.fixture
-def mcore(model, tmp_path):
-    return shutil.copytree(model / "mcore", tmp_path / "mcore")
+from tests.converted import assert_same, rewrite, to_hf
 
 
 class Evil:
@@ -96,8 +86,8 @@ def spoil_table(table, chance: random.Random) -> None:
     object.__setattr__(record, chance.choice(FIELDS[part]), chance.choice(ODD))
 
 
-def test_a_spoiled_table_is_refused_in_a_sentence_or_still_right(model, tmp_path):
-    shutil.copytree(model / "mcore", tmp_path / "mcore")
+def test_a_spoiled_table_is_refused_in_a_sentence_or_still_right(converted, tmp_path):
+    shutil.copytree(converted / "mcore", tmp_path / "mcore")
     path, refused = tmp_path / "mcore/release/.metadata", 0
     whole = path.read_bytes()
     for number in range(150):
@@ -106,7 +96,7 @@ def test_a_spoiled_table_is_refused_in_a_sentence_or_still_right(model, tmp_path
         rewrite(tmp_path / "mcore", lambda table, chance=chance: spoil_table(table, chance))
         try:
             to_hf(tmp_path / "mcore", tmp_path / f"back{number}")
-            assert_same(model / "hf", tmp_path / f"back{number}")
+            assert_same(converted / "hf", tmp_path / f"back{number}")
         except ValueError as error:
             assert str(tmp_path) in str(error) and "\n" not in str(error) and len(str(error)) < 800, number
             refused += 1

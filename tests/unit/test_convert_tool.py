@@ -16,6 +16,7 @@ from parallel.convert import to_megatron
 from parallel.convert.compare import differences
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
+from tests.processes import all_ended
 from tests.tiny import write_hf
 from tests.worlds import ROOT
 from tools import convert
@@ -86,13 +87,6 @@ def test_memory_stays_below_the_cap_with_a_larger_tensor_both_ways(large, tmp_pa
     )
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_killed_run_is_continued_where_it_stopped(large, tmp_path):
     def command(name, workers):
         return list(
@@ -130,10 +124,7 @@ def test_a_killed_run_is_continued_where_it_stopped(large, tmp_path):
     ]
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, children)):
-        assert time.monotonic() < deadline, "workers outlived their parent"
-        time.sleep(0.05)
+    assert all_ended(children), "workers outlived their parent"
     finished = set(re.findall(r'"name": "(\S+)", "bytes"', journal.read_text()))
     ages = {name: (tmp_path / "mcore.partial" / name).stat().st_mtime_ns for name in finished}
     assert len(children) >= 2 and len(finished) >= 3 and not (tmp_path / "mcore").exists()

@@ -15,7 +15,7 @@ from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig
 from verl_megatron.launch.command_line import NO_ROOM
 from verl_megatron.launch.dry_run import supervised_plan, training_plan, world
 from verl_megatron.planner import MACHINES, check_supervised_fits
-from verl_megatron.planner.supervised import supervised_case
+from verl_megatron.planner.supervised import supervised_run
 
 
 @pytest.fixture
@@ -49,6 +49,12 @@ def test_a_shape_stands_in_for_folders_and_prompts(ranks):
     assert re.search(r"critic +dp8 +on 8 ranks, from llama3-1b", text)
     assert re.search(r"reward +dp8 +on 8 ranks, from qwen2.5-1.5b", text)
     assert "4 x tp2" in text and "256 prompts x 1 sample" in text and "seconds predicted" in text
+
+
+def test_a_shape_stands_in_for_a_teacher(ranks):
+    ranks(8, 8)
+    text = training_plan(settings(teacher={"path": "llama3-1b"}, algorithm={"name": "distillation"}))
+    assert re.search(r"teacher +dp8 +on 8 ranks, from llama3-1b", text)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +95,14 @@ def test_supervised_runs_are_checked_too(ranks):
         supervised_plan({"actor": {"path": "llama3-8b"}}, SFTConfig, gpu="abacus")
 
 
+@pytest.mark.parametrize(("schema", "other"), [(DPOConfig, "reward"), (RewardModelConfig, "actor")])
+def test_a_model_that_a_command_does_not_have_is_no_section(ranks, schema, other):
+    """Whether or not its path leads anywhere."""
+    ranks(4, 4)
+    with pytest.raises(ValueError, match=f"^{other} is no section"):
+        supervised_plan({other: {"path": "nowhere"}, "data": {"train": ""}}, schema)
+
+
 def test_runs_on_pairs_are_planned(ranks):
     """DPO holds a frozen copy of the actor: 2 bytes of 8 billion parameters more, and a forward pass."""
     ranks(4, 4)
@@ -118,8 +132,8 @@ def test_supervised_runs_are_planned_and_refused_too(ranks):
     large.actor.path, large.actor.layout = "llama3-70b", "tp4"
 
     def problems(machine):
-        case = supervised_case(large, world_size=4, read=arch)
-        assert case.actor.trainable and case.packed_tokens == large.data.max_tokens - 1
+        run = supervised_run(large, world_size=4, read=arch)
+        assert run.actor.trainable and run.packed_tokens == large.data.max_tokens - 1
         return check_supervised_fits(large, world_size=4, machine=machine, read=arch)
 
     assert (
@@ -132,7 +146,8 @@ def test_the_world_comes_from_the_environment(ranks, monkeypatch):
     ranks(16, 8)
     assert world() == (16, 8)
     ranks(4, 8)
-    assert world() == (4, 4)
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=8 must divide WORLD_SIZE=4"):
+        world()
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert world() == (4, 4)
     monkeypatch.delenv("WORLD_SIZE")

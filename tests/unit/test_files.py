@@ -10,23 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from parallel.layout import Layout
-from parallel.weights.architecture import Architecture
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import hf_shapes, megatron_parameters
 from parallel.weights.shard import Block
 from parallel.weights.writing import carry_files, write_index, write_safetensors
+from tests.tiny import tiny_architecture
 
-SIZES = dict(
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    intermediate_size=24,
-    norm_eps=1e-6,
-    max_positions=64,
-)
-ARCH = Architecture(model_type="qwen2", vocab_size=90, **SIZES)
+ARCH = tiny_architecture("qwen2")
 
 
 def random_tensors(arch=ARCH, head="lm", dtype=torch.float32):
@@ -121,7 +111,7 @@ def test_a_value_head_that_the_folder_lacks_stays_as_it_was(folder):
 
 
 def test_a_tied_copy_is_loaded_from_the_embedding(tmp_path):
-    arch = Architecture(model_type="llama", vocab_size=64, tied=True, **SIZES)
+    arch = tiny_architecture(vocab_size=64, tied=True)
     tensors = random_tensors(arch)
     folder = CheckpointFolder(write_folder(tmp_path / "model", tensors, arch=arch, files=1))
     parameters = [
@@ -278,7 +268,7 @@ def test_shapes_that_do_not_fit_the_config(tmp_path):
     tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(24, 16)
     folder = CheckpointFolder(write_folder(tmp_path / "model", tensors))
     with pytest.raises(ValueError) as error:
-        folder.check_shapes(hf_shapes(Architecture(model_type="qwen2", vocab_size=100, **SIZES)))
+        folder.check_shapes(hf_shapes(tiny_architecture("qwen2", vocab_size=100)))
     text = str(error.value)
     assert "model.embed_tokens.weight is [90, 16] and config.json describes [100, 16] (vocab_size=100" in text
     assert "lm_head.weight is [90, 16]" in text and "missing: model.layers.1.self_attn.k_proj.bias" in text
@@ -289,7 +279,7 @@ def test_shapes_that_do_not_fit_the_config(tmp_path):
 
 
 def test_tensors_that_nothing_uses_are_accepted(tmp_path):
-    arch = Architecture(model_type="llama", vocab_size=90, tied=True, **SIZES)
+    arch = tiny_architecture(tied=True)
     unused = {
         "lm_head.weight": torch.zeros(90, 16),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import eventually
 from tests.worlds import ROOT
 
 # Knows `-` (has it everything?), `-m venv FOLDER`, `-m pip`; pip waits while ../hold exists and fails where
@@ -97,7 +98,7 @@ def test_an_installation_that_fails_is_begun_anew(place):
 def test_an_installation_that_is_killed_is_begun_anew(place, number):
     (place / "calls.hold").touch()
     process = start(place, "tools/install.sh")
-    wait_for(lambda: calls(place) == 1)
+    assert eventually(lambda: calls(place) == 1)
     os.killpg(process.pid, number)
     process.wait(30)
     (place / "calls.hold").unlink()
@@ -108,7 +109,7 @@ def test_an_installation_that_is_killed_is_begun_anew(place, number):
 def test_two_at_once_install_once(place):
     (place / "calls.hold").touch()
     both = [start(place, "tools/install.sh") for _ in range(2)]
-    wait_for(lambda: calls(place) == 1)
+    assert eventually(lambda: calls(place) == 1)
     time.sleep(0.3)
     (place / "calls.hold").unlink()
     ended = [process.communicate(timeout=30) for process in both]
@@ -157,10 +158,3 @@ def test_what_is_no_environment_is_refused(place):
     )
     assert install(place, VERL_MEGATRON_VENV="/proc/nowhere/venv")[2].count("\n") == 1
     assert install(place, "find")[:2] == (1, "")
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

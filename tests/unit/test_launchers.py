@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from parallel.runtime.preemption import Preemption
-from tests.launchers import LAUNCH, environment, hostfile, operator, say
+from tests.launchers import LAUNCH, environment, hostfile, operator, say, say_hostfile, say_recipe
 from tests.worlds import ROOT
 
-RECIPE = "recipes/llama3_70b_ppo.sh"
+SCRIPT = "llama3_70b_ppo"
+RECIPE = f"recipes/{SCRIPT}.sh"
 GIVEN = {"MODEL": "/models/it's mine", "DATA": "mine.jsonl"}  # a quote has to arrive, too
 
 
@@ -38,13 +39,13 @@ def option(arguments: tuple[str, ...], name: str) -> str:
 )
 def test_a_hostfile_that_cannot_be_is_refused(text, message, tmp_path):
     (tmp_path / "hosts").write_text(text)
-    said = say("bash", LAUNCH / "hostfile.sh", tmp_path / "hosts", RECIPE, folder=tmp_path)
+    said = say_hostfile(tmp_path / "hosts", RECIPE, folder=tmp_path)
     assert said.code == 2 and message in said.stderr and not said.calls
 
 
 @pytest.mark.parametrize("arguments", [[], ["hosts"], ["nowhere", RECIPE]])
 def test_hostfile_and_recipe_are_needed(arguments, tmp_path):
-    said = say("bash", LAUNCH / "hostfile.sh", *arguments, folder=tmp_path)
+    said = say_hostfile(*arguments, folder=tmp_path)
     assert said.code == 2 and said.stderr.startswith("hostfile.sh: ")
 
 
@@ -54,15 +55,8 @@ def test_a_number_that_is_none_runs_nothing(name, value, tmp_path):
     """Neither here nor, as a part of the line that it gets, on another host."""
     hosts = hostfile(tmp_path / "hosts", nodes=1, slots=2)
     for more in ([], ["--dry-run"]):
-        said = say(
-            "bash",
-            LAUNCH / "hostfile.sh",
-            hosts,
-            RECIPE,
-            *more,
-            folder=tmp_path,
-            **{name: value.format(tmp_path / "ran")},
-            **GIVEN,
+        said = say_hostfile(
+            hosts, RECIPE, *more, folder=tmp_path, **{name: value.format(tmp_path / "ran")}, **GIVEN
         )
         assert (
             said.code == 2
@@ -90,7 +84,7 @@ def test_what_a_node_is_told_is_checked(name, value, tmp_path):
         | GIVEN
         | {name: value.format(tmp_path / "ran")}
     )
-    said = say("bash", RECIPE, folder=tmp_path, **told)
+    said = say_recipe(SCRIPT, folder=tmp_path, **told)
     assert (
         said.code == 2
         and said.stderr.startswith(f"error: {name}=")
@@ -126,20 +120,13 @@ def test_one_of_several_nodes_says_what_is_wrong(tmp_path):
     (tmp_path / "ssh").write_text('shift; exec bash -c "$*"')
     hosts = hostfile(tmp_path / "hosts", nodes=3, slots=8)
     refused = {"FAIL": "--dry-run", "FAIL_STATUS": "2"} | GIVEN
-    said = say(
-        "bash",
-        LAUNCH / "hostfile.sh",
-        hosts,
-        RECIPE,
-        folder=tmp_path,
-        SSH=f"bash {tmp_path}/ssh",
-        LOGS=str(tmp_path / "logs"),
-        **refused,
+    said = say_hostfile(
+        hosts, RECIPE, folder=tmp_path, SSH=f"bash {tmp_path}/ssh", LOGS=str(tmp_path / "logs"), **refused
     )
     assert said.code == 2 and not any(call.starts_ranks for call in said.calls)
     assert said.stdout.count("asked to fail") == 1 and "worker-0: error: asked to fail" in said.stdout
     (tmp_path / "bin/sleep").symlink_to("/bin/true")
-    said = say("bash", RECIPE, folder=tmp_path, NNODES="3", NODE_RANK="2", MASTER_ADDR="worker-0", **refused)
+    said = say_recipe(SCRIPT, folder=tmp_path, NNODES="3", NODE_RANK="2", MASTER_ADDR="worker-0", **refused)
     assert (said.code, said.stderr) == (2, "error: asked to fail\n")
 
 
@@ -147,9 +134,7 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
     """The lines of a dry run, carried out here one after the other in an empty environment, as ssh would."""
     hosts = hostfile(tmp_path / "hosts", nodes=3, slots=4)
     carried = GIVEN | {"NCCL_DEBUG": "WARN", "EDITOR": "none"}
-    said = say(
-        "bash",
-        LAUNCH / "hostfile.sh",
+    said = say_hostfile(
         hosts,
         RECIPE,
         "reward.function=a b",
@@ -273,7 +258,7 @@ def test_pods_have_time_to_save():
 
 
 def test_a_rank_that_was_started_by_a_launcher_starts_no_others(tmp_path):
-    said = say("bash", RECIPE, folder=tmp_path, LOCAL_RANK="3", NNODES="4", GPUS="8", **GIVEN)
+    said = say_recipe(SCRIPT, folder=tmp_path, LOCAL_RANK="3", NNODES="4", GPUS="8", **GIVEN)
     assert said.calls[-1].arguments[:2] == ("-m", "verl_megatron.train")
 
 

@@ -76,6 +76,8 @@ def test_parts_in_any_order():
         ("tp2tp2", 4, "not understood"),
         ("tensor2", 4, "not understood"),
         ("tp", 4, "not understood"),
+        ("", 4, "not understood"),
+        (" ", 4, "not understood"),
         ("tp0", 4, "size of 0"),
         ("tp2vpp2", 2, "one pipeline stage"),
     ],

@@ -29,6 +29,8 @@ RESPONSES = [3, 1, 6, 2, 0, 5, 4, 2, 6]  # tokens of each of three samples of th
 class SimpleEngine:
     """An engine whose log-prob of a token is a parameter of its position plus a constant of its sample."""
 
+    head, value_head = "lm", None
+
     def __init__(self, seed: int):
         layout = Layout.parse("tp1", (0,))
         self.layout, self.config = layout, SimpleNamespace(tokens_per_micro_batch=8)

@@ -115,11 +115,12 @@ def test_batch_sums_match_a_loop():
         torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
     )
     batch = RolloutBatch(torch.arange(3), torch.zeros(3, 1), torch.zeros(3, 4), torch.ones(3, 4).bool(), mask)
-    batch.rewards, batch.logprobs, batch.rollout_logprobs, batch.ref_logprobs = (
+    batch.rewards, batch.logprobs, batch.rollout_logprobs, batch.ref_logprobs, batch.teacher_logprobs = (
         torch.tensor([1.0, 0.0, 0.5]),
         logprobs,
         sampler,
         reference,
+        2 * reference,
     )
     tokens = [(b, t) for b in range(3) for t in range(4) if mask[b, t]]
     gaps = [abs(logprobs[i] - sampler[i]).item() for i in tokens]
@@ -132,6 +133,7 @@ def test_batch_sums_match_a_loop():
             "rollout/logprob_gap_mean": sum(gaps) / 5,
             "rollout/logprob_gap_max": max(gaps),
             "kl/ref": sum((logprobs[i] - reference[i]).item() for i in tokens) / 3,
+            "kl/teacher": sum((logprobs[i] - 2 * reference[i]).item() for i in tokens) / 3,
         }
     )
     assert alone(batch_sums(batch.select(torch.arange(0)), kl_estimator="k1")) == {}

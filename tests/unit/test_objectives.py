@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tests.policy_case import LENGTHS, PolicyCase, policy_case
 from verl_megatron.algorithms.losses import policy_loss
 from verl_megatron.algorithms.normalizers import NORMALIZERS
-from verl_megatron.algorithms.objectives import OBJECTIVES
+from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 
@@ -166,6 +167,20 @@ def test_the_first_step_follows_the_policy_gradient(name, old):
     (gradient,) = torch.autograd.grad(loss_N.sum(), case.logprobs_N)
     torch.testing.assert_close(gradient, -case.tokens.advantages_N)
     assert not is_clipped_N.any()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_settings_of_the_clip_that_an_objective_does_not_read_are_listed(name):
+    logprobs_N = torch.full((4,), -1.0)  # of four samples: each ratio with each sign of the advantage
+    tokens = PolicyTokens(
+        torch.arange(4), logprobs_N - torch.tensor([1, 1, -1, -1]), torch.tensor([1.0, -1, 1, -1])
+    )
+    others = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.4, "dual_clip": 1.1}
+    usual_N, _ = OBJECTIVES[name](logprobs_N, tokens, config_of())
+    for setting, value in others.items():
+        config = replace(config_of(), **{setting: value})
+        loss_N, _ = OBJECTIVES[name](logprobs_N, tokens, config)
+        assert torch.equal(loss_N, usual_N) == (setting in UNREAD.get(name, ())), setting
 
 
 @pytest.mark.parametrize("log_ratio", [-1000.0, -100.0, 100.0, 1000.0])

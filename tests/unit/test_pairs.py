@@ -9,6 +9,7 @@ from verl_megatron.config import PairDataConfig
 from verl_megatron.data.pairs import PairDataset
 
 TOKENIZER = characters()
+END = TOKENIZER.hf.eos_token
 ASKED = [{"role": "user", "content": "hi"}]
 
 
@@ -48,8 +49,17 @@ def test_messages_in_all_forms_are_the_same_pair(tmp_path):
         ({"chosen": "b", "rejected": "c"}, "no key 'prompt' (data.prompt_key)"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same response"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "'chosen' (data.chosen_key) must be a string, or"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "the response is empty"),
-        ({"prompt": ASKED, "chosen": answer("b") * 2, "rejected": answer("c")}, "assistant turns only"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b" + END}, "'rejected' are the same response"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected': the response is empty"),
+        ({"prompt": "a", "chosen": " " + END, "rejected": "c"}, "'chosen': the response is empty"),
+        ({"prompt": ASKED, "chosen": "b", "rejected": answer("")}, "'rejected': the assistant turn is empty"),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "'prompt': the prompt is empty"),
+        ({"prompt": None, "chosen": "b", "rejected": "c"}, "'prompt': a prompt must be a string or"),
+        ({"prompt": "a", "chosen": answer("b"), "rejected": "c"}, "'chosen' is a message, and 'prompt' is"),
+        ({"prompt": ASKED, "chosen": answer("b") * 2, "rejected": answer("c")}, "end in one assistant turn"),
+        ({"prompt": "a", "chosen": ["x", *answer("b")], "rejected": "c"}, "end in one assistant turn"),
+        ({"prompt": "a", "chosen": [{"role": "user"}, *answer("b")], "rejected": "c"}, "before 'chosen' has"),
+        ({"chosen": [{}, *answer("b")], "rejected": [{}, *answer("c")]}, "'chosen': a prompt must be"),
         ({"chosen": ASKED + answer("b"), "rejected": ASKED * 2 + answer("c")}, "answer different prompts"),
         ({"prompt": "you", "chosen": ASKED + answer("b"), "rejected": ASKED + answer("c")}, "is not|are not"),
         ({"prompt": ASKED + answer("b"), "chosen": "c", "rejected": "d"}, "ends in an assistant turn"),
@@ -62,6 +72,19 @@ def test_a_bad_pair_is_refused_with_its_line(tmp_path, row, words):
         read(tmp_path, good, row, max_tokens=64)
     assert ", line 2: " in str(error.value)
     assert any(part in str(error.value) for part in words.split("|")), error.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "both"),
+    [
+        ({"chosen_key": "rejected"}, "data.chosen_key and data.rejected_key are both 'rejected'"),
+        ({"rejected_key": "prompt"}, "data.prompt_key and data.rejected_key are both 'prompt'"),
+        ({"prompt_key": "chosen"}, "data.prompt_key and data.chosen_key are both 'chosen'"),
+    ],
+)
+def test_two_settings_of_one_key_are_refused(tmp_path, settings, both):
+    with pytest.raises(ValueError, match=both):
+        read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, **settings)
 
 
 def test_the_longer_response_counts(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.planned import H200, actor_alone, case_of, run_config
+from tests.planned import H200, actor_alone, run_config, run_of
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
     plan_memory,
@@ -174,29 +174,28 @@ MEASURED = {
     ("name", "phase"), [(name, phase) for name, run in MEASURED.items() for phase in run.gib]
 )
 def test_memory_is_within_ten_percent_of_the_measured(name, phase):
-    run = MEASURED[name]
-    assert plan_memory(case_of(run.config, run.gpus), H200).phase_bytes(phase) / GIB == pytest.approx(
-        run.gib[phase], rel=0.10
-    )
+    measured = MEASURED[name]
+    memory = plan_memory(run_of(measured.config, measured.gpus), H200)
+    assert memory.phase_bytes(phase) / GIB == pytest.approx(measured.gib[phase], rel=0.10)
 
 
 @pytest.mark.parametrize(
     ("name", "phase"), [(name, phase) for name, run in MEASURED.items() for phase in run.seconds]
 )
 def test_seconds_are_within_fifteen_percent_of_the_measured(name, phase):
-    run = MEASURED[name]
-    case = case_of(run.config, run.gpus)
-    assert plan_seconds(case, H200, plan_memory(case, H200)).seconds[phase] == pytest.approx(
-        run.seconds[phase], rel=0.15
+    measured = MEASURED[name]
+    run = run_of(measured.config, measured.gpus)
+    assert plan_seconds(run, H200, plan_memory(run, H200)).seconds[phase] == pytest.approx(
+        measured.seconds[phase], rel=0.15
     )
 
 
 @pytest.mark.parametrize("name", [name for name, run in MEASURED.items() if run.iteration])
 def test_an_iteration_is_within_fifteen_percent_of_the_measured(name):
-    run = MEASURED[name]
-    case = case_of(run.config, run.gpus)
-    assert plan_seconds(case, H200, plan_memory(case, H200)).iteration == pytest.approx(
-        run.iteration, rel=0.15
+    measured = MEASURED[name]
+    run = run_of(measured.config, measured.gpus)
+    assert plan_seconds(run, H200, plan_memory(run, H200)).iteration == pytest.approx(
+        measured.iteration, rel=0.15
     )
 
 
@@ -214,9 +213,9 @@ def test_the_memory_of_a_weight_sync(model, layout, gpus, mode, trainable, measu
     awake, asleep = measured
     config = run_config(layout, model=model, rollout=gpus)
     config.reshard.mode = mode
-    case = actor_alone(config, gpus)
-    case = replace(case, roles=(replace(case.actor, trainable=trainable),))
-    memory = plan_memory(case, H200)
+    run = actor_alone(config, gpus)
+    run = replace(run, roles=(replace(run.actor, trainable=trainable),))
+    memory = plan_memory(run, H200)
     assert memory.phase_bytes("weights_awake") / GIB == pytest.approx(awake, rel=0.10)
     assert memory.idle_bytes / GIB == pytest.approx(asleep, rel=0.10)
 
@@ -243,8 +242,8 @@ def test_what_vllm_holds_of_its_own(model, layout, rollout, gpus, copies):
     for mode, expected in zip(("keep", "share", "swap"), copies):
         config = run_config(layout, model=model, rollout=rollout)
         config.reshard.mode = mode
-        case = actor_alone(config, gpus)
-        own = max(own_rollout_bytes(case, stage) for stage in range(case.actor.layout.pp))
+        run = actor_alone(config, gpus)
+        own = max(own_rollout_bytes(run, stage) for stage in range(run.actor.layout.pp))
         assert own / GIB == pytest.approx(expected, abs={"keep": 0.01, "share": 0.04, "swap": 0.31}[mode])
 
 
@@ -265,19 +264,19 @@ def test_an_engine_alone(layout, dtype, tokens, log_probs, step, gib):
         layout, samples=64 if layout == "tp1" else 32, dtype=dtype, tokens_per_micro_batch=tokens
     )
     config.algorithm.num_mini_batches = 1
-    case = actor_alone(config, 2)
-    actor = replace(case.actor, trainable=True)
-    assert infer_seconds(case, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
-    assert step_seconds(case, H200, actor) == pytest.approx(step, rel=0.15)
-    assert max(training_bytes(case, actor, stage) for stage in range(actor.layout.pp)) / GIB == pytest.approx(
+    run = actor_alone(config, 2)
+    actor = replace(run.actor, trainable=True)
+    assert infer_seconds(run, H200, [actor]) == pytest.approx(log_probs, rel=0.15)
+    assert step_seconds(run, H200, actor) == pytest.approx(step, rel=0.15)
+    assert max(training_bytes(run, actor, stage) for stage in range(actor.layout.pp)) / GIB == pytest.approx(
         gib, rel=0.12
     )
 
 
 def test_layers_of_transformer_engine_reach_the_measured_share():
     """56 % MFU of both passes: Llama-8B layers, 4096 tokens on one GPU, gradient accumulation included."""
-    case = case_of(run_config("tp1", samples=4, tokens=2048, rollout=1), 1)
-    layers = replace(case.actor, head="token")
-    (one,) = passes(case, H200, layers)
-    flops = 3 * 32 * case.packed_tokens * sum(layer_flops(case, layers))
+    run = run_of(run_config("tp1", samples=4, tokens=2048, rollout=1), 1)
+    layers = replace(run.actor, head="token")
+    (one,) = passes(run, H200, layers)
+    flops = 3 * 32 * run.packed_tokens * sum(layer_flops(run, layers))
     assert flops / (one.forward + one.backward) / H200.peak_flops == pytest.approx(0.56, rel=0.10)

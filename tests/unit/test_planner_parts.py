@@ -9,15 +9,15 @@ from parallel.layout import Layout
 from parallel.placement import busiest_elements, place
 from parallel.reshard.in_place.planner import Sides, least_layouts
 from parallel.weights.rules import megatron_parameters, vllm_parameters
-from tests.planned import H200, actor_alone, arch, case_of, run_config
+from tests.planned import H200, actor_alone, arch, run_config, run_of
 from tools.reshard.memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
-from verl_megatron.planner.case import PlannedRole
 from verl_megatron.planner.decoding import rollout_seconds, samples_at_once
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import static_bytes
+from verl_megatron.planner.planned_run import PlannedRole
 from verl_megatron.planner.search import configured, uneven_stages
 from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, samples_cached
 from verl_megatron.planner.training import group_rate, pipeline_seconds
@@ -34,7 +34,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("head", ["lm", "token", "sequence"])
+@pytest.mark.parametrize("head", ["lm", "token", "sequence", "lm_token"])
 @pytest.mark.parametrize(("model", "text"), SPLITS)
 def test_elements_are_those_of_the_weight_map(model, text, head):
     layout = Layout.parse(text, ranks=tuple(range(32)))
@@ -53,27 +53,27 @@ def test_shared_weights_are_those_that_lie_in_megatrons(text):
     layout = Layout.parse(text.replace("dp2", ""), ranks=tuple(range(gpus)))
     config = run_config(text.replace("dp2", ""), rollout=layout.tp)
     config.reshard.mode = "share"
-    case = actor_alone(config, gpus)
+    run = actor_alone(config, gpus)
     for stage in range(layout.pp):
         mine = megatron_parameters(arch("llama3-8b"), layout, layout.rank_of(pp=stage), spec="te")
         theirs = vllm_parameters(arch("llama3-8b"), layout.tp, 0)
         memory = {0: megatron_addresses(mine, 2)}
         sides = Sides(source={0: mine}, destination={0: theirs}, memory=memory, element_bytes=2)
-        assert own_rollout_bytes(case, stage) == least_layouts(sides, in_place=False)[0].own_bytes
+        assert own_rollout_bytes(run, stage) == least_layouts(sides, in_place=False)[0].own_bytes
 
 
 def test_states_of_a_learning_model():
     """2 + 4 + 12 bytes a parameter, the last over dp; in float32 4 + 4 + 8."""
-    case = case_of(run_config("tp2sp"), 4)
-    n = case.actor.elements[0]
+    run = run_of(run_config("tp2sp"), 4)
+    n = run.actor.elements[0]
     assert (
-        static_bytes(case, case.actor, 0).weights,
-        static_bytes(case, case.actor, 0).gradients,
-        static_bytes(case, case.actor, 0).optimizer,
+        static_bytes(run, run.actor, 0).weights,
+        static_bytes(run, run.actor, 0).gradients,
+        static_bytes(run, run.actor, 0).optimizer,
     ) == (2 * n, 4 * n, 6 * n)
-    whole = case_of(run_config("tp2sp", distributed_optimizer=False), 4)
+    whole = run_of(run_config("tp2sp", distributed_optimizer=False), 4)
     assert static_bytes(whole, whole.actor, 0).optimizer == 12 * n
-    single = case_of(run_config("tp2sp", dtype="float32"), 4)
+    single = run_of(run_config("tp2sp", dtype="float32"), 4)
     assert (
         static_bytes(single, single.actor, 0).weights,
         static_bytes(single, single.actor, 0).optimizer,
@@ -131,15 +131,15 @@ def test_a_pipeline_takes_as_long_as_its_stages_one_after_another(stages, count)
     ],
 )
 def test_micro_batches_are_those_of_packing(samples, tokens, layout, budget):
-    case = case_of(run_config(layout, samples=samples, tokens=tokens, tokens_per_micro_batch=budget), 8)
-    role = case.actor
+    run = run_of(run_config(layout, samples=samples, tokens=tokens, tokens_per_micro_batch=budget), 8)
+    role = run.actor
     mine = [2 * tokens] * -(-samples // 4 // role.layout.dp)
     packed = micro_batches(
         mine,
         tokens_per_micro_batch=budget * role.layout.cp,
         multiple_of=role.layout.pp if role.layout.vpp > 1 else 1,
     )
-    assert case.micro_batches(role) == (len(packed), max(map(len, packed)))
+    assert run.micro_batches(role) == (len(packed), max(map(len, packed)))
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_micro_batches_are_those_of_packing(samples, tokens, layout, budget):
 def test_what_keeps_samples_waiting_is_named(limit, cached, said):
     config = run_config(samples=256, rollout=2)
     config.rollout.max_num_seqs = limit
-    case = case_of(config, 4)
+    run = run_of(config, 4)
     assert said in samples_together(
-        case, cached * (case.prompt_tokens + case.response_tokens) * kv_bytes_per_token(case)
+        run, cached * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run)
     )
 
 
@@ -165,10 +165,10 @@ def test_what_keeps_samples_waiting_is_named(limit, cached, said):
 def test_samples_at_once_are_those_a_replica_draws_first(samples, gpus, tp, limit):
     config = run_config("tp2sp", samples=samples, rollout=tp)
     config.rollout.max_num_seqs = limit
-    case = case_of(config, gpus)
+    run = run_of(config, gpus)
     first = Dispatcher(WorkQueue(samples, num_replicas=1), limit=limit, group=None)
-    first.target = Dispatcher(_Queue(samples, case.replicas), limit=limit, group=None).target
-    assert samples_at_once(case, float("inf")) == len(first.draw(0))
+    first.target = Dispatcher(_Queue(samples, run.replicas), limit=limit, group=None).target
+    assert samples_at_once(run, float("inf")) == len(first.draw(0))
 
 
 @dataclass
@@ -183,17 +183,17 @@ class _Queue:
 def test_samples_share_their_prompts_cache(count, per_prompt):
     config = run_config("tp2sp", samples=4)
     config.data.samples_per_prompt, config.data.max_prompt_tokens = per_prompt, 15_360
-    case = case_of(config, 2)
-    tokens = cached_tokens(case, count)
+    run = run_of(config, 2)
+    tokens = cached_tokens(run, count)
     assert tokens == -(-count // per_prompt) * 15_360 + count * 512
-    assert samples_cached(case, tokens) == count and samples_cached(case, tokens - 1) == count - 1
+    assert samples_cached(run, tokens) == count and samples_cached(run, tokens - 1) == count - 1
 
 
 def test_generation_without_cuda_graphs_or_in_float32_takes_longer():
     def seconds(dtype="bfloat16", eager=False):
         config = run_config("tp2sp", samples=256, dtype=dtype)
         config.rollout.enforce_eager = eager
-        return rollout_seconds(case_of(config, 4), H200, 64 * GIB)
+        return rollout_seconds(run_of(config, 4), H200, 64 * GIB)
 
     assert seconds(eager=True) > 3 * seconds() and seconds(dtype="float32") > 2 * seconds()
 
@@ -201,11 +201,19 @@ def test_generation_without_cuda_graphs_or_in_float32_takes_longer():
 def test_groups_that_do_not_divide_a_host_cross_its_border():
     def rate(span, hosts, each):
         return group_rate(
-            case_of(run_config("tp1", rollout=1), hosts * each, ranks_per_host=each), H200, span=span
+            run_of(run_config("tp1", rollout=1), hosts * each, ranks_per_host=each), H200, span=span
         )
 
     assert rate(4, 1, 6) == rate(2, 8, 6) == rate(4, 2, 8) == H200.same_host_rate
     assert rate(4, 8, 6) == H200.other_host_rate
+
+
+def received_elements(train, rollout, gpus, *, ranks_per_host):
+    """A 70B actor's run, and what `busiest_elements` says of its weight sync under the best placement."""
+    run = actor_alone(run_config(train, model="llama3-70b", rollout=rollout), gpus)
+    served = Layout.parse(f"tp{rollout}", tuple(range(gpus)))
+    placed = place(run.actor.arch, run.actor.layout, served, ranks_per_host=ranks_per_host)
+    return run, busiest_elements(run.actor.arch, *placed, ranks_per_host=ranks_per_host)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +221,8 @@ def test_groups_that_do_not_divide_a_host_cross_its_border():
     [("tp2pp2", 2, 16), ("tp4pp2", 8, 16), ("tp8", 8, 16), ("tp2pp2", 4, 8), ("tp8pp4", 8, 32)],
 )
 def test_weights_come_from_other_hosts_where_the_best_placement_has_to_take_them_there(layout, rollout, gpus):
-    case = actor_alone(run_config(layout, model="llama3-70b", rollout=rollout), gpus)
-    placed = place(
-        case.actor.arch, case.actor.layout, Layout.parse(f"tp{rollout}", tuple(range(gpus))), ranks_per_host=8
-    )
-    assert case.resharding_crosses_hosts == (
-        busiest_elements(case.actor.arch, *placed, ranks_per_host=8)[0] > 0
-    )
+    run, (from_other_hosts, _) = received_elements(layout, rollout, gpus, ranks_per_host=8)
+    assert run.resharding_crosses_hosts == (from_other_hosts > 0)
 
 
 @pytest.mark.parametrize(
@@ -228,21 +231,14 @@ def test_weights_come_from_other_hosts_where_the_best_placement_has_to_take_them
 )
 def test_moved_bytes_are_those_of_the_best_placement(train, rollout, gpus):
     """The formula counts classes of tensors, so norms and rounding differ."""
-    case = actor_alone(run_config(train, model="llama3-70b", rollout=rollout), gpus)
-    placed = place(
-        arch("llama3-70b"),
-        case.actor.layout,
-        Layout.parse(f"tp{rollout}", ranks=tuple(range(gpus))),
-        ranks_per_host=gpus,
-    )
-    elements = busiest_elements(arch("llama3-70b"), *placed, ranks_per_host=gpus)[1]
-    assert moved_bytes(case) == pytest.approx(2 * elements, rel=0.15)
+    run, (_, elements) = received_elements(train, rollout, gpus, ranks_per_host=gpus)
+    assert moved_bytes(run) == pytest.approx(2 * elements, rel=0.15)
 
 
 def test_mfu_is_the_share_of_the_vendors_rate():
     """6 FLOPs a parameter and token: at one millionth of the rate it takes a million times as long."""
-    case = case_of(run_config("tp2sp"), 4)
-    time = plan_seconds(case, H200, plan_memory(case, H200))
+    run = run_of(run_config("tp2sp"), 4)
+    time = plan_seconds(run, H200, plan_memory(run, H200))
     tokens, matrices = 256 * 1023, 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     flops = 6 * tokens * matrices + 3 * 32 * tokens * 4 * 4096 * 1023 / 2
     assert time.mfu("critic_update") == pytest.approx(flops / time.seconds["critic_update"] / 4 / 989e12)
@@ -253,19 +249,19 @@ def test_mfu_is_the_share_of_the_vendors_rate():
     [({"recompute": "full"}, "actor_update"), ({"tokens_per_micro_batch": 4096}, "actor_update")],
 )
 def test_what_saves_activations_costs_time(change, phase):
-    plain, saving = (case_of(run_config("tp2sp", **engine), 4) for engine in ({}, change))
-    before, after = (plan_memory(case, H200) for case in (plain, saving))
+    plain, saving = (run_of(run_config("tp2sp", **engine), 4) for engine in ({}, change))
+    before, after = (plan_memory(run, H200) for run in (plain, saving))
     assert after.phase_bytes(phase) < before.phase_bytes(phase)
     assert plan_seconds(saving, H200, after).seconds[phase] > plan_seconds(plain, H200, before).seconds[phase]
 
 
 def test_offload_frees_the_rollout_and_takes_host_memory():
     config = run_config("tp2pp2sp")
-    before = plan_memory(case_of(config, 4), H200)
-    after = plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200)
+    before = plan_memory(run_of(config, 4), H200)
+    after = plan_memory(run_of(configured(config, {"reshard.offload": "all"}), 4), H200)
     states = sum(
-        getattr(static_bytes(case_of(config, 4), role, 0), part)
-        for role in case_of(config, 4).roles
+        getattr(static_bytes(run_of(config, 4), role, 0), part)
+        for role in run_of(config, 4).roles
         for part in ("gradients", "optimizer")
     )
     assert before.phase_bytes("rollout") - after.phase_bytes("rollout") == pytest.approx(states)
@@ -274,25 +270,25 @@ def test_offload_frees_the_rollout_and_takes_host_memory():
 
 def test_a_checkpoint_is_written_from_host_memory():
     config = run_config("tp2sp")
-    plain = plan_memory(case_of(config, 4), H200).host_bytes
+    plain = plan_memory(run_of(config, 4), H200).host_bytes
     config.run.save_interval = 50
-    case = case_of(config, 4)
+    run = run_of(config, 4)
     models = sum(
-        max(role.elements) * role.layout.tp for role in case.roles if role.trainable
+        max(role.elements) * role.layout.tp for role in run.roles if role.trainable
     )  # each once, whatever dp
-    assert plan_memory(case, H200).host_bytes - plain == pytest.approx(12 * models)
+    assert plan_memory(run, H200).host_bytes - plain == pytest.approx(12 * models)
 
 
 def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
     config = run_config("tp2pp2sp")
-    case = case_of(config, 4)
+    run = run_of(config, 4)
     before, after = (
-        plan_memory(case, H200),
-        plan_memory(case_of(configured(config, {"reshard.offload": "all"}), 4), H200),
+        plan_memory(run, H200),
+        plan_memory(run_of(configured(config, {"reshard.offload": "all"}), 4), H200),
     )
-    for phase, resting in (("critic_update", case.actor), ("actor_update", case.roles[1])):
+    for phase, resting in (("critic_update", run.actor), ("actor_update", run.roles[1])):
         away = max(
-            static_bytes(case, resting, stage).gradients + static_bytes(case, resting, stage).optimizer
+            static_bytes(run, resting, stage).gradients + static_bytes(run, resting, stage).optimizer
             for stage in range(2)
         )
         assert before.phase_bytes(phase) - after.phase_bytes(phase) == pytest.approx(away, rel=0.02), phase
@@ -300,7 +296,7 @@ def test_offload_holds_gradients_and_optimizer_of_the_model_that_learns():
 
 def test_fp8_keeps_copies_of_the_layers_weights_while_it_computes():
     plain, fp8 = (
-        plan_memory(case_of(run_config("tp2pp2sp", **engine), 4), H200) for engine in ({}, {"dtype": "fp8"})
+        plan_memory(run_of(run_config("tp2pp2sp", **engine), 4), H200) for engine in ({}, {"dtype": "fp8"})
     )
     layers = 16 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336) / 2  # parameters of a rank
     for phase, copies in (
@@ -329,7 +325,7 @@ def test_uneven_stages_are_what_megatron_allows(layers, pp):
 def test_ranks_without_a_model_hold_vllm_alone(offload):
     config = run_config("tp2sp")
     config.actor.devices, config.critic.devices, config.reshard.offload = "0-1", "0-1", offload
-    busy, idle = plan_memory(case_of(config, 4), H200).kinds
+    busy, idle = plan_memory(run_of(config, 4), H200).kinds
     assert (busy.ranks, idle.ranks) == ((0, 1), (2, 3))
     assert not any(
         idle.phases[phase].get(part)

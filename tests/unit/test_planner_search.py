@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from parallel.weights.shapes import shape
-from tests.planned import H200, arch, case_of, run_config
+from tests.planned import H200, arch, run_config, run_of
 from verl_megatron.checks.overrides import structured
 from verl_megatron.config import TrainerConfig
 from verl_megatron.planner import (
@@ -33,20 +33,29 @@ def test_the_search_offers_what_fits_when_it_is_planned_again(gpu, gpus):
     iterations = [candidate.time.iteration for candidate in result.fitting]
     assert iterations == pytest.approx(sorted(iterations), abs=0.01)
     for candidate in result.fitting[:5]:
-        case = case_of(configured(base, candidate.settings), gpus)
-        memory = plan_memory(case, machine)
-        assert not problems_of(case, machine, memory, margin=0.05)
-        assert plan_seconds(case, machine, memory).iteration == pytest.approx(candidate.time.iteration)
+        run = run_of(configured(base, candidate.settings), gpus)
+        memory = plan_memory(run, machine)
+        assert not problems_of(run, machine, memory, margin=0.05)
+        assert plan_seconds(run, machine, memory).iteration == pytest.approx(candidate.time.iteration)
     for candidate in result.refused:
-        assert problems_of(candidate.case, machine, candidate.memory, margin=0.05) and candidate.time is None
+        assert problems_of(candidate.run, machine, candidate.memory, margin=0.05) and candidate.time is None
 
 
 def test_every_layout_of_one_host_was_tried():
     result = search(run_config(samples=512), world_size=4, machine=H200, read=arch)
-    tried = {candidate.case.actor.layout for candidate in (*result.fitting, *result.refused)}
+    tried = {candidate.run.actor.layout for candidate in (*result.fitting, *result.refused)}
     assert {(layout.tp, layout.pp, layout.dp) for layout in tried} == {
         (tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp == 4
     }
+
+
+def test_a_critic_on_the_actors_trunk_has_no_layout_and_takes_no_memory():
+    config = run_config(samples=512)
+    config.critic.share_trunk = True
+    best = search(config, world_size=4, machine=H200, read=arch).fitting[0]
+    assert not any(name.startswith("critic.") for name in best.settings)
+    assert [role.name for role in best.run.roles if role.trainable] == ["actor"]
+    assert not {"values", "critic_update"} & best.time.seconds.keys()
 
 
 def settings_offered(change, gpus: int = 8, **machine) -> list[dict]:
@@ -186,7 +195,7 @@ def test_a_wrong_machine_file_is_refused_by_name(tmp_path, content, message):
 )
 def test_a_case_that_cannot_be_is_refused_by_name(gpus, change, message):
     with pytest.raises(ValueError, match=message):
-        case_of(configured(run_config("tp2sp", samples=4096), change), gpus)
+        run_of(configured(run_config("tp2sp", samples=4096), change), gpus)
 
 
 def test_an_engine_that_never_sleeps_has_its_room_in_every_phase():

@@ -7,6 +7,7 @@ import pytest
 
 from tests.worlds import run_world
 from tools import plan
+from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.planner import MACHINES, find_machine
 from verl_megatron.planner.machine import LAYER_SHARE
 from verl_megatron.planner.search import ALWAYS_SAID
@@ -120,9 +121,22 @@ def test_seventy_billion_on_sixty_four_gpus_take_seconds(capsys):
     assert "recipe lines:" in text
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_planned_with_the_samples_that_it_compares(name):
+    teacher = ["teacher.path=llama3-8b"] * (name == "distillation")
+    given = ["--model", "llama3-8b", "--gpus", "8", "--algorithm", name, *teacher]
+    config = plan.base_config(plan.parser().parse_args(given))
+    assert config.algorithm.name == name
+    assert (config.data.samples_per_prompt > 1) == (ALGORITHMS[name].min_samples > 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--model", "llama3-8b", "--gpus", "8", "--algorithm", "distillation"],
+            "algorithm.name=distillation learns from a teacher",
+        ),
         (
             ["--model", "nothing-here", "--gpus", "8"],
             "--model: 'nothing-here' is neither a folder nor a built-in shape",

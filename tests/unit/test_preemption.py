@@ -12,6 +12,7 @@ from torch.torch_version import TorchVersion
 
 from parallel.runtime import preemption
 from parallel.runtime.preemption import EXIT_STATUS, Preemption, usual_grace_s
+from tests.processes import eventually
 
 PATIENCE_S = 30
 
@@ -55,13 +56,6 @@ def end_of(pid: int) -> int:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
     raise AssertionError(f"the process was still there after {PATIENCE_S} s")
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_handlers_come_back():

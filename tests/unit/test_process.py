@@ -5,13 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from parallel.runtime import leftovers, process, store
+from tests.processes import all_ended, eventually, is_alive
 from tests.worlds import ROOT
 
 RANK = """
@@ -43,13 +43,6 @@ def start(*command: str, **more: str) -> subprocess.Popen:
     )
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("variable", ["VERL_MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID"])
 def test_a_rank_ends_with_its_launcher(variable, tmp_path):
     launcher = start(LAUNCHER, variable, RANK, TMPDIR=str(tmp_path))
@@ -57,10 +50,7 @@ def test_a_rank_ends_with_its_launcher(variable, tmp_path):
     assert launcher.stdout.readline() == "begun\n" and is_alive(pid)
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 10
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_alive(pid)
+    assert all_ended([pid])
     leftovers.sweep(tmp_path, leftovers.SHORT)
     assert not list(tmp_path.iterdir())
 
@@ -139,7 +129,4 @@ def test_a_store_of_a_stopped_rank_answers_and_ends_with_it():
     finally:
         keeper.kill()
         keeper.wait()
-    deadline = time.monotonic() + 10
-    while listening(port) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not listening(port)
+    assert eventually(lambda: not listening(port))

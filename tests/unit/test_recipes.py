@@ -10,14 +10,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from parallel.weights.shapes import shape
-from tests.launchers import LAUNCH, environment, hostfile, operator, say
+from tests.launchers import LAUNCH, environment, hostfile, operator, say, say_recipe
 from tests.recipes import schema_of
 from tests.worlds import ROOT
+from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.algorithm import algorithm_problems
+from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.overrides import structured
 from verl_megatron.config import SCHEMAS, TrainerConfig
 from verl_megatron.launch.dry_run import supervised_plan, training_plan
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+ALGORITHM_RECIPES = sorted((ROOT / "recipes/toy_cpu").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 # Script: nodes, GPUs of each, environment, and what the plan says of the layouts.
 RUNS = [
@@ -51,6 +55,20 @@ def test_settings_exist_and_fit(path):
     recipe.setdefault("data", {}).setdefault("train", "train.jsonl")
     config = structured(recipe, schema_of(path))
     assert config.run.output_dir.startswith("outputs/")
+
+
+def test_every_algorithm_has_a_recipe_whose_settings_are_right():
+    shared, names = OmegaConf.load(ROOT / "recipes/toy_cpu/group.yaml"), {"ppo"}
+    for path in ALGORITHM_RECIPES:
+        recipe = OmegaConf.merge(shared, OmegaConf.load(path))
+        recipe.pop("defaults", None)
+        config = structured(recipe, TrainerConfig)
+        if path.stem != "group":
+            assert config.run.output_dir == f"outputs/toy/{path.stem}"
+            names.add(config.algorithm.name)
+            needs = ALGORITHMS[config.algorithm.name].needs
+            assert check_values(config) + algorithm_problems(config, needs) == [], path
+    assert names == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -146,9 +164,7 @@ def test_the_quickstart_starts_a_rank_on_each_visible_gpu(visible, ranks, tmp_pa
     smi.chmod(0o755)
     write_toy(tmp_path / "toy")
     seen = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    said = say(
-        "bash", "recipes/quickstart.sh", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **seen
-    )
+    said = say_recipe("quickstart", "--dry-run", folder=tmp_path, OUT=str(tmp_path / "toy"), **seen)
     assert (
         said.code == 0
         and f"quickstart: {ranks} ranks on" in said.stdout
@@ -158,7 +174,7 @@ def test_the_quickstart_starts_a_rank_on_each_visible_gpu(visible, ranks, tmp_pa
 
 def test_own_model_and_settings_come_last(tmp_path):
     given = {"MODEL": "/models/mine", "DATA": "/data/mine.jsonl", "CRITIC_MODEL": "/models/critic"}
-    said = say("bash", "recipes/llama3_70b_ppo.sh", "actor.lr=2e-6", "--dry-run", folder=tmp_path, **given)
+    said = say_recipe("llama3_70b_ppo", "actor.lr=2e-6", "--dry-run", folder=tmp_path, **given)
     arguments = said.calls[-1].arguments
     assert {"actor.path=/models/mine", "data.train=/data/mine.jsonl", "critic.path=/models/critic"} <= set(
         arguments
@@ -168,9 +184,7 @@ def test_own_model_and_settings_come_last(tmp_path):
 
 def test_random_weights_are_made_once(tmp_path):
     scratch = tmp_path / "scratch"
-    said = say(
-        "bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b"
-    )
+    said = say_recipe("llama3_70b_ppo", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
     checked, *made = [
         call.arguments for call in said.calls if call.arguments[0] != "-m" or "--dry-run" in call.arguments
     ]
@@ -186,18 +200,15 @@ def test_random_weights_are_made_once(tmp_path):
     for name in ("llama3-70b", "llama3-8b"):
         (scratch / name).mkdir()
         (scratch / name / "reward.py").touch()
-    again = say(
-        "bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b"
-    )
+    again = say_recipe("llama3_70b_ppo", folder=tmp_path, SCRATCH=str(scratch), NNODES="1", CRITIC="8b")
     assert again.calls == said.calls[-2:], "nothing but a look at the settings and the start"
 
 
 @pytest.mark.parametrize(("status", "made"), [("2", False), ("3", True)])
 def test_no_weights_are_made_for_settings_that_are_refused(status, made, tmp_path):
     """Want of room (3) is that of the GPU which a dry run supposes: what is here may have more."""
-    said = say(
-        "bash",
-        "recipes/llama3_8b_ppo.sh",
+    said = say_recipe(
+        "llama3_8b_ppo",
         folder=tmp_path,
         SCRATCH=str(tmp_path / "scratch"),
         FAIL="--dry-run",
@@ -217,9 +228,8 @@ def test_no_weights_are_made_for_settings_that_are_refused(status, made, tmp_pat
 def test_nothing_starts_with_settings_that_are_refused(given, status, starts, tmp_path):
     (tmp_path / "llama3-8b").mkdir()
     (tmp_path / "llama3-8b/reward.py").touch()
-    said = say(
-        "bash",
-        "recipes/llama3_8b_ppo.sh",
+    said = say_recipe(
+        "llama3_8b_ppo",
         "actor.lr=2",
         folder=tmp_path,
         SCRATCH=str(tmp_path),
@@ -237,13 +247,8 @@ def test_nothing_starts_with_settings_that_are_refused(given, status, starts, tm
 
 
 def test_the_quickstart_looks_at_all_settings_before_it_trains(tmp_path):
-    said = say(
-        "bash",
-        "recipes/quickstart.sh",
-        folder=tmp_path,
-        OUT=str(tmp_path / "toy"),
-        FAIL="verl_megatron.train",
-        FAIL_STATUS="2",
+    said = say_recipe(
+        "quickstart", folder=tmp_path, OUT=str(tmp_path / "toy"), FAIL="verl_megatron.train", FAIL_STATUS="2"
     )
     assert (
         said.code == 2
@@ -282,9 +287,8 @@ def test_what_does_not_exist_is_said_in_one_line(settings, given, message, tmp_p
 
 @pytest.mark.parametrize("shape_name", ["llama3-70b", "llama3-8b"])
 def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
-    said = say(
-        "bash",
-        "recipes/llama3_70b_ppo.sh",
+    said = say_recipe(
+        "llama3_70b_ppo",
         folder=tmp_path,
         SCRATCH=str(tmp_path / "scratch"),
         NNODES="1",
@@ -330,7 +334,7 @@ def test_nothing_starts_where_random_weights_fail(shape_name, tmp_path):
     ],
 )
 def test_wrong_variables_are_named(script, given, message, tmp_path):
-    said = say("bash", f"recipes/{script}.sh", folder=tmp_path, **given)
+    said = say_recipe(script, folder=tmp_path, **given)
     assert said.code == 2 and re.fullmatch(f"error: .*{message}.*\n", said.stderr) and not said.calls
 
 
@@ -338,9 +342,7 @@ def test_wrong_variables_are_named(script, given, message, tmp_path):
     "given", [{"MODEL": "/models/mine", "DATA": "mine.jsonl"}, {}], ids=["own", "random"]
 )
 def test_several_nodes_need_an_address(given, tmp_path):
-    said = say(
-        "bash", "recipes/llama3_70b_ppo.sh", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), **given
-    )
+    said = say_recipe("llama3_70b_ppo", folder=tmp_path, SCRATCH=str(tmp_path / "scratch"), **given)
     assert (
         said.code == 2
         and "needs MASTER_ADDR" in said.stderr
@@ -351,15 +353,13 @@ def test_several_nodes_need_an_address(given, tmp_path):
 
 def test_a_plan_needs_no_data(tmp_path):
     write_toy(tmp_path)
-    said = say(
-        "bash", "recipes/llama3_8b_grpo.sh", "--dry-run", folder=tmp_path, MODEL=str(tmp_path / "model")
-    )
+    said = say_recipe("llama3_8b_grpo", "--dry-run", folder=tmp_path, MODEL=str(tmp_path / "model"))
     assert said.code == 0 and not said.stderr
     assert f"from {tmp_path}/model" in plan_of(said.calls[-1].arguments, ("4", "4"))
 
 
 def test_a_plan_of_supervised_training_speaks_of_no_random_weights(tmp_path):
-    said = say("bash", "recipes/sft.sh", "--dry-run", folder=tmp_path)
+    said = say_recipe("sft", "--dry-run", folder=tmp_path)
     assert (
         said.stderr
         == "MODEL is not set: planned for the shape llama3-8b, with samples as long as the recipe allows\n"

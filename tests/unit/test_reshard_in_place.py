@@ -13,9 +13,9 @@ from parallel.layout import Layout
 from parallel.reshard.in_place.memory_layout import ALIGNMENT
 from parallel.reshard.in_place.planner import WORTH_ANOTHER, Sides, plan_in_place
 from parallel.reshard.plan import matrix_shape
-from parallel.weights.architecture import Architecture
 from parallel.weights.rules import hf_shapes, megatron_parameters, vllm_parameters
 from tests.strategies import model_cases
+from tests.tiny import tiny_architecture
 from tests.toy_shards import Toy, layouts_of, megatron_like, vllm_like
 from tests.unit.test_reshard_plan import filled, numbered
 
@@ -164,21 +164,12 @@ def test_a_window_below_two_rows_is_refused():
         check((source, destination, shapes), flat, in_place=True, peer_memory=False, window_bytes=1000)
 
 
-SIZES = dict(
-    hidden_size=256,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    intermediate_size=512,
-    vocab_size=1024,
-    norm_eps=1e-5,
-    max_positions=64,
-)
+HIDDEN_SIZE = 256
 
 
 def real(train, tp, *, ranks=(0, 1, 2, 3), **changes):
-    arch = Architecture(model_type="qwen2", **SIZES | changes)
+    sizes = dict(hidden_size=HIDDEN_SIZE, num_heads=8, head_dim=32, intermediate_size=512)
+    arch = tiny_architecture("qwen2", **sizes | dict(num_layers=4, vocab_size=1024) | changes)
     layout = Layout.parse(train, ranks=ranks)
     source = {rank: megatron_parameters(arch, layout, rank, spec="te") for rank in layout.ranks}
     return source, {rank: vllm_parameters(arch, tp, rank % tp) for rank in range(4)}, hf_shapes(arch)
@@ -258,7 +249,7 @@ def test_where_the_destination_is_larger_only_the_difference_is_added(train, tp)
         plans = check(
             (source, destination, shapes), flat, in_place=True, peer_memory=peer_memory, window_bytes=2**17
         )
-        norm = SIZES["hidden_size"] * ELEMENT_BYTES
+        norm = HIDDEN_SIZE * ELEMENT_BYTES
         assert excess(plans, source, destination) <= norm + ALIGNMENT < copy_bytes(source)[0] // WORTH_ANOTHER
 
 

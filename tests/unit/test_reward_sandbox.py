@@ -6,10 +6,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.processes import all_ended, eventually
 from tests.worlds import ROOT
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rewards.worker import MAX_METRICS
@@ -141,19 +141,6 @@ def below(pid: int) -> dict[int, str]:
     }
 
 
-def gone(pids: set[int], *, within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while alive := [
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    ]:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return not alive
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_what_a_call_does_costs_its_sample_only(pool, call):
     started = time.monotonic()
@@ -225,11 +212,15 @@ def test_children_end_with_their_worker(functions, namespaces):
         if how != ("with\n" if namespaces else "without\n"):
             pytest.skip(f"the system gives no choice of namespaces: {how!r}")
         assert started.stdout.readline() == "None\n"
-        first = {pid for pid, command in below(started.pid).items() if "4242" in command}
-        assert len(first) == 1
+
+        def daemons() -> set[int]:
+            return {pid for pid, command in below(started.pid).items() if "4242" in command}
+
+        assert eventually(lambda: len(daemons()) == 1)  # it has become `sleep` by then
+        first = daemons()
         print(file=started.stdin, flush=True)
         assert started.stdout.readline() == "timeout\n"
-        assert gone(first)
+        assert all_ended(first)
         print(file=started.stdin, flush=True)
         assert started.stdout.readline().strip() == ""
     assert started.returncode == 0
@@ -250,7 +241,7 @@ def test_a_worker_that_somebody_kills_is_replaced(functions):
                 if call != "2 - 1":
                     assert pool.results()[1].failure is None
                 assert said(pool, "2 - 1") == ""
-                assert gone(set(processes))
+                assert all_ended(processes)
 
 
 def test_a_worker_that_is_killed_as_it_starts_is_started_again(tmp_path):
@@ -275,16 +266,13 @@ def test_everything_ends_with_a_killed_trainer(functions):
     started = subprocess.Popen(trainer(functions, script), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 10
-        while (
-            len(processes := below(started.pid)) < 8 and time.monotonic() < deadline
-        ):  # a daemon for each three
-            time.sleep(0.02)
+        eventually(lambda: len(below(started.pid)) >= 8)  # a daemon for each three
+        processes = below(started.pid)
         assert len(processes) == 8, processes
     finally:
         started.kill()
         started.wait()
-    assert gone(set(processes))
+    assert all_ended(processes)
 
 
 def test_output_is_passed_on_and_cut(functions, capfd):

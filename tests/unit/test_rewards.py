@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import all_ended, is_alive
 from verl_megatron.rewards.functions import REWARDS, load_reward
 from verl_megatron.rewards.pool import RewardPool
 
@@ -44,11 +45,6 @@ def functions(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("rewards") / "mine.py"
     path.write_text(FUNCTIONS)
     return str(path)
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def children_of(pid: int) -> set[int]:
@@ -194,7 +190,7 @@ def test_close_ends_workers_in_the_middle_of_a_call(functions):
     workers = children_of(os.getpid()) - before
     assert len(workers) == 2
     pool.close()
-    assert not any(is_running(pid) for pid in workers)
+    assert not any(map(is_alive, workers))
 
 
 def test_workers_die_with_a_killed_parent(functions):
@@ -219,10 +215,7 @@ def test_workers_die_with_a_killed_parent(functions):
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(is_running(pid) for pid in workers)
+    assert all_ended(workers)
 
 
 @pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])

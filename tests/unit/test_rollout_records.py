@@ -29,26 +29,9 @@ def test_the_mixing_loses_nothing():
 
 
 def test_sampling_from_config_takes_every_field():
-    config = RolloutConfig(
-        temperature=0.0,
-        top_p=0.5,
-        top_k=7,
-        min_tokens=2,
-        max_tokens=9,
-        stop=["."],
-        stop_token_ids=[4],
-        ignore_eos=True,
-    )
-    expected = Sampling(
-        temperature=0.0,
-        top_p=0.5,
-        top_k=7,
-        min_tokens=2,
-        max_tokens=9,
-        stop=(".",),
-        stop_token_ids=(4,),
-        ignore_eos=True,
-    )
+    same = dict(temperature=0.0, top_p=0.5, top_k=7, min_tokens=2, max_tokens=9, ignore_eos=True)
+    config = RolloutConfig(**same, stop=["."], stop_token_ids=[4])
+    expected = Sampling(**same, stop=(".",), stop_token_ids=(4,))
     assert Sampling.from_config(config) == expected and expected.greedy and not Sampling().greedy
 
 

@@ -14,6 +14,7 @@ import pytest
 from parallel.runtime import run_lock
 from parallel.runtime.run_lock import NAME, RunLock, identity, is_dead
 from tests.one_rank import ONE_RANK
+from tests.processes import eventually
 
 HOLD = """
 import sys, time
@@ -173,10 +174,7 @@ def test_the_file_is_renewed(tmp_path, world, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     with RunLock(tmp_path, ONE_RANK):
         os.utime(tmp_path / NAME, (0, 0))
-        deadline = time.monotonic() + 5
-        while (tmp_path / NAME).stat().st_mtime < 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert (tmp_path / NAME).stat().st_mtime > 1
+        assert eventually(lambda: (tmp_path / NAME).stat().st_mtime > 1)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):

@@ -7,7 +7,7 @@ from math import log2
 import pytest
 
 from parallel.layout import Layout
-from tests.scaled import PHASES, case_on, row_on, scaling_of
+from tests.scaled import PHASES, row_on, run_on, scaling_of
 from tools.benchmark_scaling import CPU_LINKS, planner_of
 from tools.scaling.model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
 from tools.scaling.rows import (
@@ -56,22 +56,22 @@ def test_the_bubble_is_what_a_pipeline_played_through_leaves_idle(pp, vpp, count
 
 
 def test_actor_and_reference_go_through_one_pipeline_together():
-    alone = case_on(4, "pp4")
+    alone = run_on(4, "pp4")
     with_reference = replace(
         alone, roles=(*alone.roles, replace(alone.actor, name="reference", trainable=False))
     )
     count = 4 * with_reference.micro_batches(with_reference.actor)[0]
-    assert [bubbles_of(case)["log_probs"] for case in (with_reference, alone)] == pytest.approx(
+    assert [bubbles_of(run)["log_probs"] for run in (with_reference, alone)] == pytest.approx(
         [3 / (2 * count + 3), 3 / (count + 3)]
     )
     assert (
-        len({dealing_seconds(case, lambda rows, dp: 1.0) for case in (with_reference, alone)}) == 1
+        len({dealing_seconds(run, lambda rows, dp: 1.0) for run in (with_reference, alone)}) == 1
     )  # they take the same rows
 
 
 def test_flops_are_two_for_each_weight_and_token_and_those_of_causal_pairs():
-    case = case_on(4, "tp2pp2", prompts=8)
-    arch, tokens = case.actor.arch, 8 * 1023
+    run = run_on(4, "tp2pp2", prompts=8)
+    arch, tokens = run.actor.arch, 8 * 1023
     queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     weights = arch.num_layers * (2 * queries + 2 * keys + 3 * arch.intermediate_size) * arch.hidden_size
     pairs = 8 * sum(position + 1 for position in range(1023))
@@ -80,8 +80,8 @@ def test_flops_are_two_for_each_weight_and_token_and_those_of_causal_pairs():
         + arch.num_layers * 4 * queries * pairs
         + 2 * 8 * 512 * arch.hidden_size * arch.vocab_size
     )
-    assert forward_flops(case, case.actor) == pytest.approx(expected, rel=1e-3)
-    row = row_on(case, dict.fromkeys(PHASES, 2.0))
+    assert forward_flops(run, run.actor) == pytest.approx(expected, rel=1e-3)
+    row = row_on(run, dict.fromkeys(PHASES, 2.0))
     assert row.flops_per_s_gpu(("log_probs",)) == pytest.approx(expected / 2 / 4, rel=1e-3)
     assert row.flops_per_s_gpu(("actor_update",)) == pytest.approx(
         3 * expected / 2 / 4, rel=1e-3
@@ -89,7 +89,7 @@ def test_flops_are_two_for_each_weight_and_token_and_those_of_causal_pairs():
 
 
 def test_efficiency_is_one_for_a_linear_speed_up_and_the_ideal_leaves_out_what_is_no_work():
-    one, four = case_on(1, "tp1", prompts=16), case_on(4, "tp1", prompts=64)
+    one, four = run_on(1, "tp1", prompts=16), run_on(4, "tp1", prompts=64)
     seconds = dict(zip(PHASES, (1.0, 4.0, 0.5, 0.25, 2.0, 1.0, 0.25, 3.0, 4.0)))
     first, same = row_on(one, seconds), row_on(four, seconds)
     assert efficiency(first, first) == 1.0 and efficiency(same, first) == pytest.approx(1.0)
@@ -100,8 +100,8 @@ def test_efficiency_is_one_for_a_linear_speed_up_and_the_ideal_leaves_out_what_i
     assert (
         ideal_seconds(first, first) == ideal_seconds(same, first) == 14.0
     )  # rollout, log-probs, values and updates
-    staged = row_on(case_on(2, "pp2", prompts=32), seconds)
-    bubbles = bubbles_of(case_on(2, "pp2", prompts=32))
+    staged = row_on(run_on(2, "pp2", prompts=32), seconds)
+    bubbles = bubbles_of(run_on(2, "pp2", prompts=32))
     assert ideal_seconds(staged, staged) == pytest.approx(
         4 + sum(seconds[phase] * (1 - share) for phase, share in bubbles.items())
     )
@@ -139,17 +139,17 @@ def predicted(constants: dict[str, float], terms: dict[str, float]) -> float:
 
 
 def test_constants_are_found_again_and_never_negative():
-    cases = [
-        case_on(1, "tp1", prompts=16),
-        case_on(2, "tp2", prompts=32),
-        case_on(4, "tp2", prompts=64),
+    runs = [
+        run_on(1, "tp1", prompts=16),
+        run_on(2, "tp2", prompts=32),
+        run_on(4, "tp2", prompts=64),
     ]  # dp 1, 1, 2
-    terms = [terms_of(case, "actor_update") for case in cases]
+    terms = [terms_of(run, "actor_update") for run in runs]
     true = {"work": 0.25, "tensor": 0.01, "sync": 0.5}
     assert fit(terms, [predicted(true, each) for each in terms]) == pytest.approx(true)
     assert fit(terms[:1], [4.0]) == pytest.approx({"work": 0.25}), "one size tells of nothing else"
     assert all(constant >= 0 for constant in fit(terms, [4.0, 3.0, 2.0]).values())
-    handed_over = [terms_of(case, "reshard") for case in cases]
+    handed_over = [terms_of(run, "reshard") for run in runs]
     found = fit(handed_over, [1.0, 1.0, 1.0])
     assert [predicted(found, each) for each in handed_over] == pytest.approx([1.0, 1.0, 1.0])
     assert found["work"] == pytest.approx(1.0)
@@ -157,7 +157,7 @@ def test_constants_are_found_again_and_never_negative():
 
 def test_more_gpus_are_never_more_efficient_than_fewer():
     scaling = scaling_of()
-    rows, ended = scaling.model(16_384, lambda case: {})
+    rows, ended = scaling.model(16_384, lambda run: {})
     assert [row.gpus for row in rows] == [2**power for power in range(3, 15)] and not ended
     assert all(
         row.source == MODELLED and row.rows == 64 * row.gpus and row.seconds.keys() == {*PHASES, DEALING}
@@ -184,9 +184,9 @@ def test_sizes_that_the_planner_knows_are_modelled_alike(layouts):
     The large ones overlap less, and their pipelines cross hosts.
     """
     machine = MACHINES["h200"]
-    cases = [case_on(n, layout, rollout=min(2, n), prompts=64 * n) for n, layout in layouts.items()]
-    rows = [row_on(case, planner_of(machine)(case)) for case in cases]
-    modelled, _ = Scaling(cases=cases, rows=rows, links=machine, ranks_per_host=8).model(
+    runs = [run_on(n, layout, rollout=min(2, n), prompts=64 * n) for n, layout in layouts.items()]
+    rows = [row_on(run, planner_of(machine)(run)) for run in runs]
+    modelled, _ = Scaling(runs=runs, rows=rows, links=machine, ranks_per_host=8).model(
         256, planner_of(machine)
     )
     for row in modelled:
@@ -207,11 +207,11 @@ def test_sizes_that_the_planner_knows_are_modelled_alike(layouts):
     ],
 )
 def test_larger_sizes_are_whole_hosts_and_multiples_of_what_was_measured(measured, host, expected):
-    case = case_on(measured, "tp1", prompts=16 * measured)
+    run = run_on(measured, "tp1", prompts=16 * measured)
     scaling = Scaling(
-        cases=[case], rows=[row_on(case, dict.fromkeys(PHASES, 1.0))], links=CPU_LINKS, ranks_per_host=host
+        runs=[run], rows=[row_on(run, dict.fromkeys(PHASES, 1.0))], links=CPU_LINKS, ranks_per_host=host
     )
-    rows, ended = scaling.model(64, lambda case: {})
+    rows, ended = scaling.model(64, lambda run: {})
     assert [(row.gpus, row.rows) for row in rows] == [(gpus, 16 * gpus) for gpus in expected]
     assert ended == (
         "" if expected else "up to --to 64 no more than 4 GPUs are both a multiple of 4 and whole hosts of 72"
@@ -220,7 +220,7 @@ def test_larger_sizes_are_whole_hosts_and_multiples_of_what_was_measured(measure
 
 def test_slower_links_between_hosts_slow_what_crosses_them_only():
     fast, slow = (
-        scaling_of(links=replace(MACHINES["h200"], other_host_rate=rate)).model(64, lambda case: {})[0]
+        scaling_of(links=replace(MACHINES["h200"], other_host_rate=rate)).model(64, lambda run: {})[0]
         for rate in (50e9, 5e9)
     )
     assert [row.gpus for row in fast] == [8, 16, 32, 64]
@@ -235,16 +235,16 @@ def test_slower_links_between_hosts_slow_what_crosses_them_only():
 
 
 def test_gradients_take_a_ring():
-    case = case_on(4, "tp1", prompts=64)
-    elements = sum(case.actor.elements)
-    assert gradient_seconds(case, case.actor, CPU_LINKS) == pytest.approx(
+    run = run_on(4, "tp1", prompts=64)
+    elements = sum(run.actor.elements)
+    assert gradient_seconds(run, run.actor, CPU_LINKS) == pytest.approx(
         4 * elements * (4 + 2) * 3 / 4 / 2e9
     )  # four steps
-    assert gradient_seconds(case_on(1, "tp1"), case_on(1, "tp1").actor, CPU_LINKS) == 0.0
+    assert gradient_seconds(run_on(1, "tp1"), run_on(1, "tp1").actor, CPU_LINKS) == 0.0
 
 
 def test_the_same_rows_on_more_gpus_take_less_time_until_there_are_too_few():
-    rows, ended = scaling_of(strong=True, prompts=256).model(16_384, lambda case: {})
+    rows, ended = scaling_of(strong=True, prompts=256).model(16_384, lambda run: {})
     assert [row.gpus for row in rows] == [
         8,
         16,

@@ -18,6 +18,7 @@ from verl_megatron.config import (
     RENAMED,
     SCHEMAS,
     AlgorithmConfig,
+    DPOLossConfig,
     EngineConfig,
     ModelConfig,
     RolloutConfig,
@@ -195,10 +196,17 @@ def test_every_setting_has_a_meaning_every_number_an_interval_and_every_default_
 def test_choices_are_those_of_the_tables_that_serve_them():
     from verl_megatron.algorithms import ALGORITHMS
     from verl_megatron.algorithms.kl import KL_ESTIMATORS
+    from verl_megatron.algorithms.normalizers import NORMALIZERS
+    from verl_megatron.algorithms.objectives import OBJECTIVES
+    from verl_megatron.algorithms.preference import DPO_LOSSES
 
     choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(AlgorithmConfig)}
-    assert set(choices["name"]) == set(ALGORITHMS)
-    assert set(choices["kl_estimator"]) == set(KL_ESTIMATORS)
+    assert choices["name"] == tuple(ALGORITHMS)
+    assert choices["objective"] == ("auto", *OBJECTIVES)
+    assert choices["normalizer"] == ("auto", *NORMALIZERS)
+    assert choices["kl_estimator"] == tuple(KL_ESTIMATORS)
+    losses = {field.name: field.metadata["choices"] for field in dataclasses.fields(DPOLossConfig)}["loss"]
+    assert losses == tuple(DPO_LOSSES)
 
 
 # ---- former names ------------------------------------------------------------------------------------------

@@ -32,6 +32,14 @@ def test_files_hold_every_row_and_columns_may_grow(tmp_path):
     assert [row["reward/mean"] for row in rows] == ["", "0.5", "0.75"] and rows[1]["bad"] == "inf"
 
 
+def assert_two_rows_and_a_new_one(folder, mean):
+    """Steps 0 and 1 as they were, then step 2 with this mean reward and a metric that is new."""
+    rows = [(row["step"], row["reward/mean"]) for row in read_metrics(folder)]
+    assert rows == [(0, 0.0), (1, 1.0), (2, mean)]
+    rows = [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(folder)]
+    assert rows == [("0", "0.0", ""), ("1", "1.0", ""), ("2", str(mean), "1.0")]
+
+
 def test_resuming_drops_later_rows_and_a_cut_line_and_appends(tmp_path):
     with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4) as tracker:
         for step in range(4):
@@ -41,16 +49,7 @@ def test_resuming_drops_later_rows_and_a_cut_line_and_appends(tmp_path):
         path.write_text(path.read_text()[:-3])  # killed while writing
     with MetricsTracker(tmp_path, ["jsonl", "csv"], total_steps=4, first_step=2) as tracker:
         tracker.log(2, {"reward/mean": 20.0, "new": 1.0})
-    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [
-        (0, 0.0),
-        (1, 1.0),
-        (2, 20.0),
-    ]
-    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [
-        ("0", "0.0", ""),
-        ("1", "1.0", ""),
-        ("2", "20.0", "1.0"),
-    ]
+    assert_two_rows_and_a_new_one(tmp_path, 20.0)
 
 
 GARBAGE = {
@@ -102,16 +101,7 @@ def test_lines_that_are_no_rows_are_put_aside_and_the_rows_stay(tmp_path, capsys
         == f"warning: {path} had 1 lines that are no rows of metrics; it is now {path}.damaged\n"
     )
     assert (tmp_path / f"{name}.damaged").read_bytes() == spoiled
-    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [
-        (0, 0.0),
-        (1, 1.0),
-        (2, 5.0),
-    ]
-    assert [(row["step"], row["reward/mean"], row["new"]) for row in csv_rows(tmp_path)] == [
-        ("0", "0.0", ""),
-        ("1", "1.0", ""),
-        ("2", "5.0", "1.0"),
-    ]
+    assert_two_rows_and_a_new_one(tmp_path, 5.0)
 
 
 def test_files_that_are_garbage_from_end_to_end_are_put_aside(tmp_path, capsys):

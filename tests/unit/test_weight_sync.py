@@ -4,23 +4,12 @@ import pytest
 import torch
 
 from parallel.reshard.in_place.addresses import addresses_of, views_at
-from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_parameters
 from parallel.weights.shard import ShardedParameter
+from tests.tiny import tiny_architecture
 from verl_megatron.rollout.weights import check_parameters
 
-SIZES = dict(
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    intermediate_size=32,
-    vocab_size=64,
-    norm_eps=1e-5,
-    max_positions=64,
-)
-PARAMETERS = vllm_parameters(Architecture(model_type="llama", **SIZES), 2, 0)
+PARAMETERS = vllm_parameters(tiny_architecture(intermediate_size=32, vocab_size=64), 2, 0)
 
 
 def held():

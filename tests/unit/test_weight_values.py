@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from parallel.weights.architecture import Architecture
 from parallel.weights.files import CheckpointFolder
 from parallel.weights.rules import hf_shapes
 from parallel.weights.values import check_tied, not_finite
-from tests.unit.test_files import SIZES, random_tensors, write_folder
+from tests.tiny import tiny_architecture
+from tests.unit.test_files import random_tensors, write_folder
 
 
 def test_a_tied_model_with_another_head_is_refused(tmp_path):
-    arch = Architecture(model_type="llama", vocab_size=90, tied=True, **SIZES)
+    arch = tiny_architecture(tied=True)
     tensors = random_tensors(arch)
     embedding = tensors["model.embed_tokens.weight"]
     for number, head in enumerate(

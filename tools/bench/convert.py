@@ -15,7 +15,6 @@ set size. The exit status is 1 if the round trip is not bit-identical or a conve
 """
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -25,12 +24,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -40,6 +38,7 @@ from parallel.weights.architecture import read_architecture, read_config
 from parallel.weights.files import INDEX
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import SHAPES, shape
+from tools.bench.output import TimedRow, times_of, versions, write_csv
 from tools.make_random import write_weights
 
 CONVERT = Path(__file__).resolve().parents[1] / "convert.py"
@@ -73,13 +72,9 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(TimedRow):
     """A line of the table and of the CSV: medians over the repetitions, and the highest peaks."""
 
-    name: str
-    median_s: float
-    min_s: float
-    max_s: float
     gb_per_s: float  # 1e9 bytes of weights per second, at the median
     of_cp: float  # cp's median / this median
     cpu_s: float  # user and system
@@ -216,19 +211,14 @@ def measure(root: Path, arguments) -> dict[str, list[Run]]:
 def rows_of(runs: dict[str, list[Run]], size: int) -> list[Row]:
     reference, rows = median(run.seconds for run in runs["cp"]), []
     for name, repeated in runs.items():
-        seconds = [run.seconds for run in repeated]
-        times = dict(
-            median_s=median(seconds),
-            min_s=min(seconds),
-            max_s=max(seconds),
-            cpu_s=median(run.peak.cpu_s for run in repeated),
-        )
+        times = times_of([run.seconds for run in repeated])
         rows.append(
             Row(
                 name=name,
                 **times,
                 gb_per_s=size / GB / times["median_s"],
                 of_cp=reference / times["median_s"],
+                cpu_s=median(run.peak.cpu_s for run in repeated),
                 peak_pss_mib=max(run.peak.pss for run in repeated) / MIB,
                 peak_rss_mib=max(run.peak.rss for run in repeated) / MIB,
             )
@@ -251,24 +241,13 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, rows: Sequence[Any], **run: object) -> None:
-    """Write one line per row (a dataclass), each with the case and the versions."""
-    run |= {
-        "machine": f"{os.cpu_count()} x {processor()}",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
-        writer.writeheader()
-        writer.writerows(run | asdict(row) for row in rows)
-
-
-def processor() -> str:
+def machine_columns() -> dict[str, str]:
+    """Return the columns of the CSV that describe the machine and the versions."""
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    return next(
+    processor = next(
         (value.strip() for name, _, value in lines if name.startswith("model name")), platform.machine()
     )
+    return {"machine": f"{os.cpu_count()} x {processor}"} | versions()
 
 
 def main() -> int:
@@ -315,15 +294,14 @@ def main() -> int:
     print("the round trip is bit-identical")
     print(f"peak of all processes together: {peak / 2**30:.2f} GiB of {options.memory_gib:g} GiB")
     if options.csv:
-        write_csv(
-            options.csv,
-            rows,
+        run = dict(
             model=options.hf or options.shape,
             layers=config["num_hidden_layers"],
             bytes=size,
             memory_gib=options.memory_gib,
             workers=options.workers,
         )
+        write_csv(options.csv, run | machine_columns(), rows)
     return 0 if peak <= options.memory_gib * 2**30 else 1
 
 

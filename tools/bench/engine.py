@@ -48,7 +48,7 @@ from verl_megatron.data.packing import micro_batches
 from verl_megatron.models.heads import head_weight
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.profiling import described, make_profiler
-from verl_megatron.planner import Case, machine_here
+from verl_megatron.planner import PlannedRun, machine_here
 from verl_megatron.planner.training import forward_flops
 from verl_megatron.roles.engine import Engine, EngineOptions, Loss
 
@@ -258,10 +258,10 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_case(
+def planned_run(
     options: argparse.Namespace, arch: Architecture, layout: Layout, settings: EngineConfig
-) -> Case:
-    """Return the planner's case of one optimizer step on all ranks.
+) -> PlannedRun:
+    """Return the planned run of one optimizer step on all ranks.
 
     Raises:
         ValueError: settings outside their range.
@@ -278,7 +278,7 @@ def make_case(
         options.response,
     )
     refuse(check_values(config))
-    return Case.of(config, world_size=dist.get_world_size(), read=lambda _: arch)
+    return PlannedRun.of(config, world_size=dist.get_world_size(), read=lambda _: arch)
 
 
 def main() -> None:
@@ -292,10 +292,10 @@ def main() -> None:
         else Architecture.from_hf(shape(options.shape, layers=options.layers))
     )
     layout = Layout.parse(options.layout, tuple(range(world)))
-    case = make_case(options, arch, layout, settings)
-    forward = forward_flops(case, case.actor) / world
+    planned = planned_run(options, arch, layout, settings)
+    forward = forward_flops(planned, planned.actor) / world
     # FLOPs of prompt logits, which only the baseline computes
-    all_logits = 2 * case.samples * options.prompt * arch.hidden_size * arch.vocab_size / world
+    all_logits = 2 * planned.samples * options.prompt * arch.hidden_size * arch.vocab_size / world
 
     bench = Bench(arch, layout, settings, options)
     work, flops = (
@@ -307,20 +307,26 @@ def main() -> None:
         work |= {"step": bench.step} | ({"step, plain": bench.plain_step} if options.baseline else {})
     rate = product_rate()
     rows = run(bench, work, flops, repetitions=options.repetitions)
-    show(rows, case, layout, settings, rate=rate, path=options.csv)
+    show(rows, planned, layout, settings, rate=rate, path=options.csv)
     if options.profile:
         profile(bench)
     dist.destroy_process_group()
 
 
 def show(
-    rows: list[Row], case: Case, layout: Layout, settings: EngineConfig, *, rate: float, path: Path | None
+    rows: list[Row],
+    planned: PlannedRun,
+    layout: Layout,
+    settings: EngineConfig,
+    *,
+    rate: float,
+    path: Path | None,
 ) -> None:
-    machine, arch = machine_here(), case.actor.arch
+    machine, arch = machine_here(), planned.actor.arch
     peak = machine.peak_flops if machine else 0.0
     what = (
-        f"{case.config.actor.path} ({arch.num_layers} layers) {layout}, {case.samples} samples of "
-        f"{case.prompt_tokens} + {case.response_tokens} tokens, {case.config.engine.dtype}, "
+        f"{planned.config.actor.path} ({arch.num_layers} layers) {layout}, {planned.samples} samples of "
+        f"{planned.prompt_tokens} + {planned.response_tokens} tokens, {planned.config.engine.dtype}, "
     )
     say(
         f"{what}micro-batches of {settings.tokens_per_micro_batch} tokens, recompute {settings.recompute}, "
@@ -335,7 +341,7 @@ def show(
         f"{'':14}{'seconds':>9}{'TFLOP/s':>10}{'of product':>12}{'MFU':>8}{'peak GiB':>10}"
         f"{'tokens/s/rank':>15}"
     )
-    tokens = case.samples * case.packed_tokens / case.world_size
+    tokens = planned.samples * planned.packed_tokens / planned.world_size
     for row in rows:
         mfu = f"{row.flops / row.seconds / peak:>8.1%}" if peak else f"{'-':>8}"
         say(

@@ -37,20 +37,17 @@ from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.rules import megatron_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
-from tools.bench.convert import GB, MIB, forget, write_csv, write_model
+from tools.bench.convert import GB, MIB, forget, machine_columns, write_model
+from tools.bench.output import TimedRow, times_of, write_csv
 
 Tensors = dict[tuple[int, str], Tensor]
 SAMPLE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(TimedRow):
     """A line of the table and of the CSV: medians over the repetitions, and the highest peaks."""
 
-    name: str
-    median_s: float
-    min_s: float
-    max_s: float
     read_mib: float
     peak_rss_mib: float
     peak_own_mib: float
@@ -155,14 +152,11 @@ def compare(folder: Path, arguments) -> tuple[list[Row], int]:
     assert len({run["digest"] for run in everything}) == 1, "the two methods loaded different bits"
     rows = []
     for method, repeated in runs.items():
-        seconds = [run["seconds"] for run in repeated]
         read = median(run["read"] for run in repeated) / MIB
         rows.append(
             Row(
                 name=method,
-                median_s=median(seconds),
-                min_s=min(seconds),
-                max_s=max(seconds),
+                **times_of([run["seconds"] for run in repeated]),
                 read_mib=read,
                 peak_rss_mib=max(run["peak_rss"] for run in repeated) / MIB,
                 peak_own_mib=max(run["peak_own"] for run in repeated) / MIB,
@@ -231,17 +225,9 @@ def main() -> None:
     )
     print(table(rows))
     if options.csv:
-        write_csv(
-            options.csv,
-            rows,
-            model=options.hf or options.shape,
-            layers=options.layers,
-            bytes=size,
-            tp=options.tp,
-            rank=options.rank,
-            dtype=options.dtype,
-            needed_mib=needed / MIB,
-        )
+        run = dict(model=options.hf or options.shape, layers=options.layers, bytes=size)
+        run |= dict(tp=options.tp, rank=options.rank, dtype=options.dtype, needed_mib=needed / MIB)
+        write_csv(options.csv, run | machine_columns(), rows)
 
 
 if __name__ == "__main__":

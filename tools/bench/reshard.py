@@ -37,11 +37,12 @@ from parallel.placement import described, place
 from parallel.rank_set import world
 from parallel.reshard.plan import Plan
 from parallel.weights.architecture import Architecture, read_architecture
-from parallel.weights.shapes import SHAPES, shape
-from tools.bench.case import MIB, ReshardCase, holds_the_weights, say, trained_weights
+from parallel.weights.shapes import shape
+from tools.bench.case import MIB, ReshardCase, add_model, holds_the_weights, say, trained_weights
 from tools.bench.contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
 from tools.bench.gather_everything import GatherEverything
-from tools.bench.reshard_report import Row, table, write_csv, write_png
+from tools.bench.output import write_csv
+from tools.bench.reshard_report import Row, columns, table, write_png
 
 # Letters: K contenders, N repetitions.
 
@@ -242,9 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(SHAPES))
-    model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are not read")
+    add_model(parser)
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
     parser.add_argument("--train", default="tp2pp2", help="layout of the source")
     parser.add_argument(
@@ -302,9 +301,10 @@ def main() -> None:
     rows = bench(case, options)
     if dist.get_rank() == 0:
         print(table(rows), flush=True)
-        for write, path in ((write_csv, options.csv), (write_png, options.png)):
-            if path:
-                write(path, case, rows)
+        if options.csv:
+            write_csv(options.csv, columns(case), rows)
+        if options.png:
+            write_png(options.png, case, rows)
     dist.destroy_process_group()
     sys.exit(any(row.bitwise == "no" for row in rows))
 

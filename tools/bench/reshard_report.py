@@ -1,13 +1,10 @@
 """Rows of `bench/reshard.py` as a table, a CSV and a picture."""
 
-import csv
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tools.bench.case import MIB, ReshardCase
+from tools.bench.output import versions
 
 COLOURS = {"gather": "#d9730d", "megatron": "#7a5195", "ours": "#3465a4"}  # by a row's kind
 
@@ -50,25 +47,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, case: ReshardCase, rows: list[Row]) -> None:
-    """Write one line per row, each with the case and the versions."""
-    run = {
+def columns(case: ReshardCase) -> dict[str, object]:
+    """Return the columns of the CSV that describe the case."""
+    run: dict[str, object] = {
         "model": case.model,
         "layers": case.arch.num_layers,
         "dtype": str(case.dtype)[6:],
         "train": str(case.train),
         "rollout": str(case.rollout),
     }
-    run |= {
-        "window_bytes": case.window_bytes,
-        "ranks": case.hardware,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
-        writer.writeheader()
-        writer.writerows(run | asdict(row) for row in rows)
+    return run | {"window_bytes": case.window_bytes, "ranks": case.hardware} | versions()
 
 
 def write_png(path: Path, case: ReshardCase, rows: list[Row]) -> None:

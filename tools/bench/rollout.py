@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs where nothi
 from parallel import device
 from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
-from parallel.weights.shapes import SHAPES, shape
-from tools.bench.case import model_folder, say
+from parallel.weights.shapes import shape
+from tools.bench.case import add_model, model_folder, say
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm import Colocation, VLLMActor, _sampling_params
@@ -118,9 +118,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(SHAPES))
-    model.add_argument("--hf", type=Path, help="a folder with a config.json; its weights are not read")
+    add_model(parser)
     parser.add_argument(
         "--tp", type=int, default=1, help="tensor-parallel ranks of a replica; the others are replicas"
     )

@@ -33,10 +33,11 @@ from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.rank_set import world
 from parallel.weights.architecture import Architecture, read_config
-from parallel.weights.shapes import SHAPES, shape
-from tools.bench.case import model_folder, say
+from parallel.weights.shapes import shape
+from tools.bench.case import add_model, model_folder, say
+from tools.bench.output import write_csv
 from tools.bench.synced_models import PROMPT_TOKENS, SyncCase, SyncedModels
-from tools.bench.weight_sync_measures import Clock, Memory, Row, table, write_csv
+from tools.bench.weight_sync_measures import Clock, Memory, Row, table
 from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
 
@@ -132,11 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(SHAPES))
-    model.add_argument(
-        "--hf", type=Path, help="a folder with a config.json; its weights are read with --load only"
-    )
+    add_model(parser, read="its weights are read with --load only")
     parser.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
     parser.add_argument("--train", default="tp2", help="Megatron's layout")

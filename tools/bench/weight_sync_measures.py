@@ -1,11 +1,9 @@
 """Measurements of `bench/weight_sync.py`: time of the slowest rank, memory of the fullest, and output."""
 
-import csv
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -143,11 +141,3 @@ def table(rows: list[Row]) -> str:
         *(f"digest of {row.name}: {row.value}" for row in by_kind["digest"]),
     ]
     return "\n".join(lines)
-
-
-def write_csv(path: Path, run: dict[str, Any], rows: list[Row]) -> None:
-    """Write one line per row, beginning with the columns `run` that describe the measurement."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
-        writer.writeheader()
-        writer.writerows(run | asdict(row) for row in rows)

@@ -35,8 +35,8 @@ import numpy as np
 
 from tools.scaling.rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
 from verl_megatron.data.packing import balance
-from verl_megatron.planner import Case, Machine
-from verl_megatron.planner.case import PlannedRole
+from verl_megatron.planner import Machine, PlannedRun
+from verl_megatron.planner.planned_run import PlannedRole
 from verl_megatron.planner.training import group_rate
 from verl_megatron.planner.weight_sync import moved_bytes
 
@@ -46,32 +46,32 @@ TIMED_S = 0.5  # a call above this is the last one timed; larger sizes are extra
 Deal = Callable[[int, int], float]  # seconds for samples of a mini-batch and data-parallel ranks
 
 
-def terms_of(case: Case, phase: str) -> dict[str, float]:
+def terms_of(run: PlannedRun, phase: str) -> dict[str, float]:
     """Return x_k of a phase, by the names of `TERMS`."""
-    own = case.samples / case.world_size
+    own = run.samples / run.world_size
     if phase in ("reshard", "return"):
-        return {"work": 1.0, "tensor": moved_bytes(case), "sync": log2(case.world_size)}
+        return {"work": 1.0, "tensor": moved_bytes(run), "sync": log2(run.world_size)}
     if phase == "rollout":
         return {
             "work": own,
             "start": 1.0,
-            "tensor": own * (case.config.rollout.tp - 1),
-            "sync": log2(case.replicas),
+            "tensor": own * (run.config.rollout.tp - 1),
+            "sync": log2(run.replicas),
         }
-    role = _role_of(case, phase)
+    role = _role_of(run, phase)
     if role is None:
-        return {"work": own, "sync": log2(case.world_size)}
+        return {"work": own, "sync": log2(run.world_size)}
     layout = role.layout
-    own = case.samples / (layout.dp * layout.tp * layout.pp * layout.cp)
+    own = run.samples / (layout.dp * layout.tp * layout.pp * layout.cp)
     return {
-        "work": own / (1 - bubbles_of(case)[phase]),
+        "work": own / (1 - bubbles_of(run)[phase]),
         "tensor": own * (layout.tp - 1),
         "sync": log2(layout.dp),
     }
 
 
-def _role_of(case: Case, phase: str) -> PlannedRole | None:
-    return next((role for role in case.roles if role.name == MODEL_OF.get(phase)), None)
+def _role_of(run: PlannedRun, phase: str) -> PlannedRole | None:
+    return next((role for role in run.roles if role.name == MODEL_OF.get(phase)), None)
 
 
 def fit(terms: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str, float]:
@@ -109,40 +109,40 @@ def _columns(terms: Sequence[dict[str, float]], names: Sequence[str]) -> np.ndar
 # ---- known -------------------------------------------------------------------------------------------------
 
 
-def known_seconds(case: Case, phase: str, links: Machine) -> float:
+def known_seconds(run: PlannedRun, phase: str, links: Machine) -> float:
     """Return the costs that are not fitted; `links` has same_host_rate and other_host_rate."""
     if phase == "reshard":
-        return moved_bytes(case) / (
-            links.other_host_rate if case.resharding_crosses_hosts else links.same_host_rate
+        return moved_bytes(run) / (
+            links.other_host_rate if run.resharding_crosses_hosts else links.same_host_rate
         )
-    role = _role_of(case, phase) if phase in UPDATES else None
-    return 0.0 if role is None else gradient_seconds(case, role, links)
+    role = _role_of(run, phase) if phase in UPDATES else None
+    return 0.0 if role is None else gradient_seconds(run, role, links)
 
 
-def dealing_seconds(case: Case, deal: Deal) -> float:
+def dealing_seconds(run: PlannedRun, deal: Deal) -> float:
     """Return the seconds of balancing: each model, all mini-batches, before forward passes and updates.
 
     The reference model reuses the actor's result.
     """
-    parts = case.config.algorithm.num_mini_batches
+    parts = run.config.algorithm.num_mini_batches
     return sum(
-        (1 + role.trainable) * parts * deal(case.samples // parts, role.layout.dp)
-        for role in case.roles
+        (1 + role.trainable) * parts * deal(run.samples // parts, role.layout.dp)
+        for role in run.roles
         if role.name != "reference"
     )
 
 
-def gradient_seconds(case: Case, role: PlannedRole, links: Machine) -> float:
+def gradient_seconds(run: PlannedRun, role: PlannedRole, links: Machine) -> float:
     """Return the seconds of an iteration's gradient and weight collectives.
 
     Either reductions of float32 gradients (a ring moves (r-1)/r of them) and gathers of weights, or
     all-reduces (twice that).
     """
-    layout, config = role.layout, case.config
+    layout, config = role.layout, run.config
     replicas = layout.dp * layout.cp
-    rate = group_rate(case, links, span=layout.tp * replicas, stride=layout.tp)
+    rate = group_rate(run, links, span=layout.tp * replicas, stride=layout.tp)
     bytes_each_step = max(role.elements) * (
-        (4 + case.element_bytes) if config.engine.distributed_optimizer else 8
+        (4 + run.element_bytes) if config.engine.distributed_optimizer else 8
     )
     return (
         config.algorithm.epochs
@@ -200,7 +200,7 @@ class Dealing:
 class Scaling:
     """Measured sizes, smallest first, and the inputs of the model for larger ones."""
 
-    cases: Sequence[Case]
+    runs: Sequence[PlannedRun]
     rows: Sequence[Row]
     links: Machine
     ranks_per_host: int
@@ -216,36 +216,36 @@ class Scaling:
         doubled = (first * 2**power for power in range(31))
         return [gpus for gpus in doubled if self.rows[-1].gpus < gpus <= largest]
 
-    def case_on(self, gpus: int) -> Case:
+    def run_on(self, gpus: int) -> PlannedRun:
         """Return the largest measured run with more data parallelism.
 
         Raises:
             ValueError: models on separate devices, or more data-parallel ranks than samples of a mini-batch.
         """
-        config = deepcopy(self.cases[-1].config)
+        config = deepcopy(self.runs[-1].config)
         if config.actor.devices or config.critic.devices or config.reward.devices:
             raise ValueError("models that stand on devices of their own have no larger size")
         if not self.strong:
             config.data.prompts_per_iteration = config.data.prompts_per_iteration * gpus // self.rows[-1].gpus
-        case = _grown(self.cases[-1], config, gpus, self.ranks_per_host)
+        run = _grown(self.runs[-1], config, gpus, self.ranks_per_host)
         parts, widest = (
-            case.samples // config.algorithm.num_mini_batches,
-            max(role.layout.dp for role in case.roles),
+            run.samples // config.algorithm.num_mini_batches,
+            max(role.layout.dp for role in run.roles),
         )
         if parts < widest:
             raise ValueError(
                 f"{gpus} GPUs have {widest} data-parallel ranks for {parts} rows of a mini-batch"
             )
-        return case
+        return run
 
-    def model(self, largest: int, planned: Callable[[Case], dict[str, float]]) -> tuple[list[Row], str]:
+    def model(self, largest: int, planned: Callable[[PlannedRun], dict[str, float]]) -> tuple[list[Row], str]:
         """Return rows up to `largest` GPUs, and the reason if they end earlier.
 
         Args:
-            planned: the planner's function for a case's seconds by phase.
+            planned: the planner's function for a run's seconds by phase.
         """
         deal, rows = Dealing(), []
-        dealt = dealing_seconds(self.cases[-1], deal)
+        dealt = dealing_seconds(self.runs[-1], deal)
         constants = {phase: self._constants(phase) for phase in self.rows[-1].seconds}
         if not (sizes := self.sizes(largest)):
             return (
@@ -255,37 +255,37 @@ class Scaling:
             )
         for gpus in sizes:
             try:
-                case = self.case_on(gpus)
+                run = self.run_on(gpus)
             except ValueError as error:
                 return rows, str(error)
-            seconds = {phase: self._seconds(case, phase, constants[phase]) for phase in constants}
-            seconds[DEALING] = max(0.0, dealing_seconds(case, deal) - dealt)
-            rows.append(Row(source=MODELLED, seconds=seconds, planned=planned(case), **described(case)))
+            seconds = {phase: self._seconds(run, phase, constants[phase]) for phase in constants}
+            seconds[DEALING] = max(0.0, dealing_seconds(run, deal) - dealt)
+            rows.append(Row(source=MODELLED, seconds=seconds, planned=planned(run), **described(run)))
         return rows, ""
 
     def _constants(self, phase: str) -> dict[str, float]:
         """Return the constants c_k of a phase, fitted to all measured sizes."""
-        terms = [terms_of(case, phase) for case in self.cases]
+        terms = [terms_of(run, phase) for run in self.runs]
         return fit(terms, [row.seconds[phase] for row in self.rows])
 
-    def _seconds(self, case: Case, phase: str, constants: dict[str, float]) -> float:
+    def _seconds(self, run: PlannedRun, phase: str, constants: dict[str, float]) -> float:
         """Return the seconds of a phase on a larger size."""
-        base, measured = self.cases[-1], self.rows[-1].seconds[phase]
-        fitted = _fitted_seconds(case, phase, constants)
+        base, measured = self.runs[-1], self.rows[-1].seconds[phase]
+        fitted = _fitted_seconds(run, phase, constants)
         fitted_base = _fitted_seconds(base, phase, constants)
-        more = known_seconds(case, phase, self.links) - known_seconds(base, phase, self.links)
+        more = known_seconds(run, phase, self.links) - known_seconds(base, phase, self.links)
         return (measured * fitted / fitted_base if fitted_base else measured) + max(0.0, more)
 
 
-def _fitted_seconds(case: Case, phase: str, constants: dict[str, float]) -> float:
+def _fitted_seconds(run: PlannedRun, phase: str, constants: dict[str, float]) -> float:
     """Return Σ c_k · x_k of a phase."""
-    terms = terms_of(case, phase)
+    terms = terms_of(run, phase)
     return sum(constant * terms[name] for name, constant in constants.items())
 
 
-def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:
+def _grown(run: PlannedRun, config, gpus: int, ranks_per_host: int) -> PlannedRun:
     """Return the same models on `gpus` GPUs; a layout's explicit dp is adjusted."""
-    archs = {role.name: role.arch for role in case.roles}
+    archs = {role.name: role.arch for role in run.roles}
     archs.setdefault("critic", archs["actor"])
     paths = {
         config.actor.path: archs["actor"],
@@ -293,7 +293,7 @@ def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:
         config.reward.path: archs.get("reward"),
     }
     for model, name in ((config.actor, "actor"), (config.critic, "critic"), (config.reward, "reward")):
-        layout = next((role.layout for role in case.roles if role.name == name), None)
+        layout = next((role.layout for role in run.roles if role.name == name), None)
         if layout is not None:
             sizes = (
                 "".join(
@@ -308,4 +308,6 @@ def _grown(case: Case, config, gpus: int, ranks_per_host: int) -> Case:
                 + (f"vpp{layout.vpp}" if layout.vpp > 1 else "")
                 + ("sp" if layout.sequence_parallel else "")
             )
-    return Case.of(config, world_size=gpus, ranks_per_host=ranks_per_host, read=lambda path: paths[path])
+    return PlannedRun.of(
+        config, world_size=gpus, ranks_per_host=ranks_per_host, read=lambda path: paths[path]
+    )

@@ -6,7 +6,7 @@ from statistics import median
 from parallel.layout import Layout
 from verl_megatron.observe.timeline import TRACE_FILE, Timeline
 from verl_megatron.observe.tracking import read_metrics
-from verl_megatron.planner import MACHINES, Case
+from verl_megatron.planner import MACHINES, PlannedRun
 from verl_megatron.planner.seconds import plan_work
 
 MEASURED, MODELLED = "measured", "modelled"
@@ -86,45 +86,44 @@ def bubble_share(layout: Layout, micro_batches: int) -> float:
     return (layout.pp - 1) / (layout.vpp * micro_batches + layout.pp - 1)
 
 
-def bubbles_of(case: Case) -> dict[str, float]:
+def bubbles_of(run: PlannedRun) -> dict[str, float]:
     """Return the bubble share of each phase in which models compute.
 
     Without gradients, all mini-batches go through in one pass, actor and reference together.
     """
-    roles, shares = {role.name: role for role in case.roles}, {}
-    for phase in flops_of(case):
+    roles, shares = {role.name: role for role in run.roles}, {}
+    for phase in flops_of(run):
         role = roles[MODEL_OF[phase]]
         passes = (
             1
             if phase in UPDATES
-            else case.config.algorithm.num_mini_batches
-            * (1 + (phase == "log_probs" and "reference" in roles))
+            else run.config.algorithm.num_mini_batches * (1 + (phase == "log_probs" and "reference" in roles))
         )
-        shares[phase] = bubble_share(role.layout, passes * case.micro_batches(role)[0])
+        shares[phase] = bubble_share(role.layout, passes * run.micro_batches(role)[0])
     return shares
 
 
-def flops_of(case: Case) -> dict[str, float]:
+def flops_of(run: PlannedRun) -> dict[str, float]:
     """Return the planner's model FLOPs by phase; they do not depend on the machine."""
-    return plan_work(case, MACHINES["h200"]).flops
+    return plan_work(run, MACHINES["h200"]).flops
 
 
-def described(case: Case) -> dict:
+def described(run: PlannedRun) -> dict:
     """Return the fields of a `Row` that its settings determine."""
-    layouts = {role.name: str(role.layout) for role in case.roles}
+    layouts = {role.name: str(role.layout) for role in run.roles}
     return {
-        "gpus": case.world_size,
+        "gpus": run.world_size,
         "actor": layouts["actor"],
         "critic": layouts.get("critic", ""),
-        "rollout": f"{case.replicas} x tp{case.config.rollout.tp}",
-        "rows": case.samples,
-        "tokens": case.samples * (case.prompt_tokens + case.response_tokens),
-        "flops": flops_of(case),
-        "bubbles": bubbles_of(case),
+        "rollout": f"{run.replicas} x tp{run.config.rollout.tp}",
+        "rows": run.samples,
+        "tokens": run.samples * (run.prompt_tokens + run.response_tokens),
+        "flops": flops_of(run),
+        "bubbles": bubbles_of(run),
     }
 
 
-def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
+def measured_row(run: PlannedRun, output_dir, planned: dict[str, float]) -> Row:
     """Return medians over the iterations of a run, without the first, which compiles and allocates.
 
     Raises:
@@ -136,10 +135,10 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
         raise ValueError(
             f"{output_dir} holds {len(rows)} iterations, of which the first does not count; run at least two"
         )
-    if lengths != {case.response_tokens}:
+    if lengths != {run.response_tokens}:
         raise ValueError(
             f"responses in {output_dir} have {sorted(lengths)} tokens on average and not "
-            f"{case.response_tokens} each; is rollout.ignore_eos off?"
+            f"{run.response_tokens} each; is rollout.ignore_eos off?"
         )
     rows, timeline = rows[1:], Timeline.read(f"{output_dir}/{TRACE_FILE}")
     phases = _phase_seconds(rows)
@@ -153,7 +152,7 @@ def measured_row(case: Case, output_dir, planned: dict[str, float]) -> Row:
         memory_bytes=max(memory_mib) * 2**20,
         phases_of_wall=timeline.phases_s / timeline.wall_s,
         waiting=timeline.waiting_share,
-        **described(case),
+        **described(run),
     )
 
 

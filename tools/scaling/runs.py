@@ -26,7 +26,7 @@ from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.json_lines import read_rows
 from verl_megatron.launch.command_line import NO_ROOM
-from verl_megatron.planner import Case
+from verl_megatron.planner import PlannedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -263,7 +263,7 @@ class Size:
     ranks: int
     settings: Settings
     config: TrainerConfig
-    case: Case
+    run: PlannedRun
     output_dir: Path
 
 
@@ -283,7 +283,7 @@ def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompt
         config = recipe.config(settings | stand_in, ranks)
         if recipe.path.suffix == ".yaml":
             refuse(check_config(config, world_size=ranks))
-        case = Case.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
+        run = PlannedRun.of(config, world_size=ranks, ranks_per_host=ranks, read=architecture)
     except ValueError as error:
         raise ValueError(f"on {ranks} ranks: {error}") from None
     return Size(
@@ -291,7 +291,7 @@ def size_of(recipe: Recipe, sizing: Sizing, ranks: int, output_dir: Path, prompt
         ranks=ranks,
         settings=settings | ({"data.train": str(prompts)} if prompts else {}),
         config=config,
-        case=case,
+        run=run,
         output_dir=output_dir,
     )
 
@@ -313,7 +313,7 @@ def check_sizes(sizes: list[Size]) -> None:
 
 def _architectures(size: Size) -> tuple[tuple[str, Architecture], ...]:
     """Return names and architectures of a run's models."""
-    return tuple((role.name, role.arch) for role in size.case.roles)
+    return tuple((role.name, role.arch) for role in size.run.roles)
 
 
 # ---- running -----------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
         )
 
 
-def run(size: Size) -> None:
+def start_and_wait(size: Size) -> None:
     """Start the run and wait for its end; a signal to this program also ends the run.
 
     Its output is in `log.txt` next to its metrics.

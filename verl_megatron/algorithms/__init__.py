@@ -9,10 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from verl_megatron.algorithms import (
+from verl_megatron.algorithms.advantages import (
     distillation,
     dr_grpo,
     grpo,
+    opo,
     ppo,
     reinforce_plus_plus,
     remax,
@@ -51,23 +52,40 @@ class Algorithm:
     # Besides the actor: "critic", "teacher"; "greedy", a greedy sample of each prompt; "logprobs", the
     # actor's before the update.
     needs: frozenset[str] = frozenset()
-    min_samples: int = 1  # per prompt
+    min_samples: int = 1  # per prompt; above 1: advantages compare the samples of a prompt
+    settings: tuple[str, ...] = ()  # that `advantages` reads; refused with algorithms that do not name them
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "ppo": Algorithm(advantages=ppo.advantages, needs=frozenset({"critic"})),
-    "grpo": Algorithm(advantages=grpo.advantages, min_samples=2),
+    "ppo": Algorithm(
+        advantages=ppo.advantages,
+        needs=frozenset({"critic"}),
+        settings=("gamma", "gae_lambda", "whiten"),
+    ),
+    "grpo": Algorithm(advantages=grpo.advantages, min_samples=2, settings=("scale_by_std",)),
     "dr_grpo": Algorithm(advantages=dr_grpo.advantages, normalizer="sequence_sum", min_samples=2),
     "gspo": Algorithm(
-        advantages=grpo.advantages, objective="gspo", normalizer="sequence_mean", min_samples=2
+        advantages=grpo.advantages,
+        objective="gspo",
+        normalizer="sequence_mean",
+        min_samples=2,
+        settings=("scale_by_std",),
     ),
-    "cispo": Algorithm(advantages=grpo.advantages, objective="cispo", min_samples=2),
+    "cispo": Algorithm(
+        advantages=grpo.advantages, objective="cispo", min_samples=2, settings=("scale_by_std",)
+    ),
     "rloo": Algorithm(advantages=rloo.advantages, min_samples=2),
-    "reinforce_plus_plus": Algorithm(advantages=reinforce_plus_plus.advantages),
+    "opo": Algorithm(advantages=opo.advantages, min_samples=2),
+    "reinforce_plus_plus": Algorithm(advantages=reinforce_plus_plus.advantages, settings=("gamma",)),
     "reinforce_plus_plus_baseline": Algorithm(
         advantages=reinforce_plus_plus.baseline_advantages, min_samples=2
     ),
-    "remax": Algorithm(advantages=remax.advantages, objective="reinforce", needs=frozenset({"greedy"})),
+    "remax": Algorithm(
+        advantages=remax.advantages,
+        objective="reinforce",
+        needs=frozenset({"greedy"}),
+        settings=("gamma",),
+    ),
     "distillation": Algorithm(advantages=distillation.advantages, needs=frozenset({"teacher"})),
 }
 

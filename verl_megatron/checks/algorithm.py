@@ -4,7 +4,9 @@ from collections.abc import Collection
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
-from verl_megatron.config import AlgorithmConfig, TrainerConfig
+from verl_megatron.checks.critic import check_trunk
+from verl_megatron.checks.unused import unused_problems
+from verl_megatron.config import TrainerConfig
 
 
 def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
@@ -20,18 +22,25 @@ def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[st
             f"data.samples_per_prompt={samples} with algorithm.name={algorithm.name} compares a sample with "
             f"no other; use at least {least}"
         )
-    if algorithm.critic_warmup and "critic" not in needs:
-        problems.append(
-            f"algorithm.critic_warmup={algorithm.critic_warmup} with algorithm.name={algorithm.name}, "
-            "which has no critic; leave it at 0"
-        )
     if algorithm.kl_ctrl_target and not algorithm.kl_coef:
         problems.append(
             f"algorithm.kl_ctrl_target={algorithm.kl_ctrl_target} needs a coefficient to start from; "
             "set algorithm.kl_coef above 0"
         )
-    checks = (_check_kl, _check_objective, _check_correction, _check_dynamic_sampling)
-    return problems + [problem for check in checks for problem in check(config)]
+    if algorithm.dual_clip and algorithm.dual_clip <= 1:
+        problems.append(
+            f"algorithm.dual_clip={algorithm.dual_clip} would clip ratios near 1; "
+            "use a value above 1, such as 3, or 0 (off)"
+        )
+    if config.reward.overlong_tokens and not config.reward.overlong_penalty:
+        problems.append(
+            f"reward.overlong_tokens={config.reward.overlong_tokens} with reward.overlong_penalty=0 deducts "
+            "nothing; raise overlong_penalty or set overlong_tokens=0"
+        )
+    checks = (_check_kl, _check_correction, _check_dynamic_sampling)
+    problems += [problem for check in checks for problem in check(config)]
+    problems += check_trunk(config, needs) + _check_teacher(config, needs)
+    return problems + unused_problems(config, needs)
 
 
 def _check_kl(config: TrainerConfig) -> list[str]:
@@ -56,22 +65,27 @@ def _check_kl(config: TrainerConfig) -> list[str]:
     return []
 
 
-def _check_objective(config: TrainerConfig) -> list[str]:
-    algorithm = config.algorithm
-    if not algorithm.dual_clip or algorithm.name not in ALGORITHMS:
+def _check_teacher(config: TrainerConfig, needs: Collection[str]) -> list[str]:
+    if "teacher" not in needs:
         return []
-    name = algorithm.objective if algorithm.objective != "auto" else ALGORITHMS[algorithm.name].objective
-    if algorithm.dual_clip <= 1:
-        return [
-            f"algorithm.dual_clip={algorithm.dual_clip} would clip ratios near 1; "
-            "use a value above 1, such as 3, or 0 (off)"
-        ]
-    if name in ("cispo", "reinforce"):
-        return [
-            f"algorithm.dual_clip={algorithm.dual_clip} has no meaning for the objective {name}, whose loss "
-            "has no clipped ratio; leave it at 0"
-        ]
-    return []
+    algorithm, problems = config.algorithm, []
+    if not config.teacher.path:
+        problems.append(
+            f"algorithm.name={algorithm.name} learns from a teacher, and teacher.path is empty; "
+            "name its Hugging Face folder"
+        )
+    if not algorithm.teacher_coef:
+        problems.append(
+            f"algorithm.teacher_coef=0 with algorithm.name={algorithm.name} makes every advantage 0; "
+            "raise teacher_coef"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        problems.append(
+            f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_in=reward is lost with "
+            f"algorithm.name={algorithm.name}, whose advantages have no rewards; "
+            "set kl_in=loss with kl_estimator=k2 or k3, or kl_coef=0"
+        )
+    return problems
 
 
 def _check_correction(config: TrainerConfig) -> list[str]:
@@ -90,9 +104,7 @@ def _check_correction(config: TrainerConfig) -> list[str]:
         )
         if is_set
     ]
-    if correction == "none":
-        return _check_unused_correction(config.algorithm)
-    if not truncated:
+    if correction == "none" or not truncated:
         return []
     return [
         f"algorithm.correction={correction} with {' and '.join(truncated)} would scale the loss by the "
@@ -101,36 +113,24 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     ]
 
 
-def _check_unused_correction(algorithm: AlgorithmConfig) -> list[str]:
-    defaults, problems = AlgorithmConfig(), []
-    for name in ("correction_level", "correction_low", "correction_high"):
-        value = getattr(algorithm, name)
-        if value != getattr(defaults, name):
-            problems.append(
-                f"algorithm.{name}={value} with algorithm.correction=none corrects nothing; "
-                "set correction=truncate or mask"
-            )
-    return problems
-
-
 def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:
-    """Refuse dynamic sampling where the scores of a prompt's samples are not known during the rollout."""
+    """Refuse dynamic sampling where equal scores teach, or are not known during the rollout."""
     if not config.algorithm.dynamic_sampling:
         return []
-    problems = []
-    if config.data.samples_per_prompt < 2:
+    problems, name, rounds = [], config.algorithm.name, config.algorithm.max_sampling_rounds
+    if name in ALGORITHMS and ALGORITHMS[name].min_samples < 2:
         problems.append(
-            "algorithm.dynamic_sampling=true compares the samples of a prompt, and "
-            f"data.samples_per_prompt={config.data.samples_per_prompt}; use at least 2"
+            f"algorithm.dynamic_sampling=true with algorithm.name={name}, whose advantages do not compare "
+            "the samples of a prompt: equal scores teach, too; set dynamic_sampling=false"
         )
     if config.reward.path or not config.reward.function:
         problems.append(
             "algorithm.dynamic_sampling=true needs scores during the rollout, and the reward model "
             f"reward.path={short_repr(config.reward.path)} gives them after it; use reward.function alone"
         )
-    if config.algorithm.name == "remax":
+    if rounds == 1:
         problems.append(
-            "algorithm.dynamic_sampling=true with algorithm.name=remax: its baseline is a greedy sample, not "
-            "the group; set dynamic_sampling=false"
+            "algorithm.dynamic_sampling=true with algorithm.max_sampling_rounds=1 replaces nothing: "
+            "the first round draws the prompts; use at least 2"
         )
     return problems

@@ -35,10 +35,17 @@ class Findings:
 
 
 def roles_of(config: TrainerConfig | SupervisedConfig) -> Roles:
-    """Return the folders of a run; a critic without a folder starts from the actor's."""
-    return {
-        spec.name: (spec.model.path, spec.head) for spec in models_of(config) if spec.name != "reference"
-    }  # the reference uses the actor's
+    """Return the folders of a run; a critic without a folder starts from the actor's.
+
+    The reference uses the actor's. A value head on the actor's trunk may have a folder.
+    """
+    roles: dict[str, tuple[str, Head]] = {}
+    for spec in models_of(config):
+        if spec.name != "reference":
+            roles[spec.name] = (spec.model.path, spec.exports[spec.name])
+        if spec.head == "lm_token" and isinstance(config, TrainerConfig) and config.critic.path:
+            roles["critic"] = (config.critic.path, "token")
+    return roles
 
 
 def inspect_folders(roles: Roles, *, rollout: bool, dry: bool = False, new_score: bool = False) -> Findings:
@@ -108,7 +115,7 @@ def check_weights(folder: str, head: Head, *, new_score: bool = False) -> list[s
     """
     arch = read_architecture(folder)
     with CheckpointFolder(folder) as files:
-        needed = {"lm": (), "token": SCORE, "sequence": SCORE[:1]}[head]
+        needed = {"token": SCORE, "sequence": SCORE[:1]}.get(head, ())
         new = [name for name in needed if name not in files.names]
         if head == "sequence" and new and not new_score:
             stem = FAMILIES[arch.model_type].stem

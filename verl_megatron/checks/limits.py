@@ -61,13 +61,14 @@ def check_values(config: Any) -> list[str]:
     for section in fields(config):
         values = getattr(config, section.name)
         for field in fields(values):
-            problems += _check_value(
+            problems += value_problems(
                 f"{section.name}.{field.name}", getattr(values, field.name), field.metadata
             )
     return problems
 
 
-def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> list[str]:
+def value_problems(name: str, value: Any, limits: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a setting outside the interval or choices of its metadata, `limits`."""
     within, choices = limits["within"], limits["choices"]
     numbers = value if isinstance(value, list | tuple) else [value]
     if within and not all(inside(number, within) for number in numbers):

@@ -3,7 +3,6 @@
 A problem names the setting, its value and a remedy.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -36,16 +35,18 @@ def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
     actor = _check_first(ModelSpec.actor(config.actor), config.engine, world_size)
     problems += actor.problems
     layouts = {"actor": actor.layout}
-    if "critic" in needs:
+    if "critic" in needs and not config.critic.share_trunk:
         path = config.critic.path or (config.actor.path if actor.arch is not None else "")
         critic = check_model(
             "critic", replace(config.critic, path=path), config.engine, world_size=world_size
         )
         problems += critic.problems
         layouts["critic"] = critic.layout
-    problems += output_problems(config.run, {role: getattr(config, role).path for role in layouts})
+    written = ("actor", "critic") if "critic" in needs else ("actor",)
+    problems += output_problems(config.run, {role: getattr(config, role).path for role in written})
     problems += _check_reward(config, world_size)
-    problems += _check_teacher(config, needs, world_size)
+    if config.teacher.path:
+        problems += check_model("teacher", config.teacher, config.engine, world_size=world_size).problems
     problems += check_rollout(config, actor.arch, world_size)
     problems += check_batch(config, layouts)
     problems += algorithm_problems(config, needs)
@@ -164,14 +165,3 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
     if reward.path:
         problems += check_model("reward", reward, config.engine, world_size=world_size).problems
     return problems
-
-
-def _check_teacher(config: TrainerConfig, needs: Collection[str], world_size: int) -> list[str]:
-    if config.teacher.path:
-        return check_model("teacher", config.teacher, config.engine, world_size=world_size).problems
-    if "teacher" in needs:
-        return [
-            f"algorithm.name={config.algorithm.name} learns from a teacher, and teacher.path is empty; "
-            "name its Hugging Face folder"
-        ]
-    return []

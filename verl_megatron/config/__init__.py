@@ -14,7 +14,7 @@ from verl_megatron.config.algorithm import (
     DPOLossConfig,
 )
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
-from verl_megatron.config.models import EngineConfig, ModelConfig, TeacherConfig
+from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
 from verl_megatron.config.rollout import ReshardConfig, RolloutConfig
 from verl_megatron.config.run import RunConfig
 from verl_megatron.config.section import (
@@ -36,6 +36,7 @@ __all__ = [
     "RENAMED",
     "SCHEMAS",
     "AlgorithmConfig",
+    "CriticConfig",
     "DPOConfig",
     "DPOLossConfig",
     "DataConfig",
@@ -65,7 +66,7 @@ class TrainerConfig(Section):
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     actor: ModelConfig = field(default_factory=ModelConfig)
-    critic: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
+    critic: CriticConfig = field(default_factory=CriticConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from verl_megatron.config.section import COUNT, POSITIVE, SHARE, Section, setting
 
 ALGORITHM_NAMES = (
-    *("ppo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"),
+    *("ppo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "opo"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "distillation"),
 )
 OBJECTIVE_NAMES = ("clip", "gspo", "gspo_token", "cispo", "reinforce")
@@ -15,7 +15,7 @@ CORRECTION_LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section):
-    """Policy-gradient algorithm; advantages.py, losses.py and kl.py give the formulas and their sources."""
+    """Policy-gradient algorithm; algorithms.md has the formulas and their sources."""
 
     name: str = setting(
         "ppo", "advantages, with their usual objective and normalizer", choices=ALGORITHM_NAMES

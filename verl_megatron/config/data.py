@@ -30,23 +30,43 @@ class DataConfig(Section):
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig(Section):
-    """Demonstrations: JSON lines with a prompt and the response to imitate."""
+class SupervisedDataConfig(Section):
+    """What all data files of supervised training have in common."""
 
     train: str = setting(MISSING, ".jsonl file")
     validation: str = setting("", ".jsonl file; empty: no validation")
-    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
-    response_key: str = setting("response", "a string")
     max_tokens: int = setting(
-        2048, "maximum length of prompt and response together", within="[2, 1000000000]"
+        2048, "maximum length of a prompt together with a response", within="[2, 1000000000]"
     )
     overlong: str = setting(
         "error",
-        'samples over max_tokens: "error" or "drop" (the count is reported)',
+        'rows over max_tokens: "error" or "drop" (the count is reported)',
         choices=("error", "drop"),
     )
+    shuffle: bool = setting(True, "reshuffle every epoch")
+
+
+@dataclass(kw_only=True)
+class SFTDataConfig(SupervisedDataConfig):
+    """Demonstrations: JSON lines with a prompt and the response to imitate."""
+
+    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
+    response_key: str = setting("response", "a string")
     samples_per_step: int = setting(256, "demonstrations per optimizer step", within="[1, 1000000]")
-    shuffle: bool = setting(True, "reshuffle the demonstrations every epoch")
+
+
+@dataclass(kw_only=True)
+class PairDataConfig(SupervisedDataConfig):
+    """Preference pairs: JSON lines with a prompt, a chosen and a rejected response."""
+
+    prompt_key: str = setting(
+        "prompt", "a string, or a list of chat messages; not needed where both responses repeat it"
+    )
+    chosen_key: str = setting(
+        "chosen", "the better response: a string, or messages that end in an assistant turn"
+    )
+    rejected_key: str = setting("rejected", "the worse response, in the same form")
+    pairs_per_step: int = setting(64, "pairs per optimizer step", within="[1, 500000]")
 
 
 @dataclass(kw_only=True)
@@ -70,28 +90,3 @@ class RewardConfig(Section):
     path: str = setting("", "Hugging Face sequence-classification folder; empty: no reward model")
     layout: str = setting("tp1", "layout of the reward model, as actor.layout")
     devices: str = setting("", "ranks of the reward model, as actor.devices")
-
-
-@dataclass(kw_only=True)
-class PairDataConfig(Section):
-    """Preference pairs: JSON lines with a prompt, a chosen and a rejected response."""
-
-    train: str = setting(MISSING, ".jsonl file")
-    validation: str = setting("", ".jsonl file; empty: no validation")
-    prompt_key: str = setting(
-        "prompt", "a string, or a list of chat messages; not needed where both responses repeat it"
-    )
-    chosen_key: str = setting(
-        "chosen", "the better response: a string, or messages that end in an assistant turn"
-    )
-    rejected_key: str = setting("rejected", "the worse response, in the same form")
-    max_tokens: int = setting(
-        2048, "maximum length of the prompt with either response", within="[2, 1000000000]"
-    )
-    overlong: str = setting(
-        "error",
-        'pairs over max_tokens: "error" or "drop" (the count is reported)',
-        choices=("error", "drop"),
-    )
-    pairs_per_step: int = setting(64, "pairs per optimizer step", within="[1, 500000]")
-    shuffle: bool = setting(True, "reshuffle the pairs every epoch")

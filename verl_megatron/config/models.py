@@ -20,6 +20,18 @@ class ModelConfig(Section):
 
 
 @dataclass(kw_only=True)
+class CriticConfig(ModelConfig):
+    """The critic: a model of its own, or a value head on the actor's trunk."""
+
+    lr: float = setting(1e-5, "peak learning rate, reached after the warm-up", within="[0, 1]")
+    share_trunk: bool = setting(
+        False, "a value head beside the actor's output layer instead of a model; path may name its weights"
+    )
+    trunk_gradient: bool = setting(True, "share_trunk: the value loss trains the trunk, too")
+    value_coef: float = setting(0.1, "share_trunk: coefficient of the value loss", within=SHARE)
+
+
+@dataclass(kw_only=True)
 class TeacherConfig(Section):
     """Frozen model of on-policy distillation."""
 

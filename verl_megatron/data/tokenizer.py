@@ -163,7 +163,7 @@ class Tokenizer:
             raise ValueError(
                 f"the response has {stop}, which ends generation, before {short_repr(text)}; remove it"
             )
-        if self._special.issuperset(ids[:end]):
+        if self._special.issuperset(ids[:end]) or not self.decode(ids[:end]).strip():
             raise ValueError("the response is empty; give one, or leave the row out")
         return ids[: end + 1] if end < len(ids) else [*ids, self.eos_token_id]
 

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import layout_of, models_of
-from verl_megatron.planner import Case, report, supervised_report
+from verl_megatron.planner import PlannedRun, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 
 HOST_RANKS = 8  # ranks per host, if LOCAL_WORLD_SIZE is not set
@@ -33,24 +34,24 @@ Settings = dict[str, Any]  # by section, from the recipe and the command line
 def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     """Plan an RL run on the ranks of `world()`: layouts, batch arithmetic, weight sync, memory and time.
 
-    The path of actor, critic or reward may be the name of a built-in shape (`parallel.weights.shapes`). With
-    such an actor, data.train may be omitted; with any actor it may be empty. Weights, tokenizer and data are
-    checked if they exist, with the first `SAMPLE_ROWS` samples of each data file.
+    The path of a model may be the name of a built-in shape (`parallel.weights.shapes`). With such an actor,
+    data.train may be omitted; with any actor it may be empty. Weights, tokenizer and data are checked if they
+    exist, with the first `SAMPLE_ROWS` samples of each data file.
 
     Raises:
         ValueError: lists all problems of the settings; or the planner does not know the GPU.
     """
     world_size, ranks_per_host = world()
-    with _stand_ins(settings) as (complete, rows):
+    with _stand_ins(settings, TrainerConfig) as (complete, rows):
         config = structured(complete, TrainerConfig)
         inputs = Inputs()
         refuse(inspect_run(config, world_size=world_size, rows=rows, inputs=inputs))
-        case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
+        run = PlannedRun.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
         lines = [
             _title(world_size, ranks_per_host),
-            *_layouts(case, settings),
+            *_layouts(run, settings),
             batch_arithmetic(config, world_size),
-            _reshard(case),
+            _reshard(run),
             *inputs.notes,
             report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host),
         ]
@@ -67,7 +68,7 @@ def supervised_plan(settings: Settings, schema: type[SupervisedConfig], *, gpu: 
     """
     world_size, ranks_per_host = world()
     trained = models_of(schema())[0].section
-    with _stand_ins(settings, trained) as (complete, rows):
+    with _stand_ins(settings, schema) as (complete, rows):
         config = structured(complete, schema)
         inputs = Inputs()
         refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
@@ -93,7 +94,7 @@ def world() -> tuple[int, int]:
         if not text.isdecimal() or not int(text):
             raise ValueError(f"{name}={text!r} is no number of ranks; set it to that of the run to plan")
         sizes.append(int(text))
-    world_size, ranks_per_host = sizes[0], min(sizes)
+    world_size, ranks_per_host = sizes[0], sizes[1] if os.environ.get("LOCAL_WORLD_SIZE") else min(sizes)
     if world_size % ranks_per_host:
         raise ValueError(
             f"LOCAL_WORLD_SIZE={ranks_per_host} must divide WORLD_SIZE={world_size}: "
@@ -103,17 +104,19 @@ def world() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _stand_ins(settings: Settings, trained: str = "actor") -> Iterator[tuple[Settings, int]]:
+def _stand_ins(
+    settings: Settings, schema: type[TrainerConfig | SupervisedConfig]
+) -> Iterator[tuple[Settings, int]]:
     """Replace built-in shapes by temporary model folders, and absent data by an empty file.
 
-    Also yields the number of samples to check of each data file: 0 if the data are a stand-in.
-
-    Args:
-        trained: section of the model that learns; with a built-in shape there, data.train may be omitted.
+    Also yields the number of samples to check of each data file: 0 if the data are a stand-in. With a
+    built-in shape for the model that learns, data.train may be omitted.
     """
     complete, rows = copy.deepcopy(settings), SAMPLE_ROWS
+    trained = models_of(schema())[0].section
+    models = [section.name for section in fields(schema) if hasattr(getattr(schema(), section.name), "path")]
     with TemporaryDirectory(prefix="dry_run_") as scratch:
-        for role in ("actor", "critic", "reward"):
+        for role in models:
             section = complete.get(role)
             name = section.get("path", "") if isinstance(section, dict) else ""
             if name in ("", MISSING) or not isinstance(name, str) or _is_folder(name):
@@ -148,31 +151,31 @@ def _title(world_size: int, ranks_per_host: int) -> str:
     return f"dry run: {world_size} ranks, {ranks_per_host} a host"
 
 
-def _layouts(case: Case, settings: Settings) -> list[str]:
+def _layouts(run: PlannedRun, settings: Settings) -> list[str]:
     """Describe each model with its path as given, and vLLM, a line each."""
     lines = []
-    for role in case.roles:
-        own = settings.get(role.name, {}).get(
-            "path", ""
-        )  # the reference, and a critic without a folder, use the actor's
+    for role in run.roles:
+        # the reference, and a critic without a folder, use the actor's
+        own = settings.get(role.name, {}).get("path", "")
+        heads = ", with the critic's value head" if role.head == "lm_token" else ""
         lines.append(
             f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, "
-            f"from {own or settings['actor']['path']}"
+            f"from {own or settings['actor']['path']}{heads}"
         )
-    return [*lines, f"  {'rollout':<10}{case.replicas} x tp{case.config.rollout.tp}"]
+    return [*lines, f"  {'rollout':<10}{run.replicas} x tp{run.config.rollout.tp}"]
 
 
-def _reshard(case: Case) -> str:
+def _reshard(run: PlannedRun) -> str:
     """Describe the weight sync in one line; ranks of a host read each other's memory, as on GPUs."""
-    arch, config = case.actor.arch, case.config
-    served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(case.world_size)))
-    train, rollout = place(arch, case.actor.layout, served_by, ranks_per_host=case.ranks_per_host)
+    arch, config = run.actor.arch, run.config
+    served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(run.world_size)))
+    train, rollout = place(arch, run.actor.layout, served_by, ranks_per_host=run.ranks_per_host)
     plan = compile_plan(
         source=megatron_shards(arch, train, spec=PLANNED_SPEC),
         destination=vllm_shards(arch, rollout),
-        element_bytes=case.rollout_element_bytes,
+        element_bytes=run.rollout_element_bytes,
         window_bytes=config.reshard.window_mib << 20,
-        host_of=lambda rank: rank // case.ranks_per_host,
+        host_of=lambda rank: rank // run.ranks_per_host,
         peer_memory=True,
     )
     # Addresses of Megatron's parameters are known only at run time; the bytes received do not depend on them.

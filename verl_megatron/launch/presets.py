@@ -2,7 +2,7 @@
 
 from parallel.runtime.environment import MOST_RANKS
 from parallel.runtime.refusal import short_repr
-from verl_megatron.config import EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
+from verl_megatron.config import CriticConfig, EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
 
 MIXED_PRECISION = {
     True: "bfloat16",
@@ -63,7 +63,7 @@ def get_trainer_config(
     layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"
     return TrainerConfig(
         actor=ModelConfig(layout=layout),
-        critic=ModelConfig(layout=layout, lr=TrainerConfig().critic.lr),
+        critic=CriticConfig(layout=layout),
         engine=EngineConfig(dtype=MIXED_PRECISION[mixed_precision], recompute=RECOMPUTE[enable_recompute]),
         rollout=RolloutConfig(tp=tp_size),
     )

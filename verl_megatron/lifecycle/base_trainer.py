@@ -158,16 +158,16 @@ class BaseTrainer:
                 tracker.close()
 
     def export(self) -> None:
-        """Export each trained model as a Hugging Face folder `output_dir/ROLE`."""
+        """Export each trained model as a Hugging Face folder in output_dir; a value head with its trunk."""
         for spec in models_of(self.config):
-            if not spec.trainable:
-                continue
-            try:
-                with self.watchdog.operation("export", timeout_s=SLOW_S):
-                    self.roles[spec.name].engine.export(self.output_dir / spec.name, template=spec.model.path)
-            except ValueError as error:
-                raise ValueError(f"{error}; {self._what_remains()}") from None
-            self.say(f"exported {self.output_dir / spec.name}")
+            for name, head in spec.exports.items() if spec.trainable else ():
+                folder, engine = self.output_dir / name, self.roles[spec.name].engine
+                try:
+                    with self.watchdog.operation("export", timeout_s=SLOW_S):
+                        engine.export(folder, template=spec.model.path, head=head)
+                except ValueError as error:
+                    raise ValueError(f"{error}; {self._what_remains()}") from None
+                self.say(f"exported {folder}")
 
     def _what_remains(self) -> str:
         """Describe what is saved of a run whose export failed: the newest checkpoint, or nothing."""

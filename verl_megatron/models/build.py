@@ -20,13 +20,11 @@ from parallel import megatron
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture
-from parallel.weights.rules import padded_vocab
+from parallel.weights.rules import Head, is_language, padded_vocab
 from verl_megatron.models.attention import PackedAttention
-from verl_megatron.models.heads import LanguageHead, ValueHead
+from verl_megatron.models.heads import LanguageHead, SharedTrunkValueHead, ValueHead
 from verl_megatron.models.rope import rope_frequencies
 
-# Language model; one value per token (critic); one score per sample (reward model).
-Head = Literal["lm", "token", "sequence"]
 Spec = Literal["te", "local"]
 
 
@@ -162,7 +160,7 @@ def build_chunks(
     layout, place = groups.layout, groups.coordinates
     config = transformer_config(arch, layout, compute)
     layer, final_norm = layer_spec(arch, compute.spec)
-    tied = arch.tied and head == "lm"
+    tied = arch.tied and is_language(head)
     chunks = []
     for chunk in range(layout.vpp):
         is_last = place.pp == layout.pp - 1 and chunk == layout.vpp - 1
@@ -196,10 +194,12 @@ def build_chunks(
 
 
 def _replace_head(model: Any, config: TransformerConfig, groups: ProcessGroups, head: Head) -> None:
-    if head == "lm":
-        model.output_layer.__class__ = LanguageHead  # same weight and attributes, other forward pass
-    else:
+    if not is_language(head):
         model.output_layer = ValueHead(config, groups.tp, bias=head == "token")
+        return
+    model.output_layer.__class__ = LanguageHead  # same weight and attributes, other forward pass
+    if head == "lm_token":
+        model.value_head = SharedTrunkValueHead(config, groups.tp, model.output_layer)
 
 
 def drop_fp8_weights(chunk: torch.nn.Module) -> None:

@@ -60,6 +60,29 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
+class SharedTrunkValueHead(ValueHead):
+    """Value head beside a `LanguageHead`: computes values from its input, before it runs.
+
+    This is where a critic's own value head stands, so both give the same bits.
+    """
+
+    def __init__(self, config, tp_group, output_layer: LanguageHead):
+        super().__init__(config, tp_group, bias=True)
+        self.trains_trunk = True
+        self._values: Tensor | None = None
+        output_layer.register_forward_pre_hook(self._compute)
+
+    def _compute(self, output_layer: LanguageHead, inputs: tuple[Tensor, ...]) -> None:
+        hidden = inputs[0] if self.trains_trunk else inputs[0].detach()
+        self._values, _ = self(hidden)
+
+    def take_values(self) -> Tensor:
+        """Return the values of the latest forward pass [T, 1, 1] float32, once."""
+        assert self._values is not None, "values come from the model's forward pass"
+        values, self._values = self._values, None
+        return values
+
+
 def trunk(chunk: Any) -> Any:
     """Return the GPTModel of a chunk, which may be wrapped for data parallelism."""
     while not hasattr(chunk, "share_embeddings_and_output_weights"):

@@ -3,10 +3,10 @@
 `report` formats a plan, `check_fits` rejects runs that do not fit, `search` ranks layouts (tools/plan.py).
 """
 
-from verl_megatron.planner.case import Case
 from verl_megatron.planner.comparison import compare
 from verl_megatron.planner.machine import MACHINES, Machine, find_machine
 from verl_megatron.planner.memory import plan_memory
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.preflight import check_fits, machine_here
 from verl_megatron.planner.search import search
 from verl_megatron.planner.seconds import plan_seconds
@@ -16,7 +16,7 @@ from verl_megatron.planner.text import comparison_lines, report, samples_togethe
 
 __all__ = [
     "MACHINES",
-    "Case",
+    "PlannedRun",
     "Machine",
     "check_fits",
     "check_supervised_fits",

@@ -12,8 +12,9 @@ these norms (q + k). Full recomputation stores only the layer's input (h).
 
 from math import ceil
 
+from parallel.weights.rules import is_language
 from verl_megatron.models.log_probs import CHUNK_BYTES
-from verl_megatron.planner.case import Case, PlannedRole, attention_channels, part_elements
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels, part_elements
 
 
 def layer_elements(role: PlannedRole) -> float:
@@ -43,14 +44,14 @@ def micro_batches_in_flight(role: PlannedRole, stage: int, count: int) -> float:
     )
 
 
-def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
+def training_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> float:
     """Peak activation bytes on a rank of `stage` during an update."""
-    count, samples = case.micro_batches(role)
-    tokens, width = samples * case.packed_tokens / role.layout.cp, case.element_bytes
+    count, samples = run.micro_batches(role)
+    tokens, width = samples * run.packed_tokens / role.layout.cp, run.element_bytes
     layer = tokens * layer_elements(role) * width
     kept = (
         tokens * role.arch.hidden_size * width / _outer_split(role)
-        if case.config.engine.recompute == "full"
+        if run.config.engine.recompute == "full"
         else layer
     )
     in_flight = micro_batches_in_flight(role, stage, count)
@@ -58,44 +59,44 @@ def training_bytes(case: Case, role: PlannedRole, stage: int) -> float:
     return (
         in_flight * role.layers[stage] * kept
         + layer
-        + head_bytes(case, role, stage, backward=True)
-        + fp8_weight_bytes(case, role, stage, copies=2)
+        + head_bytes(run, role, stage, backward=True)
+        + fp8_weight_bytes(run, role, stage, copies=2)
     )
 
 
-def inference_bytes(case: Case, role: PlannedRole, stage: int) -> float:
+def inference_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> float:
     """Peak activation bytes of a forward pass without gradients: those of one layer and of the head."""
-    tokens = case.micro_batches(role)[1] * case.packed_tokens / role.layout.cp
+    tokens = run.micro_batches(role)[1] * run.packed_tokens / role.layout.cp
     return (
-        tokens * layer_elements(role) * case.element_bytes
-        + head_bytes(case, role, stage, backward=False)
-        + fp8_weight_bytes(case, role, stage, copies=1)
+        tokens * layer_elements(role) * run.element_bytes
+        + head_bytes(run, role, stage, backward=False)
+        + fp8_weight_bytes(run, role, stage, copies=1)
     )
 
 
-def fp8_weight_bytes(case: Case, role: PlannedRole, stage: int, *, copies: int) -> float:
+def fp8_weight_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, copies: int) -> float:
     """Bytes of transformer-engine's fp8 weight copies during a pass.
 
     There is one copy as is, and one transposed for the backward pass.
     """
     return (
         copies * role.layers[stage] * part_elements(role.arch, role.layout.tp).layer
-        if case.config.engine.dtype == "fp8"
+        if run.config.engine.dtype == "fp8"
         else 0.0
     )
 
 
-def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> float:
+def head_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, backward: bool) -> float:
     """Bytes that verl_megatron/models/log_probs.py allocates on the last stage.
 
     These are the hidden states of all tokens and of the target tokens, and chunks of logits.
     """
-    if stage != role.layout.pp - 1 or role.head != "lm":
+    if stage != role.layout.pp - 1 or not is_language(role.head):
         return 0.0
-    samples, vocabulary = case.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp
-    packed, asked = (samples * count / role.layout.cp for count in (case.packed_tokens, case.response_tokens))
-    hidden = (packed + asked) * role.arch.hidden_size * case.element_bytes
-    logits = case.element_bytes * ceil(asked) * vocabulary
+    samples, vocabulary = run.micro_batches(role)[1], role.arch.vocab_size / role.layout.tp
+    packed, asked = (samples * count / role.layout.cp for count in (run.packed_tokens, run.response_tokens))
+    hidden = (packed + asked) * role.arch.hidden_size * run.element_bytes
+    logits = run.element_bytes * ceil(asked) * vocabulary
     chunk = min(CHUNK_BYTES, logits)
     if not backward:
         return hidden + chunk
@@ -103,5 +104,5 @@ def head_bytes(case: Case, role: PlannedRole, stage: int, *, backward: bool) -> 
     return (
         2 * hidden
         + chunk
-        + vocabulary * role.arch.hidden_size * (case.element_bytes + 4 * (logits > CHUNK_BYTES))
+        + vocabulary * role.arch.hidden_size * (run.element_bytes + 4 * (logits > CHUNK_BYTES))
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from parallel.layout import Layout
 from verl_megatron.planner.activations import fp8_weight_bytes, inference_bytes, training_bytes
-from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
@@ -97,14 +97,14 @@ class MemoryPlan:
         return min(kind.kv_cache_bytes for kind in self.kinds)
 
 
-def static_bytes(case: Case, role: PlannedRole, stage: int) -> StaticBytes:
+def static_bytes(run: PlannedRun, role: PlannedRole, stage: int) -> StaticBytes:
     """Bytes that `role` keeps on a rank of pipeline stage `stage`."""
-    count, mixed = role.elements[stage], case.element_bytes == 2
+    count, mixed = role.elements[stage], run.element_bytes == 2
     if not role.trainable:
-        return StaticBytes(count * case.element_bytes)
-    replicas = role.layout.dp * role.layout.cp if case.config.engine.distributed_optimizer else 1
+        return StaticBytes(count * run.element_bytes)
+    replicas = role.layout.dp * role.layout.cp if run.config.engine.distributed_optimizer else 1
     return StaticBytes(
-        count * case.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
+        count * run.element_bytes, 4 * count, 4 * count * mixed / replicas, 8 * count / replicas
     )
 
 
@@ -122,26 +122,26 @@ def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None =
     return sum(getattr(model.static, part) for model in models if names is None or model.role.name in names)
 
 
-def plan_memory(case: Case, machine: Machine) -> MemoryPlan:
+def plan_memory(run: PlannedRun, machine: Machine) -> MemoryPlan:
     """Predict the memory of every phase on every kind of rank."""
-    kinds = tuple(_rank_kind(case, machine, ranks, parts) for ranks, parts in _rank_groups(case))
+    kinds = tuple(_rank_kind(run, machine, ranks, parts) for ranks, parts in _rank_groups(run))
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
     for rank, size in host_of.items():
-        hosts[rank // case.ranks_per_host] = hosts.get(rank // case.ranks_per_host, 0) + size
+        hosts[rank // run.ranks_per_host] = hosts.get(rank // run.ranks_per_host, 0) + size
     return MemoryPlan(kinds, max(hosts.values()))
 
 
-def _rank_groups(case: Case) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
+def _rank_groups(run: PlannedRun) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
     """Group world ranks that have the same stages of the same models; yield the ranks with these stages."""
-    stages = [_stage_of_rank(role.layout) for role in case.roles]
+    stages = [_stage_of_rank(role.layout) for role in run.roles]
     found: dict[tuple, list[int]] = {}
-    for rank in range(case.world_size):
+    for rank in range(run.world_size):
         found.setdefault(tuple(stage.get(rank) for stage in stages), []).append(rank)
     for parts, ranks in found.items():
         yield (
             tuple(ranks),
-            tuple((role, stage) for role, stage in zip(case.roles, parts) if stage is not None),
+            tuple((role, stage) for role, stage in zip(run.roles, parts) if stage is not None),
         )
 
 
@@ -152,25 +152,25 @@ def _stage_of_rank(layout: Layout) -> dict[int, int]:
 
 
 def _rank_kind(
-    case: Case, machine: Machine, ranks: tuple[int, ...], parts: tuple[tuple[PlannedRole, int], ...]
+    run: PlannedRun, machine: Machine, ranks: tuple[int, ...], parts: tuple[tuple[PlannedRole, int], ...]
 ) -> RankKind:
-    models = [RoleOnRank(role, stage, static_bytes(case, role, stage)) for role, stage in parts]
-    own = own_rollout_bytes(case, next((stage for role, stage in parts if role is case.actor), None))
-    request = case.config.rollout.gpu_memory_utilization * machine.gpu_bytes
-    settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(case)}
+    models = [RoleOnRank(role, stage, static_bytes(run, role, stage)) for role, stage in parts]
+    own = own_rollout_bytes(run, next((stage for role, stage in parts if role is run.actor), None))
+    request = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes
+    settled = {"process": machine.process_bytes + machine.communicator_bytes * communicators(run)}
     settled |= {part: _sum_of(part, models) for part in ("weights", "gradients", "optimizer")}
-    host = machine.process_host_bytes + _offloaded_to_host(case, models) + _saved_from_host(case, models)
+    host = machine.process_host_bytes + _offloaded_to_host(run, models) + _saved_from_host(run, models)
     return RankKind(
         ranks=ranks,
-        phases=_phases(case, models, settled, own=own, request=request),
+        phases=_phases(run, models, settled, own=own, request=request),
         host_bytes=host,
         own_rollout_bytes=own,
-        kv_cache_bytes=request - own - vllm_working_bytes(case, machine),
+        kv_cache_bytes=request - own - vllm_working_bytes(run, machine),
     )
 
 
 def _phases(
-    case: Case, models: list[RoleOnRank], settled: dict[str, float], *, own: float, request: float
+    run: PlannedRun, models: list[RoleOnRank], settled: dict[str, float], *, own: float, request: float
 ) -> Phases:
     """Bytes by phase and part, in the order of a run.
 
@@ -179,27 +179,27 @@ def _phases(
     moment of the weight sync in which vLLM has its weights; where both do not fit, offloading happens before
     it. The others are the phases of an iteration.
     """
-    config, window = case.config, case.config.reshard.window_mib << 20
+    config, window = run.config, run.config.reshard.window_mib << 20
     awake = {"vllm weights": own, "kv cache": request - own}
     asleep = {} if config.rollout.sleep else awake  # what vLLM keeps during training
     freed = {part: 0.0 for part, modes in _OFFLOADED.items() if config.reshard.offload in modes}
-    staged = window if config.reshard.mode == "swap" or case.world_size > case.ranks_per_host else 0
+    staged = window if config.reshard.mode == "swap" or run.world_size > run.ranks_per_host else 0
     phases = {
-        "start": {"process": settled["process"]} | _built_before_vllm(case, models, freed) | awake,
+        "start": {"process": settled["process"]} | _built_before_vllm(run, models, freed) | awake,
         "build": settled | _while_building(models, freed) | asleep,
         "weights_awake": settled | freed | (asleep or {"vllm weights": own}) | {"window": staged},
         "rollout": settled | freed | awake,
     }
-    for phase, parts in _training_phases(case, models, freed).items():
+    for phase, parts in _training_phases(run, models, freed).items():
         phases[phase] = settled | asleep | parts
     return phases
 
 
-def _built_before_vllm(case: Case, models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
+def _built_before_vllm(run: PlannedRun, models: list[RoleOnRank], freed: Collection[str]) -> dict[str, float]:
     """Bytes by part when vLLM starts: on an empty GPU with `keep`, else next to the actor without moments."""
-    if case.config.reshard.mode == "keep":
+    if run.config.reshard.mode == "keep":
         return {}
-    actor = next((model.static for model in models if model.role is case.actor), StaticBytes(0))
+    actor = next((model.static for model in models if model.role is run.actor), StaticBytes(0))
     built = {"weights": actor.weights, "gradients": actor.gradients, "optimizer": actor.masters}
     return {part: 0.0 if part in freed else size for part, size in built.items()}
 
@@ -213,19 +213,19 @@ def _while_building(models: list[RoleOnRank], freed: Collection[str]) -> dict[st
     return {part: max(sizes, default=0.0) if part in freed else sum(sizes) for part, sizes in built.items()}
 
 
-def _training_phases(case: Case, models: list[RoleOnRank], freed: Collection[str]) -> Phases:
+def _training_phases(run: PlannedRun, models: list[RoleOnRank], freed: Collection[str]) -> Phases:
     """Bytes by phase of activations, and of what was offloaded and is back."""
     # The optimizer state of the model that is trained first returns after rollout.
-    first = "critic" if any(role.name == "critic" for role in case.roles) else "actor"
+    first = "critic" if any(role.name == "critic" for role in run.roles) else "actor"
     phases: Phases = {}
     activations = 0.0
     for phase, names, measure in _WORK:
-        if not any(role.name in names for role in case.roles):
+        if not any(role.name in names for role in run.roles):
             continue
         if working := [model for model in models if model.role.name in names]:
             # Models alternate within a pass and keep their fp8 copies.
-            waiting = sum(fp8_weight_bytes(case, each.role, each.stage, copies=1) for each in working[1:])
-            activations = max(activations, measure(case, working[0].role, working[0].stage) + waiting)
+            waiting = sum(fp8_weight_bytes(run, each.role, each.stage, copies=1) for each in working[1:])
+            activations = max(activations, measure(run, working[0].role, working[0].stage) + waiting)
         there = {
             "gradients": names if phase in UPDATES else (),
             "optimizer": ("actor",) if phase == UPDATES[-1] else (first,),
@@ -246,35 +246,35 @@ _WORK = (
 )
 
 
-def communicators(case: Case) -> int:
+def communicators(run: PlannedRun) -> int:
     """Count the NCCL communicators of a rank: the world's, those of the models' layouts, and vLLM's.
 
     Models with equal layouts share them (parallel/groups.py).
     """
     groups = set()
-    for layout in {role.layout for role in case.roles}:
+    for layout in {role.layout for role in run.roles}:
         for axes in ("tp", "cp", "dp", "pp", "cp dp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
             if spanned := tuple(axis for axis in axes.split() if getattr(layout, axis) > 1):
                 groups.add((layout, spanned))
     vllm = 1 + 2 * (
-        case.config.rollout.tp > 1
+        run.config.rollout.tp > 1
     )  # its world group; for tensor parallelism, PyTorch's and its own
-    return len(groups) + (1 + vllm) * (case.world_size > 1)
+    return len(groups) + (1 + vllm) * (run.world_size > 1)
 
 
-def _offloaded_to_host(case: Case, models: list[RoleOnRank]) -> float:
+def _offloaded_to_host(run: PlannedRun, models: list[RoleOnRank]) -> float:
     """Pinned host bytes of a rank."""
-    if case.config.reshard.offload not in ("optimizer", "all"):
+    if run.config.reshard.offload not in ("optimizer", "all"):
         return 0.0
     return _sum_of("optimizer", models)
 
 
-def _saved_from_host(case: Case, models: list[RoleOnRank]) -> float:
+def _saved_from_host(run: PlannedRun, models: list[RoleOnRank]) -> float:
     """Host bytes of the copies from which a checkpoint is written, for all models.
 
     They are float32 weights and moments, divided among data-parallel ranks.
     """
-    if not case.config.run.save_interval:
+    if not run.config.run.save_interval:
         return 0.0
     return sum(
         12 * model.role.elements[model.stage] / (model.role.layout.dp * model.role.layout.cp)
@@ -303,7 +303,9 @@ class Problem:
         )
 
 
-def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: float = 0.0) -> list[Problem]:
+def problems_of(
+    run: PlannedRun, machine: Machine, memory: MemoryPlan, *, margin: float = 0.0
+) -> list[Problem]:
     """Return what does not fit; empty if everything fits.
 
     Args:
@@ -317,7 +319,7 @@ def problems_of(case: Case, machine: Machine, memory: MemoryPlan, *, margin: flo
         for cause, needed in needs.items()
         if needed > room
     ]
-    sample = kv_bytes_per_token(case) * (case.prompt_tokens + case.response_tokens)
+    sample = kv_bytes_per_token(run) * (run.prompt_tokens + run.response_tokens)
     if memory.kv_cache_bytes < sample:
         found.append(Problem(KV_CACHE, sample, max(0.0, memory.kv_cache_bytes)))
     if memory.host_bytes > host_room:

@@ -6,9 +6,9 @@ import torch
 
 from parallel import device
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner.case import Case
 from verl_megatron.planner.machine import GIB, MACHINES, Machine
 from verl_megatron.planner.memory import Problem, plan_memory, problems_of
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.text import alternatives
 
 TOLERANCE = 0.02  # share of a GPU by which a plan may exceed it without being rejected
@@ -57,9 +57,9 @@ def check_fits(
     """
     if machine is None:
         return []
-    case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
+    run = PlannedRun.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
     least = replace(machine, **LEAST)
-    problems = problems_of(case, least, plan_memory(case, least), margin=-TOLERANCE)
+    problems = problems_of(run, least, plan_memory(run, least), margin=-TOLERANCE)
     return [_refusal(config, problems, world_size, machine, ranks_per_host)] if problems else []
 
 

@@ -16,10 +16,16 @@ from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import RewardConfig, TrainerConfig
 from verl_megatron.model_specs import shares_dtype
-from verl_megatron.planner.case import ELEMENT_BYTES, Case, PartElements, part_elements, served_elements
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
+from verl_megatron.planner.planned_run import (
+    ELEMENT_BYTES,
+    PartElements,
+    PlannedRun,
+    part_elements,
+    served_elements,
+)
 from verl_megatron.planner.seconds import TimePlan, Work, plan_seconds, plan_work
 from verl_megatron.planner.serving import cached_tokens, kv_bytes_per_token, vllm_working_bytes
 
@@ -52,7 +58,7 @@ class Candidate:
     """Settings with their predicted memory and time."""
 
     settings: Settings  # that a user has to set
-    case: Case
+    run: PlannedRun
     memory: MemoryPlan
     problems: tuple[Problem, ...]
     time: TimePlan | None = None  # None where something does not fit
@@ -131,7 +137,7 @@ def search(
                 if training.problems[0].cause == IDLE:
                     break  # fewer activations would not help
                 continue
-            work = plan_work(training.case, machine)
+            work = plan_work(training.run, machine)
             for tp in sizes:
                 found = make.with_rollout(layout | option, tp, work)
                 if found.problems:
@@ -170,8 +176,8 @@ class _Maker:
         """Offload settings to try; offloading makes room for vLLM only if vLLM sleeps."""
         return OFFLOADS if self.base.rollout.sleep else OFFLOADS[:1]
 
-    def case(self, chosen: Settings) -> Case:
-        return Case.of(
+    def planned(self, chosen: Settings) -> PlannedRun:
+        return PlannedRun.of(
             configured(self.base, chosen),
             world_size=self.world_size,
             ranks_per_host=self.ranks_per_host,
@@ -183,23 +189,23 @@ class _Maker:
 
         None if the samples do not split this way; ValueError if a model does not.
         """
-        case = self.case(
+        run = self.planned(
             chosen
             | {"rollout.tp": 1, "rollout.gpu_memory_utilization": 0.0, "reshard.offload": self.offloads[-1]}
         )
         if any(
-            role.layout.dp > case.samples // case.config.algorithm.num_mini_batches
-            for role in case.roles
+            role.layout.dp > run.samples // run.config.algorithm.num_mini_batches
+            for role in run.roles
             if role.trainable
         ):
             return None
-        memory = plan_memory(case, self.machine)
+        memory = plan_memory(run, self.machine)
         problems = tuple(
             problem
-            for problem in problems_of(case, self.machine, memory, margin=self.margin)
+            for problem in problems_of(run, self.machine, memory, margin=self.margin)
             if problem.cause not in ON_HOLDING
         )
-        return Candidate(self._said(chosen), case, memory, problems)
+        return Candidate(self._said(chosen), run, memory, problems)
 
     def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:
         """Find the fastest way to keep vLLM's weights at tensor-parallel size `tp`.
@@ -214,15 +220,15 @@ class _Maker:
                 "reshard.offload": offload,
                 "rollout.gpu_memory_utilization": 0.0,
             }
-            case = self.case(holding)
-            empty = plan_memory(case, self.machine)
-            share, wanted = self._shares(case, empty)
+            run = self.planned(holding)
+            empty = plan_memory(run, self.machine)
+            share, wanted = self._shares(run, empty)
             holding["rollout.gpu_memory_utilization"] = share
-            case = replace(case, config=configured(case.config, {"rollout.gpu_memory_utilization": share}))
-            memory = plan_memory(case, self.machine)
-            problems = tuple(problems_of(case, self.machine, memory, margin=self.margin))
-            time = None if problems else plan_seconds(case, self.machine, memory, work)
-            found = Candidate(self._said(holding), case, memory, problems, time)
+            run = replace(run, config=configured(run.config, {"rollout.gpu_memory_utilization": share}))
+            memory = plan_memory(run, self.machine)
+            problems = tuple(problems_of(run, self.machine, memory, margin=self.margin))
+            time = None if problems else plan_seconds(run, self.machine, memory, work)
+            found = Candidate(self._said(holding), run, memory, problems, time)
             if best is None or (
                 best.problems and (not problems or problems[0].needed_bytes < best.problems[0].needed_bytes)
             ):
@@ -234,22 +240,22 @@ class _Maker:
         assert best is not None
         return best
 
-    def _shares(self, case: Case, empty: MemoryPlan) -> tuple[float, float]:
+    def _shares(self, run: PlannedRun, empty: MemoryPlan) -> tuple[float, float]:
         """gpu_memory_utilization in hundredths, and the value that all samples need.
 
         The first is what the rest of the run leaves free, capped at that need. `empty` is the plan without
         vLLM's share.
         """
         awake = (
-            ("start", "rollout") if case.config.rollout.sleep else empty.phases
+            ("start", "rollout") if run.config.rollout.sleep else empty.phases
         )  # phases with vLLM's weights and cache on the GPU
         room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
-        cached = cached_tokens(case, samples_at_once(case, inf)) * kv_bytes_per_token(case)
+        cached = cached_tokens(run, samples_at_once(run, inf)) * kv_bytes_per_token(run)
         wanted = (
             ceil(
                 100
-                * (own + vllm_working_bytes(case, self.machine) + CACHE_SHARE * cached + ENGINE_BYTES)
+                * (own + vllm_working_bytes(run, self.machine) + CACHE_SHARE * cached + ENGINE_BYTES)
                 / self.machine.gpu_bytes
             )
             / 100
@@ -294,7 +300,7 @@ def _layouts(
     Tensor parallelism stays within a host and comes with sequence parallelism.
     """
     models = {"actor": base.actor.path}
-    if "critic" in get_algorithm(base.algorithm).needs:
+    if "critic" in get_algorithm(base.algorithm).needs and not base.critic.share_trunk:
         models["critic"] = base.critic.path or base.actor.path
     layers = {name: read(path).num_layers for name, path in models.items()}
     is_long = base.data.max_prompt_tokens + base.rollout.max_tokens >= LONG_SAMPLE

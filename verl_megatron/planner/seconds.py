@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from verl_megatron.planner.case import Case
 from verl_megatron.planner.decoding import rollout_seconds
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
 from verl_megatron.planner.weight_sync import leaving_seconds, reshard_seconds, return_seconds
 
@@ -47,47 +47,47 @@ class TimePlan:
         )
 
 
-def plan_work(case: Case, machine: Machine) -> Work:
+def plan_work(run: PlannedRun, machine: Machine) -> Work:
     """Predict forward passes and updates, which do not depend on vLLM's settings or on offloading."""
     seconds: dict[str, float] = {}
     flops: dict[str, float] = {}
-    steps = case.config.algorithm.epochs * case.config.algorithm.num_mini_batches
+    steps = run.config.algorithm.epochs * run.config.algorithm.num_mini_batches
     for phase, passes in (
         ("reward", [(["reward"], 1.0)]),
-        ("log_probs", _log_prob_passes(case)),
+        ("log_probs", _log_prob_passes(run)),
         ("values", [(["critic"], 1.0)]),
     ):
         for names, share in passes:
-            if roles := [role for role in case.roles if role.name in names]:
+            if roles := [role for role in run.roles if role.name in names]:
                 known = seconds.get(phase, machine.phase_s)
-                seconds[phase] = known + share * infer_seconds(case, machine, roles)
-                done = share * sum(forward_flops(case, role) for role in roles)
+                seconds[phase] = known + share * infer_seconds(run, machine, roles)
+                done = share * sum(forward_flops(run, role) for role in roles)
                 flops[phase] = flops.get(phase, 0.0) + done
-    for role in reversed([role for role in case.roles if role.trainable]):  # the critic comes first
+    for role in reversed([role for role in run.roles if role.trainable]):  # the critic comes first
         phase = f"{role.name}_update"
-        seconds[phase] = machine.phase_s + steps * step_seconds(case, machine, role)
-        flops[phase] = 3 * case.config.algorithm.epochs * forward_flops(case, role)
+        seconds[phase] = machine.phase_s + steps * step_seconds(run, machine, role)
+        flops[phase] = 3 * run.config.algorithm.epochs * forward_flops(run, role)
     return Work(seconds, flops)
 
 
-def _log_prob_passes(case: Case) -> list[tuple[list[str], float]]:
+def _log_prob_passes(run: PlannedRun) -> list[tuple[list[str], float]]:
     """Models of each log-prob pass, and the share of the samples in it; follows verl_megatron/learner.py."""
-    share = case.old_logprob_share
+    share = run.old_logprob_share
     passes = [(["actor", "reference"], 1.0)] if share == 1 else [(["reference"], 1.0), (["actor"], share)]
     return [each for each in passes + [(["teacher"], 1.0)] if each[1]]
 
 
-def plan_seconds(case: Case, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
+def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
     """Predict every phase; `work` is the result of `plan_work` if it is known already."""
-    work = work or plan_work(case, machine)
+    work = work or plan_work(run, machine)
     before = {
-        "reshard": reshard_seconds(case, machine),
-        "rollout": rollout_seconds(case, machine, memory.kv_cache_bytes),
-        "return": return_seconds(case, machine),
+        "reshard": reshard_seconds(run, machine),
+        "rollout": rollout_seconds(run, machine, memory.kv_cache_bytes),
+        "return": return_seconds(run, machine),
     }
     seconds = before | work.seconds
     # The critic's optimizer state makes room for the actor's.
     seconds["actor_update"] += sum(
-        leaving_seconds(case, machine, role) for role in case.roles if role.name == "critic"
+        leaving_seconds(run, machine, role) for role in run.roles if role.name == "critic"
     )
-    return TimePlan(seconds, work.flops, case.world_size, machine.peak_flops)
+    return TimePlan(seconds, work.flops, run.world_size, machine.peak_flops)

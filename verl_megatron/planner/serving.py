@@ -2,11 +2,11 @@
 
 from math import ceil
 
-from verl_megatron.planner.case import Case, served_elements
 from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.planned_run import PlannedRun, served_elements
 
 
-def own_rollout_bytes(case: Case, stage: int | None) -> float:
+def own_rollout_bytes(run: PlannedRun, stage: int | None) -> float:
     """Bytes of vLLM's weights that share no memory with Megatron's, on a rank of the actor's stage `stage`.
 
     `stage` is None on a rank outside the actor. "share" aliases whole parameters whose rows are also
@@ -14,14 +14,14 @@ def own_rollout_bytes(case: Case, stage: int | None) -> float:
     row order). If vLLM splits finer, it is the embedding's and output's rows and the parameters that are not
     split; otherwise next to nothing. "swap" needs what vLLM has beyond Megatron's bytes.
     """
-    arch, tp, layout = case.actor.arch, case.config.rollout.tp, case.actor.layout
+    arch, tp, layout = run.actor.arch, run.config.rollout.tp, run.actor.layout
     parts = served_elements(arch, tp)
-    width, total = case.rollout_element_bytes, parts.embedding + arch.num_layers * parts.layer + parts.output
-    if stage is None or case.config.reshard.mode == "keep":
+    width, total = run.rollout_element_bytes, parts.embedding + arch.num_layers * parts.layer + parts.output
+    if stage is None or run.config.reshard.mode == "keep":
         return width * total
-    if case.config.reshard.mode == "swap":
-        return width * max(0, total - case.actor.elements[stage])
-    layers, shared = case.actor.layers[stage], 0
+    if run.config.reshard.mode == "swap":
+        return width * max(0, total - run.actor.elements[stage])
+    layers, shared = run.actor.layers[stage], 0
     if tp == layout.tp:
         qkv = (
             (arch.num_heads // tp + 2 * max(1, arch.num_kv_heads // tp))
@@ -35,42 +35,41 @@ def own_rollout_bytes(case: Case, stage: int | None) -> float:
     return width * (total - shared)
 
 
-def vllm_working_bytes(case: Case, machine: Machine) -> float:
+def vllm_working_bytes(run: PlannedRun, machine: Machine) -> float:
     """Bytes that vLLM reserves in its share for a step's activations and the logits of all samples."""
-    arch, config = case.actor.arch, case.config.rollout
+    arch, config = run.actor.arch, run.config.rollout
     step = (
         machine.prefill_tokens
         * (3 * arch.intermediate_size / config.tp + 4 * arch.hidden_size)
-        * case.rollout_element_bytes
+        * run.rollout_element_bytes
     )
     return step + 3 * 4 * config.max_num_seqs * arch.vocab_size
 
 
-def cached_tokens(case: Case, samples: int) -> int:
+def cached_tokens(run: PlannedRun, samples: int) -> int:
     """Tokens of `samples` whole samples of a replica in vLLM's KV cache.
 
     Samples of one prompt are consecutive and share the prompt's keys and values.
     """
     return (
-        ceil(samples / case.config.data.samples_per_prompt) * case.prompt_tokens
-        + samples * case.response_tokens
+        ceil(samples / run.config.data.samples_per_prompt) * run.prompt_tokens + samples * run.response_tokens
     )
 
 
-def samples_cached(case: Case, tokens: float) -> int:
+def samples_cached(run: PlannedRun, tokens: float) -> int:
     """Maximum number of samples whose tokens all fit the cache."""
-    samples = case.config.data.samples_per_prompt
-    prompts, left = divmod(tokens, case.prompt_tokens + samples * case.response_tokens)
-    return int(prompts * samples + max(0, left - case.prompt_tokens) // case.response_tokens)
+    samples = run.config.data.samples_per_prompt
+    prompts, left = divmod(tokens, run.prompt_tokens + samples * run.response_tokens)
+    return int(prompts * samples + max(0, left - run.prompt_tokens) // run.response_tokens)
 
 
-def kv_bytes_per_token(case: Case) -> float:
+def kv_bytes_per_token(run: PlannedRun) -> float:
     """Bytes of one token's keys and values on one rank."""
-    arch = case.actor.arch
+    arch = run.actor.arch
     return (
         2
         * arch.num_layers
-        * max(1, arch.num_kv_heads // case.config.rollout.tp)
+        * max(1, arch.num_kv_heads // run.config.rollout.tp)
         * arch.head_dim
-        * case.rollout_element_bytes
+        * run.rollout_element_bytes
     )

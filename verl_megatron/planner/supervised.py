@@ -13,9 +13,9 @@ from verl_megatron.config import (
 )
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import models_of
-from verl_megatron.planner.case import Case, PlannedRole
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import MemoryPlan, Problem, plan_memory
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.preflight import LEAST, TOLERANCE
 from verl_megatron.planner.text import DOES_NOT_FIT
 from verl_megatron.planner.training import infer_seconds, step_seconds
@@ -23,19 +23,19 @@ from verl_megatron.planner.training import infer_seconds, step_seconds
 STEP = "actor_update"  # the only phase
 
 
-def supervised_case(
+def supervised_run(
     config: SupervisedConfig,
     *,
     world_size: int,
     ranks_per_host: int = 8,
     read: Callable[[str], Architecture] = read_architecture,
-) -> Case:
+) -> PlannedRun:
     """Build the plan of the trained model, called actor here, and of the reference if there is one.
 
     The samples of a step are one mini-batch. All tokens of a sample but the first are response.
 
     Raises:
-        ValueError: as `Case.of`.
+        ValueError: as `PlannedRun.of`.
     """
     trained, *frozen = models_of(config)
     alone = TrainerConfig(
@@ -50,10 +50,10 @@ def supervised_case(
         rollout=RolloutConfig(max_tokens=max(1, config.data.max_tokens - 1)),
         algorithm=AlgorithmConfig(name="grpo", num_mini_batches=1, kl_coef=0.0),
     )
-    case = Case.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
-    arch, layout = case.actor.arch, case.actor.layout
+    run = PlannedRun.of(alone, world_size=world_size, ranks_per_host=ranks_per_host, read=read)
+    arch, layout = run.actor.arch, run.actor.layout
     actor = PlannedRole.of(name="actor", arch=arch, layout=layout, head=trained.head, trainable=True)
-    return replace(case, roles=(actor, *(replace(actor, name=spec.name, trainable=False) for spec in frozen)))
+    return replace(run, roles=(actor, *(replace(actor, name=spec.name, trainable=False) for spec in frozen)))
 
 
 def supervised_report(
@@ -65,14 +65,14 @@ def supervised_report(
         ValueError: an unknown machine, or an invalid model folder or layout.
     """
     machine = find_machine(gpu)
-    case = supervised_case(config, world_size=world_size, ranks_per_host=ranks_per_host)
-    memory = plan_memory(case, machine)
+    run = supervised_run(config, world_size=world_size, ranks_per_host=ranks_per_host)
+    memory = plan_memory(run, machine)
     fullest = max(memory.kinds, key=lambda kind: kind.total(STEP))
     parts = " ".join(f"{part} {size / GIB:.1f}" for part, size in fullest.phases[STEP].items() if size)
     problem = _problem(memory, machine.gpu_bytes)
-    seconds = step_seconds(case, machine, case.actor)
-    if frozen := case.roles[1:]:
-        seconds += infer_seconds(case, machine, frozen)
+    seconds = step_seconds(run, machine, run.actor)
+    if frozen := run.roles[1:]:
+        seconds += infer_seconds(run, machine, frozen)
     free = (machine.gpu_bytes - fullest.total(STEP)) / GIB
     return "\n".join(
         [
@@ -102,7 +102,7 @@ def check_supervised_fits(
         return []
     least = replace(machine, **LEAST)
     memory = plan_memory(
-        supervised_case(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read), least
+        supervised_run(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read), least
     )
     problem = _problem(memory, least.gpu_bytes * (1 + TOLERANCE))
     return (

@@ -5,11 +5,11 @@ from math import ceil
 
 from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
-from verl_megatron.planner.case import Case
 from verl_megatron.planner.comparison import Compared
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine, find_machine
 from verl_megatron.planner.memory import PARTS, MemoryPlan, RankKind, plan_memory, problems_of
+from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.search import MARGIN, Candidate, Search, search, spelled
 from verl_megatron.planner.seconds import TimePlan, plan_seconds
 
@@ -36,10 +36,10 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
         ValueError: an unknown machine, or an invalid model folder or layout.
     """
     machine = find_machine(gpu)
-    case = Case.of(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read_architecture)
-    memory = plan_memory(case, machine)
-    problems = problems_of(case, machine, memory)
-    lines = [headline(case, machine), "", *memory_lines(memory, machine), ""]
+    run = PlannedRun.of(config, world_size=world_size, ranks_per_host=ranks_per_host, read=read_architecture)
+    memory = plan_memory(run, machine)
+    problems = problems_of(run, machine, memory)
+    lines = [headline(run, machine), "", *memory_lines(memory, machine), ""]
     if problems:
         others = alternatives(config, world_size=world_size, machine=machine, ranks_per_host=ranks_per_host)
         lines += [DOES_NOT_FIT, *(f"  {problem}" for problem in problems)]
@@ -56,7 +56,7 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
             else f" narrowly (plans of measured runs were wrong by up to {WRONG_BY:.0%})"
         )
         lines += [
-            *seconds_lines(case, plan_seconds(case, machine, memory), memory),
+            *seconds_lines(run, plan_seconds(run, machine, memory), memory),
             "",
             f"It fits{narrowly}: {spare / GIB:.1f} GiB stay free on the fullest GPU.",
         ]
@@ -65,14 +65,14 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
     return "\n".join(lines)
 
 
-def headline(case: Case, machine: Machine) -> str:
+def headline(run: PlannedRun, machine: Machine) -> str:
     """Summarize the planned run in one line."""
-    roles = ", ".join(f"{role.name} {role.layout}" for role in case.roles)
-    rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
-    samples = f"{case.samples} samples of {case.prompt_tokens} + {case.response_tokens} tokens"
+    roles = ", ".join(f"{role.name} {role.layout}" for role in run.roles)
+    rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
+    samples = f"{run.samples} samples of {run.prompt_tokens} + {run.response_tokens} tokens"
     return (
-        f"{case.world_size} x {machine.name}, {case.ranks_per_host} a host: {roles}; vLLM {rollout};"
-        f" {samples} in {case.config.algorithm.num_mini_batches} mini-batches"
+        f"{run.world_size} x {machine.name}, {run.ranks_per_host} a host: {roles}; vLLM {rollout};"
+        f" {samples} in {run.config.algorithm.num_mini_batches} mini-batches"
     )
 
 
@@ -108,23 +108,23 @@ def _cells(texts: Iterable[str], width: int) -> str:
     return "".join(text.rjust(width) for text in texts)
 
 
-def seconds_lines(case: Case, time: TimePlan, memory: MemoryPlan) -> list[str]:
+def seconds_lines(run: PlannedRun, time: TimePlan, memory: MemoryPlan) -> list[str]:
     """Format an iteration's phases, its rollout throughput and its MFU."""
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
-    generated = case.generated_samples * case.response_tokens / time.seconds["rollout"]
+    generated = run.generated_samples * run.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
     return [
         f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
-        f"rollout: {generated:,.0f} tokens/s, {samples_together(case, memory.kv_cache_bytes)};"
+        f"rollout: {generated:,.0f} tokens/s, {samples_together(run, memory.kv_cache_bytes)};"
         f" MFU {time.mfu():.1%} ({mfu})",
     ]
 
 
-def samples_together(case: Case, kv_cache_bytes: float) -> str:
+def samples_together(run: PlannedRun, kv_cache_bytes: float) -> str:
     """Format how many of a replica's samples decode concurrently at full length, and what limits them."""
-    samples, at_once = ceil(case.generated_samples / case.replicas), samples_at_once(case, kv_cache_bytes)
+    samples, at_once = ceil(run.generated_samples / run.replicas), samples_at_once(run, kv_cache_bytes)
     text = f"{at_once} of a replica's {samples} samples at once"
-    if at_once < min(samples, case.config.rollout.max_num_seqs):
+    if at_once < min(samples, run.config.rollout.max_num_seqs):
         return (
             f"{text} (the KV cache holds no more:"
             " rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
@@ -166,7 +166,7 @@ def search_text(result: Search, *, best: int, machine: Machine) -> str:
             "",
             "the first:",
             *memory_lines(first.memory, machine),
-            *seconds_lines(first.case, first.seconds, first.memory),
+            *seconds_lines(first.run, first.seconds, first.memory),
         ]
     if result.refused:
         lines += [
@@ -223,17 +223,17 @@ def comparison_lines(compared: list[Compared]) -> list[str]:
 
 
 def _row(candidate: Candidate, phases: list[str]) -> str:
-    case, time, peak = candidate.case, candidate.seconds, candidate.memory.peak
-    rollout = f"{case.replicas} x tp{case.config.rollout.tp}"
+    run, time, peak = candidate.run, candidate.seconds, candidate.memory.peak
+    rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
     seconds = _cells((f"{time.seconds[phase]:.1f}" for phase in phases), 14)
     rest = " ".join(
         f"{name}={spelled(value)}"
         for name, value in candidate.settings.items()
         if not name.endswith((".layout", ".stage_layers", "rollout.tp"))
     )
-    rest += " uneven stages" * bool(candidate.case.actor.layout.stage_layers)
+    rest += " uneven stages" * bool(candidate.run.actor.layout.stage_layers)
     return (
-        f"{case.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}"
+        f"{run.actor.layout!s:<18}{rollout:<11}{seconds}{time.iteration:>13.1f}{time.mfu():>7.1%}"
         f"{candidate.memory.peak_bytes / GIB:>7.1f}  {peak.fullest:<14}{rest}"
     )
 

@@ -9,9 +9,10 @@ attention; recomputation adds a forward pass. Letters as in activations.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallel.weights.rules import is_language
 from verl_megatron.models.log_probs import CHUNK_BYTES
-from verl_megatron.planner.case import Case, PlannedRole, attention_channels
 from verl_megatron.planner.machine import Machine
+from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels
 
 ACCUMULATED_BYTES = 8  # per parameter and micro-batch: its float32 gradient is read and written
 # Per parameter, read and written in float32: the gradient norm (4), clipping (8), Adam on gradient, master
@@ -39,16 +40,16 @@ def slowdown(element_bytes: int) -> float:
     return FLOAT32_SLOWDOWN if element_bytes == 4 else 1.0
 
 
-def forward_flops(case: Case, role: PlannedRole) -> float:
+def forward_flops(run: PlannedRun, role: PlannedRole) -> float:
     """FLOPs of one pass over all samples of an iteration."""
-    packed, asked = case.samples * case.packed_tokens, case.samples * case.response_tokens
+    packed, asked = run.samples * run.packed_tokens, run.samples * run.response_tokens
     return (
-        role.arch.num_layers * packed * sum(layer_flops(case, role))
-        + (role.head == "lm") * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
+        role.arch.num_layers * packed * sum(layer_flops(run, role))
+        + is_language(role.head) * 2 * asked * role.arch.hidden_size * role.arch.vocab_size
     )
 
 
-def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
+def layer_flops(run: PlannedRun, role: PlannedRole) -> tuple[float, float]:
     """FLOPs of a layer's forward pass per token: products, and causal attention.
 
     Products are 2 h (2q + 2k + 3f), attention is 4 q times half a sample.
@@ -57,25 +58,25 @@ def layer_flops(case: Case, role: PlannedRole) -> tuple[float, float]:
     queries, keys = attention_channels(arch)
     return 2.0 * arch.hidden_size * (
         2 * queries + 2 * keys + 3 * arch.intermediate_size
-    ), 2.0 * queries * case.packed_tokens
+    ), 2.0 * queries * run.packed_tokens
 
 
-def infer_seconds(case: Case, machine: Machine, roles: Sequence[PlannedRole]) -> float:
+def infer_seconds(run: PlannedRun, machine: Machine, roles: Sequence[PlannedRole]) -> float:
     """Seconds of a forward pass over all samples by models of one layout.
 
     The models follow each other through one pipeline with all mini-batches.
     """
-    count = case.micro_batches(roles[0])[0] * case.config.algorithm.num_mini_batches * len(roles)
-    return pipeline_seconds(roles[0], count, [each.forward for each in passes(case, machine, roles[0])])
+    count = run.micro_batches(roles[0])[0] * run.config.algorithm.num_mini_batches * len(roles)
+    return pipeline_seconds(roles[0], count, [each.forward for each in passes(run, machine, roles[0])])
 
 
-def step_seconds(case: Case, machine: Machine, role: PlannedRole) -> float:
+def step_seconds(run: PlannedRun, machine: Machine, role: PlannedRole) -> float:
     """Seconds of one optimizer step on a mini-batch."""
-    stages = passes(case, machine, role)
+    stages = passes(run, machine, role)
     work = pipeline_seconds(
-        role, case.micro_batches(role)[0], [each.forward + each.backward for each in stages]
+        role, run.micro_batches(role)[0], [each.forward + each.backward for each in stages]
     )
-    return work + optimizer_seconds(case, machine, role, last_backward=min(each.backward for each in stages))
+    return work + optimizer_seconds(run, machine, role, last_backward=min(each.backward for each in stages))
 
 
 def pipeline_seconds(role: PlannedRole, count: int, stages: list[float]) -> float:
@@ -86,21 +87,21 @@ def pipeline_seconds(role: PlannedRole, count: int, stages: list[float]) -> floa
     return count * max(stages) + (sum(stages) - max(stages)) / role.layout.vpp
 
 
-def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
+def passes(run: PlannedRun, machine: Machine, role: PlannedRole) -> list[Pass]:
     """Seconds of an average micro-batch on each pipeline stage."""
-    count = case.micro_batches(role)[0]
-    samples = case.samples_of_rank(role) / count
+    count = run.micro_batches(role)[0]
+    samples = run.samples_of_rank(role) / count
     tokens, asked = (
-        samples * case.packed_tokens / role.layout.cp,
-        samples * case.response_tokens / role.layout.cp,
+        samples * run.packed_tokens / role.layout.cp,
+        samples * run.response_tokens / role.layout.cp,
     )
-    layer = _layer_pass(case, machine, role, tokens)
-    sent = _pipeline_exchange(case, machine, role, tokens)
+    layer = _layer_pass(run, machine, role, tokens)
+    sent = _pipeline_exchange(run, machine, role, tokens)
     stages = []
     for stage in range(role.layout.pp):
         head = (
-            _head_pass(machine, role, asked, case.element_bytes)
-            if role.head == "lm" and stage == role.layout.pp - 1
+            _head_pass(machine, role, asked, run.element_bytes)
+            if is_language(role.head) and stage == role.layout.pp - 1
             else Pass(0.0, 0.0)
         )
         accumulated = role.elements[stage] * ACCUMULATED_BYTES / machine.copy_rate
@@ -114,23 +115,23 @@ def passes(case: Case, machine: Machine, role: PlannedRole) -> list[Pass]:
     return stages
 
 
-def _layer_pass(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
+def _layer_pass(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> Pass:
     """Seconds of a layer: the GPU's, or the process's if launching takes longer."""
-    arch, layout, recompute = role.arch, role.layout, case.config.engine.recompute
-    fp8 = FP8 if case.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
+    arch, layout, recompute = role.arch, role.layout, run.config.engine.recompute
+    fp8 = FP8 if run.config.engine.dtype == "fp8" else dict.fromkeys(FP8, 1.0)
     (queries, keys), tp = attention_channels(arch), layout.tp
-    product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(case, role))
-    slower = slowdown(case.element_bytes)
+    product_flops, attention_flops = (tokens * flops / tp for flops in layer_flops(run, role))
+    slower = slowdown(run.element_bytes)
     products = product_flops / machine.layer_flops * slower * fp8["products"]
     attention = max(
-        attention_flops / machine.attention_flops * slower, _context_exchange(case, machine, role, tokens)
+        attention_flops / machine.attention_flops * slower, _context_exchange(run, machine, role, tokens)
     )
     # Read and written: norms 8h and residuals 12h; rotary embedding, attention operands and the gate on this
     # rank's heads and channels.
     outer = 20 * arch.hidden_size / (tp if layout.sequence_parallel else 1)
     touched = outer + (4 * (queries + keys) + 2 * (2 * queries + 2 * keys) + 6 * arch.intermediate_size) / tp
-    memory = tokens * touched * case.element_bytes / 2 / machine.copy_rate * fp8["memory"]
-    exchange = _tensor_exchange(case, machine, role, tokens)
+    memory = tokens * touched * run.element_bytes / 2 / machine.copy_rate * fp8["memory"]
+    exchange = _tensor_exchange(run, machine, role, tokens)
     forward = products + attention + memory + exchange
     backward = PASSES["products"] * products + PASSES["attention"] * attention + PASSES["memory"] * memory
     # Under sequence parallelism the backward pass gathers the inputs again.
@@ -155,7 +156,7 @@ def _head_pass(machine: Machine, role: PlannedRole, asked: float, element_bytes:
     return Pass(product + forward_bytes / machine.copy_rate, 3 * product + backward_bytes / machine.copy_rate)
 
 
-def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_backward: float) -> float:
+def optimizer_seconds(run: PlannedRun, machine: Machine, role: PlannedRole, *, last_backward: float) -> float:
     """Seconds of the optimizer step outside the forward and backward passes.
 
     Gradients are zeroed, reduced over dp·cp (concurrently with the last backward pass) and applied. Weights
@@ -163,34 +164,34 @@ def optimizer_seconds(case: Case, machine: Machine, role: PlannedRole, *, last_b
     """
     count, layout = max(role.elements), role.layout
     replicas = layout.dp * layout.cp
-    distributed = case.config.engine.distributed_optimizer
+    distributed = run.config.engine.distributed_optimizer
     own = count / replicas if distributed else count
-    rate = group_rate(case, machine, span=layout.tp * replicas, stride=layout.tp)
+    rate = group_rate(run, machine, span=layout.tp * replicas, stride=layout.tp)
     share = (replicas - 1) / replicas
     reduced = 4 * count * share / rate * (1 if distributed else 2)
-    steps = case.config.algorithm.epochs * case.config.algorithm.num_mini_batches
-    gathered = case.element_bytes * count * share / rate / steps if distributed else 0.0
+    steps = run.config.algorithm.epochs * run.config.algorithm.num_mini_batches
+    gathered = run.element_bytes * count * share / rate / steps if distributed else 0.0
     return (4 * count + STEP_BYTES * own) / machine.copy_rate + max(0.0, reduced - last_backward) + gathered
 
 
 # ---- links ---------------------------------------------------------------------------------------------
 
 
-def group_rate(case: Case, machine: Machine, *, span: int, stride: int = 1) -> float:
+def group_rate(run: PlannedRun, machine: Machine, *, span: int, stride: int = 1) -> float:
     """B/s per rank in a collective over a group that covers `span` ranks, with members `stride` ranks apart.
 
     Between hosts, a ring crosses each host boundary once for all members on that host, on the adapters of
     each. A group that would fit a host but does not divide it crosses a boundary, with one member in the
     worst case.
     """
-    if case.world_size <= case.ranks_per_host or case.ranks_per_host % span == 0:
+    if run.world_size <= run.ranks_per_host or run.ranks_per_host % span == 0:
         return machine.same_host_rate
-    if span <= case.ranks_per_host:
+    if span <= run.ranks_per_host:
         return min(machine.same_host_rate, machine.other_host_rate)
-    return min(machine.same_host_rate, machine.other_host_rate * max(1, case.ranks_per_host // stride))
+    return min(machine.same_host_rate, machine.other_host_rate * max(1, run.ranks_per_host // stride))
 
 
-def _tensor_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
+def _tensor_exchange(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> float:
     """Seconds of a layer's forward all-reduces: two, or the equivalent gathers and scatters.
 
     Sequence parallelism uses gathers and scatters.
@@ -198,11 +199,11 @@ def _tensor_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: fl
     tp = role.layout.tp
     if tp == 1:
         return 0.0
-    moved = 4 * (tp - 1) / tp * tokens * role.arch.hidden_size * case.element_bytes
-    return moved / group_rate(case, machine, span=tp) + 4 * machine.collective_s
+    moved = 4 * (tp - 1) / tp * tokens * role.arch.hidden_size * run.element_bytes
+    return moved / group_rate(run, machine, span=tp) + 4 * machine.collective_s
 
 
-def _context_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
+def _context_exchange(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> float:
     """Seconds to receive the other context-parallel ranks' keys and values, concurrently with attention.
 
     Counted per forward pass of a layer.
@@ -216,22 +217,20 @@ def _context_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: f
         * 2
         * max(1, arch.num_kv_heads / layout.tp)
         * arch.head_dim
-        * case.element_bytes
+        * run.element_bytes
     )
     return (
-        moved / group_rate(case, machine, span=layout.tp * layout.cp, stride=layout.tp)
+        moved / group_rate(run, machine, span=layout.tp * layout.cp, stride=layout.tp)
         + (layout.cp - 1) * machine.collective_s
     )
 
 
-def _pipeline_exchange(case: Case, machine: Machine, role: PlannedRole, tokens: float) -> float:
+def _pipeline_exchange(run: PlannedRun, machine: Machine, role: PlannedRole, tokens: float) -> float:
     """Seconds to send a micro-batch's hidden states to the next stage, once for each virtual stage."""
     layout = role.layout
     if layout.pp == 1:
         return 0.0
     step = layout.tp * layout.cp * layout.dp
-    rate = machine.same_host_rate if step < case.ranks_per_host else machine.other_host_rate
-    sent = (
-        tokens * role.arch.hidden_size * case.element_bytes / (layout.tp if layout.sequence_parallel else 1)
-    )
+    rate = machine.same_host_rate if step < run.ranks_per_host else machine.other_host_rate
+    sent = tokens * role.arch.hidden_size * run.element_bytes / (layout.tp if layout.sequence_parallel else 1)
     return layout.vpp * (sent / rate + machine.collective_s)

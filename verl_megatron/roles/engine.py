@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +18,12 @@ from parallel.offload import Offload, gradients, optimizer_tensors
 from parallel.reshard.source import WeightSource
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.files import CheckpointFolder, load_parameters
-from parallel.weights.rules import megatron_parameters, megatron_shards
+from parallel.weights.rules import Head, megatron_parameters, megatron_shards
 from verl_megatron.algorithms.normalizers import LossScale
-from verl_megatron.config import EngineConfig
+from verl_megatron.config import CriticConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch
-from verl_megatron.models.build import Compute, Head, build_chunks, choose_spec
+from verl_megatron.models.build import Compute, build_chunks, choose_spec
 from verl_megatron.models.heads import trunk
 from verl_megatron.models.log_probs import Softmax
 from verl_megatron.observe.metrics import Sums
@@ -73,6 +73,7 @@ class EngineOptions:
     seed: int  # of initial weights
     temperature: float = 1.0  # of the sampling distribution; divides the logits of a language-model head
     progress: Callable[[], None] = lambda: None  # called before each micro-batch
+    critic: CriticConfig = field(default_factory=CriticConfig)  # of a value head on the actor's trunk
 
 
 class Engine:
@@ -97,6 +98,7 @@ class Engine:
         self.arch, self.groups = arch, groups
         self.head: Head = head
         self.config, self.temperature, self.progress = options.config, options.temperature, options.progress
+        self.value_head = options.critic if head == "lm_token" else None
         self.layout, self.compute = groups.layout, compute_of(options.config)
         self.optimizer: Any = None  # Megatron-Core sets attributes that it does not declare
         self.scattered = False
@@ -123,6 +125,8 @@ class Engine:
                 new = load_parameters(files, self.parameters, self.tensors)
             if new and head == "sequence":
                 self._initialize_score(options.seed)
+        if self.value_head is not None and groups.is_last_stage:
+            self._prepare_value_head(self.value_head)
 
     def _initialize_score(self, seed: int) -> None:
         """Draw the weights of a new score head, the same under every layout.
@@ -134,6 +138,14 @@ class Engine:
         values = torch.randn(1, width, generator=generator) / (width + 1) ** 0.5
         self.tensors[len(self.chunks) - 1, "output_layer.weight"].copy_(values)
 
+    def _prepare_value_head(self, critic: CriticConfig) -> None:
+        """Apply the settings of the value head and load its weights if they are given; new ones are 0."""
+        trunk(self.chunks[-1]).value_head.trains_trunk = critic.trunk_gradient
+        if critic.path:
+            own = [parameter for parameter in self.parameters if parameter.name.startswith("value_head.")]
+            with CheckpointFolder(critic.path) as files:
+                load_parameters(files, own, self.tensors)
+
     # ---- training ------------------------------------------------------------------------------------------
 
     def prepare_training(self, *, lr: float, total_steps: int) -> None:
@@ -141,7 +153,12 @@ class Engine:
         if self.groups.is_member:
             self.chunks = wrap_data_parallel(self.chunks, self.groups, self.config)
         self.optimizer = make_optimizer(
-            self.chunks, self.groups, self.config, dtype=self.compute.dtype, lr=lr
+            self.chunks,
+            self.groups,
+            self.config,
+            dtype=self.compute.dtype,
+            lr=lr,
+            value_head_lr=self.value_head.lr if self.value_head is not None else None,
         )
         if not self.groups.is_member:
             return
@@ -319,25 +336,29 @@ class Engine:
             self.scheduler.num_steps = 0  # Megatron-Core adds the saved steps to this counter
             self.scheduler.load_state_dict(state["scheduler"])
 
-    def export(self, folder: Path, *, template: str) -> None:
-        """Export a Hugging Face folder; config and tokenizer are `template`'s. Collective over the layout."""
+    def export(self, folder: Path, *, template: str, head: Head | None = None) -> None:
+        """Export a Hugging Face folder; config and tokenizer are `template`'s. Collective over the layout.
+
+        Args:
+            head: of the exported model; None: this one's, which on a shared trunk are two.
+        """
+        head = head or self.head
         if not self.groups.is_member:
             return
         self.gather_weights()
-        parameters = megatron_shards(self.arch, self.layout, spec=self.compute.spec, head=self.head)
         export_folder(
             ShardedModel(
                 arch=self.arch,
-                head=self.head,
+                head=head,
                 dtype=self.compute.dtype,
                 tensors=self.tensors,
-                shards=parameters,
+                shards=megatron_shards(self.arch, self.layout, spec=self.compute.spec, head=self.head),
             ),
             folder,
             template_folder=Path(template),
             ranks=self.groups.members,
             config=self.arch.to_hf(
-                head=self.head,
+                head=head,
                 carry=read_config(template) | {"dtype": str(self.compute.dtype).removeprefix("torch.")},
             ),
         )
@@ -356,9 +377,8 @@ class Engine:
 
     def outputs(self, output: Tensor, micro: MicroBatch, model) -> Outputs:
         """Compute head outputs [N] of the target tokens from the last chunk's output [1, P, H or 1]."""
-        target = output.squeeze(0).index_select(0, micro.index)
         softmax = Softmax(vocab_size=self.arch.vocab_size, temperature=self.temperature, group=self.groups.tp)
-        return HEADS[self.head].compute(target, model, micro.labels, softmax)
+        return HEADS[self.head].compute(output.squeeze(0), model, micro, softmax)
 
 
 def _finite(grad_norm: float, head: HeadOutputs) -> float:

@@ -1,6 +1,6 @@
 """Output heads from the engine's side: results of the target tokens, and the names of metrics and settings.
 
-Letters: N target tokens, H hidden size.
+Letters: T packed tokens, N target tokens, H hidden size.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl_megatron.models.build import Head
-from verl_megatron.models.heads import head_weight
+from parallel.weights.rules import Head
+from verl_megatron.data.micro_batch import MicroBatch
+from verl_megatron.models.heads import head_weight, trunk
 from verl_megatron.models.log_probs import Softmax, token_log_probs
 
-Outputs = dict[str, Tensor]  # "logprobs" and "entropy", or "values": [N] float32 for the target tokens
+Outputs = dict[str, Tensor]  # "logprobs" and "entropy", "values": [N] float32 for the target tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,8 @@ class HeadOutputs:
     """Results of a head."""
 
     names: tuple[str, ...]
-    # Target tokens' output of the last chunk [N, H or 1], the chunk, labels [N] and distribution → results.
-    compute: Callable[[Tensor, torch.nn.Module, Tensor, Softmax], Outputs]
+    # Output of the last chunk [T, H or 1], the chunk, the micro-batch and the distribution → results.
+    compute: Callable[[Tensor, torch.nn.Module, MicroBatch, Softmax], Outputs]
     metrics: str  # prefix of the training metrics
     section: str  # settings of the model that is trained with this head
     last_token: bool = (
@@ -30,17 +31,31 @@ class HeadOutputs:
     )
 
 
-def _log_probs(hidden_NH: Tensor, chunk: torch.nn.Module, labels_N: Tensor, softmax: Softmax) -> Outputs:
-    logprobs, entropy = token_log_probs(hidden_NH, head_weight(chunk), labels_N, softmax)
+def _log_probs(hidden_TH: Tensor, chunk: torch.nn.Module, micro: MicroBatch, softmax: Softmax) -> Outputs:
+    hidden_NH = hidden_TH.index_select(0, micro.index)
+    logprobs, entropy = token_log_probs(hidden_NH, head_weight(chunk), micro.labels, softmax)
     return {"logprobs": logprobs, "entropy": entropy}
 
 
-def _values(values_N1: Tensor, chunk: torch.nn.Module, labels_N: Tensor, softmax: Softmax) -> Outputs:
-    return {"values": values_N1.squeeze(-1)}
+def _values(values_T1: Tensor, chunk: torch.nn.Module, micro: MicroBatch, softmax: Softmax) -> Outputs:
+    return {"values": values_T1.index_select(0, micro.index).squeeze(-1)}
+
+
+def _log_probs_and_values(
+    hidden_TH: Tensor, chunk: torch.nn.Module, micro: MicroBatch, softmax: Softmax
+) -> Outputs:
+    values_T1 = trunk(chunk).value_head.take_values().squeeze(1)
+    return _log_probs(hidden_TH, chunk, micro, softmax) | _values(values_T1, chunk, micro, softmax)
 
 
 _LANGUAGE = HeadOutputs(names=("logprobs", "entropy"), compute=_log_probs, metrics="policy", section="actor")
 _VALUE = HeadOutputs(names=("values",), compute=_values, metrics="critic", section="critic")
+_BOTH = replace(_LANGUAGE, names=(*_LANGUAGE.names, *_VALUE.names), compute=_log_probs_and_values)
 _SCORE = replace(_VALUE, metrics="reward_model", section="reward", last_token=True)
 
-HEADS: dict[Head, HeadOutputs] = {"lm": _LANGUAGE, "token": _VALUE, "sequence": _SCORE}
+HEADS: dict[Head, HeadOutputs] = {
+    "lm": _LANGUAGE,
+    "token": _VALUE,
+    "sequence": _SCORE,
+    "lm_token": _BOTH,
+}

@@ -44,7 +44,8 @@ def infer_models(
     results = []
     for engine in engines:
         own = [(micro, outputs) for owner, micro, outputs in answers if owner is engine]
-        results.append(filled(engine, batch, own, names))
+        given = own[0][1] if own else names
+        results.append(filled(engine, batch, own, [name for name in names if name in given]))
     return results
 
 

@@ -55,18 +55,29 @@ def wrap_data_parallel(chunks: list[Any], groups: ProcessGroups, config: EngineC
 
 
 def make_optimizer(
-    chunks: list[Any], groups: ProcessGroups, config: EngineConfig, *, dtype: torch.dtype, lr: float
+    chunks: list[Any],
+    groups: ProcessGroups,
+    config: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    lr: float,
+    value_head_lr: float | None = None,
 ) -> Any:
     """Build Megatron-Core's Adam for wrapped chunks. Collective over `groups.world`.
 
     Args:
         dtype: of the parameters.
         lr: peak learning rate.
+        value_head_lr: that of a value head on the actor's trunk.
     """
+    if value_head_lr is not None:
+        _mark_value_head(chunks)
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=lr,
         min_lr=lr * config.min_lr_ratio,
+        decoupled_lr=value_head_lr,
+        decoupled_min_lr=None if value_head_lr is None else value_head_lr * config.min_lr_ratio,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_betas[0],
         adam_beta2=config.adam_betas[1],
@@ -78,3 +89,10 @@ def make_optimizer(
         overlap_param_gather=gathers_late(config, groups.layout),
     )
     return megatron.build_optimizer(optimizer_config, chunks, groups)
+
+
+def _mark_value_head(chunks: list[Any]) -> None:
+    """Give Megatron-Core's `decoupled_lr`, which it has for embedding and output layer, to the value head."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.is_embedding_or_output_parameter = "value_head." in name

@@ -11,16 +11,16 @@ from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.rank_set import RankSet
 from parallel.weights.architecture import Architecture
+from parallel.weights.rules import Head
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
 from verl_megatron.data.micro_batch import MicroBatch
 from verl_megatron.data.sample_table import SampleTable
-from verl_megatron.models.build import Head
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.engine import Engine, EngineOptions, Loss
-from verl_megatron.roles.heads import Outputs
+from verl_megatron.roles.heads import HEADS, Outputs
 from verl_megatron.roles.inference import filled, infer_models
 
 TOKENS = ("generated_ids", "attention_mask", "response_mask")  # fields that every pass needs
@@ -141,13 +141,19 @@ def infer_together(
 ) -> list[dict[str, Tensor]]:
     """Run `Role.infer` of several roles under the same layout, in one pass and one exchange.
 
-    Samples of mini-batches before `first_mini_batch` are skipped and get 0.
+    Each role returns those of `names` that its head has. Samples of mini-batches before `first_mini_batch`
+    are skipped and get 0.
     """
     flat = [micro for mini_batch in dispatched.micro_batches[first_mini_batch:] for micro in mini_batch]
     results = infer_models(
         [role.engine for role in roles], dispatched.batch, flat, names, last_token=last_token
     )
-    keys = [(place, name) for place in range(len(roles)) for name in names]
+    keys = [
+        (place, name)
+        for place, role in enumerate(roles)
+        for name in names
+        if name in HEADS[role.engine.head].names
+    ]
     sent: dict[str, Tensor] | None = None
     if results[0] is not None:
         answers = [cast(dict[str, Tensor], result) for result in results]

@@ -30,3 +30,8 @@ OBJECTIVES: dict[str, Objective] = {
     "cispo": cispo.objective,
     "reinforce": reinforce.objective,
 }
+# Settings of the clip that an objective does not read; a run that sets one is refused.
+UNREAD: dict[str, tuple[str, ...]] = {
+    "cispo": ("dual_clip",),
+    "reinforce": ("clip_ratio_low", "clip_ratio_high", "dual_clip"),
+}

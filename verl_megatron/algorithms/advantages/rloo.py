@@ -1,12 +1,10 @@
 """RLOO, REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024)."""
 
-from dataclasses import replace
-
-from verl_megatron.algorithms.advantages import (
+from verl_megatron.algorithms.advantages.estimators import (
     AllSum,
     group_statistics,
     penalized_scores,
-    penalized_token_rewards,
+    with_sample_advantages,
 )
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -22,8 +20,4 @@ def advantages(
     scores_B = penalized_scores(batch, config, kl_coef)
     mean_B, count_B = group_statistics(scores_B, batch.required("group_id"), num_groups, all_sum=all_sum)
     advantages_B = count_B / (count_B - 1).clamp(min=1) * (scores_B.double() - mean_B)
-    return replace(
-        batch,
-        token_rewards=penalized_token_rewards(batch, config, kl_coef),
-        advantages=batch.response_mask * advantages_B.float().unsqueeze(-1),
-    )
+    return with_sample_advantages(batch, advantages_B, config, kl_coef)

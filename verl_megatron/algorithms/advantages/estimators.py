@@ -9,6 +9,7 @@ samples.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,6 +54,17 @@ def penalized_scores(batch: RolloutBatch, config: AlgorithmConfig, kl_coef: floa
     assert batch.rewards is not None, "advantages need rewards"
     kl_BT = _reward_kl(batch, config)
     return batch.rewards if kl_BT is None else batch.rewards - kl_coef * kl_BT.sum(-1)
+
+
+def with_sample_advantages(
+    batch: RolloutBatch, advantages_B: Tensor, config: AlgorithmConfig, kl_coef: float
+) -> RolloutBatch:
+    """Set token rewards, and advantages that are the same for all response tokens of a sample."""
+    return replace(
+        batch,
+        token_rewards=penalized_token_rewards(batch, config, kl_coef),
+        advantages=batch.response_mask * advantages_B.float().unsqueeze(-1),
+    )
 
 
 def _reward_kl(batch: RolloutBatch, config: AlgorithmConfig) -> Tensor | None:

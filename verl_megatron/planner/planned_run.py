@@ -7,10 +7,10 @@ from math import ceil, prod
 
 from parallel.layout import Layout
 from parallel.weights.architecture import Architecture, read_architecture
-from parallel.weights.rules import Head, megatron_parameters, vllm_parameters
+from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import ModelSpec, layout_of, models_of
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of, shares_trunk
 from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
@@ -40,7 +40,7 @@ class PlannedRole:
         elements = [count * sizes.layer for count in layers]
         elements[0] += sizes.embedding
         copied = (
-            arch.tied and head == "lm" and layout.pp > 1
+            arch.tied and is_language(head) and layout.pp > 1
         )  # the last stage has its own copy of a tied embedding
         elements[-1] += sizes.output + copied * sizes.embedding
         return cls(
@@ -92,7 +92,7 @@ def _by_part(parameters) -> PartElements:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PlannedRun:
     """A run on a number of ranks. Every sample is assumed to be as long as the settings allow."""
 
     config: TrainerConfig
@@ -108,7 +108,7 @@ class Case:
         world_size: int,
         ranks_per_host: int = 8,
         read: Callable[[str], Architecture] = read_architecture,
-    ) -> "Case":
+    ) -> "PlannedRun":
         """Plan the models that `build_run` would build.
 
         Args:
@@ -117,20 +117,17 @@ class Case:
         Raises:
             ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
         """
-        specs = [spec for spec in models_of(config) if spec.name != "reference"]
-        roles = {spec.name: _planned(spec, read(spec.model.path), world_size) for spec in specs}
-        if config.algorithm.kl_coef > 0:
-            roles["reference"] = replace(roles["actor"], name="reference", trainable=False)
+        roles = [_planned(spec, read(spec.model.path), world_size) for spec in models_of(config)]
         num_replicas(world_size=world_size, tp=config.rollout.tp)  # refuses what does not divide
         try:
-            served_elements(roles["actor"].arch, config.rollout.tp)
+            served_elements(roles[0].arch, config.rollout.tp)
         except ValueError as error:
             raise ValueError(f"rollout.tp={config.rollout.tp}: {error}") from None
         return cls(
             config=config,
             world_size=world_size,
             ranks_per_host=min(ranks_per_host, world_size),
-            roles=tuple(roles[spec.name] for spec in models_of(config)),
+            roles=tuple(roles),
         )
 
     @property
@@ -168,7 +165,7 @@ class Case:
     def old_logprob_share(self) -> float:
         """Share of the samples whose old log-probs need a pass of their own."""
         reuses = reuses_logprobs(self.config.algorithm, {role.name for role in self.roles})
-        return 1 - reuses / self.config.algorithm.num_mini_batches
+        return 1 - (reuses and not shares_trunk(self.config)) / self.config.algorithm.num_mini_batches
 
     @property
     def prompt_tokens(self) -> int:

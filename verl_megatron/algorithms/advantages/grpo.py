@@ -1,12 +1,10 @@
 """GRPO (Shao et al. 2024): no critic; advantages are scores relative to the other samples of the prompt."""
 
-from dataclasses import replace
-
-from verl_megatron.algorithms.advantages import (
+from verl_megatron.algorithms.advantages.estimators import (
     AllSum,
     group_advantages,
     penalized_scores,
-    penalized_token_rewards,
+    with_sample_advantages,
 )
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -24,8 +22,4 @@ def advantages(
     advantages_B = group_advantages(
         scores_B, batch.required("group_id"), num_groups, scale_by_std=config.scale_by_std, all_sum=all_sum
     )
-    return replace(
-        batch,
-        token_rewards=penalized_token_rewards(batch, config, kl_coef),
-        advantages=batch.response_mask * advantages_B.unsqueeze(-1),
-    )
+    return with_sample_advantages(batch, advantages_B, config, kl_coef)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from verl_megatron.algorithms.advantages import AllSum, token_rewards
+from verl_megatron.algorithms.advantages.estimators import AllSum, token_rewards
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 

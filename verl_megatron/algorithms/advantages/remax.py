@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from verl_megatron.algorithms.advantages import AllSum, penalized_token_rewards, returns_to_go
+from verl_megatron.algorithms.advantages.estimators import AllSum, penalized_token_rewards, returns_to_go
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 

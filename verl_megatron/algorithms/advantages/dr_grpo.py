@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from verl_megatron.algorithms import grpo
-from verl_megatron.algorithms.advantages import AllSum
+from verl_megatron.algorithms.advantages import grpo
+from verl_megatron.algorithms.advantages.estimators import AllSum
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 

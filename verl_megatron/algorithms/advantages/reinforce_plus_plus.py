@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from verl_megatron.algorithms.advantages import (
+from verl_megatron.algorithms.advantages.estimators import (
     AllSum,
     group_advantages,
     penalized_scores,

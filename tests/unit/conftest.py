@@ -1,0 +1,20 @@
+"""Fixtures of several files."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory) -> Path:
+    """A model with a tokenizer in hf/ and its distributed checkpoint in mcore/, which no test changes."""
+    from tests.converted import make_model  # with Megatron-Core, which most tests do without
+
+    return make_model(tmp_path_factory.mktemp("converted"))
+
+
+@pytest.fixture
+def mcore(converted, tmp_path) -> Path:
+    """A copy of that checkpoint to damage."""
+    return shutil.copytree(converted / "mcore", tmp_path / "mcore")

@@ -1,0 +1,1 @@
+"""Advantages: one file for each algorithm; `estimators` has what they share."""

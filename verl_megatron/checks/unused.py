@@ -1,0 +1,160 @@
+"""Settings that a run would not read. One that differs from its default is refused, with the remedy."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.runtime.refusal import short_repr
+from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
+from verl_megatron.checks.limits import value_problems
+from verl_megatron.config import TrainerConfig
+
+OWN = sorted({setting for algorithm in ALGORITHMS.values() for setting in algorithm.settings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unused:
+    """Settings without effect, why, and what would give them one."""
+
+    names: tuple[str, ...]  # section.setting
+    because: str
+    remedy: str
+
+
+def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
+    """Return a problem for each setting that has been changed and has no effect.
+
+    Args:
+        needs: what the algorithm needs besides the actor.
+    """
+    if config.algorithm.name not in ALGORITHMS:
+        return []  # reported by its choices
+    problems = []
+    for unused in (*_of_algorithm(config, needs), *_of_switches(config)):
+        for name in unused.names:
+            value, default, limits = _setting(config, name)
+            if value != default and not value_problems(name, value, limits):
+                problems.append(
+                    f"{name}={_shown(value)} has no effect {unused.because}; leave it at {_shown(default)}, "
+                    f"or {unused.remedy}"
+                )
+    return problems
+
+
+def unused_notes(config: TrainerConfig) -> list[str]:
+    """Return what to say of settings of the KL penalty without a reference.
+
+    They are not refused: algorithm.kl_coef=0 turns off the penalty of a recipe.
+    """
+    changed = []
+    for name in ("algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_unbiased"):
+        value, default, _ = _setting(config, name)
+        if value not in (default, "none"):
+            changed.append(f"{name}={_shown(value)}")
+    if not changed or config.algorithm.kl_coef:
+        return []
+    return [f"algorithm.kl_coef=0: there is no reference, and {', '.join(changed)} has no effect"]
+
+
+def _of_algorithm(config: TrainerConfig, needs: Collection[str]) -> Iterator[Unused]:
+    """Yield settings that the algorithm, its objective or its models leave out."""
+    algorithm = config.algorithm
+    entry = ALGORITHMS[algorithm.name]
+    for setting in OWN:
+        if setting not in entry.settings:
+            readers = [name for name, other in ALGORITHMS.items() if setting in other.settings]
+            yield Unused(
+                names=(f"algorithm.{setting}",),
+                because=f"with algorithm.name={algorithm.name}",
+                remedy=f"use {_either(readers)}",
+            )
+    objective = entry.objective if algorithm.objective == "auto" else algorithm.objective
+    for setting in UNREAD.get(objective, ()):
+        readers = [name for name in OBJECTIVES if setting not in UNREAD.get(name, ())]
+        yield Unused(
+            names=(f"algorithm.{setting}",),
+            because=f"with the objective {objective}",
+            remedy=f"set algorithm.objective to {_either(readers)}",
+        )
+    if "critic" not in needs:
+        critics = [name for name, other in ALGORITHMS.items() if "critic" in other.needs]
+        yield Unused(
+            names=("algorithm.cliprange_value", "algorithm.critic_warmup", "critic.share_trunk"),
+            because=f"with algorithm.name={algorithm.name}, which has no critic",
+            remedy=f"use {_either(critics)}",
+        )
+
+
+def _of_switches(config: TrainerConfig) -> Iterator[Unused]:
+    """Yield settings of parts that another setting turns off."""
+    algorithm, reward = config.algorithm, config.reward
+    if not config.critic.share_trunk:
+        yield Unused(
+            names=("critic.trunk_gradient", "critic.value_coef"),
+            because="with critic.share_trunk=false",
+            remedy="set share_trunk=true",
+        )
+    if algorithm.correction == "none":
+        yield Unused(
+            names=("algorithm.correction_level", "algorithm.correction_low", "algorithm.correction_high"),
+            because="with algorithm.correction=none",
+            remedy="set correction=truncate or mask",
+        )
+    if not algorithm.kl_ctrl_target:
+        yield Unused(
+            names=("algorithm.kl_ctrl_horizon",),
+            because="with algorithm.kl_ctrl_target=0",
+            remedy="set kl_ctrl_target above 0",
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "none":
+        yield Unused(
+            names=("algorithm.kl_ctrl_target",),
+            because="with algorithm.kl_in=none",
+            remedy="set kl_in=reward or loss",
+        )
+    if not algorithm.dynamic_sampling:
+        yield Unused(
+            names=("algorithm.max_sampling_rounds",),
+            because="with algorithm.dynamic_sampling=false",
+            remedy="set dynamic_sampling=true",
+        )
+    if not algorithm.reuse_logprobs:
+        yield Unused(
+            names=("algorithm.check_logprobs_interval",),
+            because="with algorithm.reuse_logprobs=false",
+            remedy="set reuse_logprobs=true",
+        )
+    if algorithm.epochs * algorithm.num_mini_batches == 1:
+        yield Unused(
+            names=("algorithm.target_kl",),
+            because="with one optimizer step an iteration, after which none is left to skip",
+            remedy="raise num_mini_batches or epochs",
+        )
+    if not config.teacher.path:
+        yield Unused(
+            names=("algorithm.teacher_coef",), because="without a teacher", remedy="set teacher.path"
+        )
+    if not reward.overlong_tokens:
+        yield Unused(
+            names=("reward.overlong_penalty",),
+            because="with reward.overlong_tokens=0",
+            remedy="set overlong_tokens above 0",
+        )
+
+
+def _setting(config: TrainerConfig, name: str) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Return the value of section.setting, its default, and its interval or choices."""
+    section, _, setting = name.partition(".")
+    usual = getattr(TrainerConfig(), section)
+    limits = usual.__dataclass_fields__[setting].metadata
+    return getattr(getattr(config, section), setting), getattr(usual, setting), limits
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else short_repr(value).strip("'")
+
+
+def _either(names: list[str]) -> str:
+    """Join alternatives: a, b or c."""
+    return " or ".join([", ".join(names[:-1])] * bool(names[:-1]) + names[-1:])
