@@ -20,6 +20,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     install_requires=[
+        "cloudpickle>=3",
+        "fsspec[http]>=2024.6",
+        "huggingface_hub>=0.34",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "jinja2>=3.1",

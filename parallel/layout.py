@@ -6,6 +6,7 @@ Ranks are ordered as in Megatron: tp varies fastest, then cp, then dp, and pp sl
 import re
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from parallel.runtime.refusal import short_repr
 
@@ -160,6 +161,17 @@ class Layout:
                 ranges[stage, chunk] = range(first, first + stages[stage] // self.vpp)
                 first = ranges[stage, chunk].stop
         return ranges
+
+
+def least_ranks(text: str) -> int:
+    """Return the product of the sizes that a layout such as "tp2pp2" names, without virtual stages."""
+    sizes = [max(1, int(size)) for name, size in _COMPACT.findall(text.lower()) if name != "vpp"]
+    return prod(sizes)
+
+
+def last_rank(devices: str) -> int:
+    """Return the largest number in a device list such as "0-3"; 0 if there is none."""
+    return max(map(int, re.findall("[0-9]{1,9}", devices)), default=0)
 
 
 def parse_devices(text: str, world_size: int) -> tuple[int, ...]:

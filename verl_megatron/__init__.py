@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "RLTrainer": "trainer",
     "TrainerConfig": "config",
-    "get_trainer_config": "launch.presets",
+    "get_trainer_config": "config",
     "RolloutBatch": "data.batch",
     "DataCollector": "data.collector",
     "VLLMActor": "rollout.vllm",

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from typing import Any
 
 from parallel.runtime.refusal import short_repr, speak_once
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.versions import optional_packages
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import TrainerConfig, older_settings
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.sample_table import SampleTable
@@ -18,6 +20,7 @@ from verl_megatron.observe.report import draw_report
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
+from verl_megatron.rewards.callables import spec_of
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
@@ -29,7 +32,9 @@ class RLTrainer(BaseTrainer):
     Args:
         config: all settings; `actor_model`, `reward_model` and `reward_function` override actor.path,
             reward.path and reward.function.
+            A function may be given itself: a lambda, or one of a notebook.
         use_vllm: must be True; vLLM is the only rollout engine.
+        older: names of the older interface (`OLDER_NAMES` of the configuration), such as `checkpoint_config`.
 
     Raises:
         ValueError: lists all problems of the settings, before a model is built.
@@ -41,8 +46,9 @@ class RLTrainer(BaseTrainer):
         *,
         actor_model: str = "",
         reward_model: str = "",
-        reward_function: str = "",
+        reward_function: str | Callable[..., Any] = "",
         use_vllm: bool = True,
+        **older: Any,
     ):
         speak_once()
         if use_vllm is not True:
@@ -55,9 +61,11 @@ class RLTrainer(BaseTrainer):
                 f"config={short_repr(config)} is a {type(config).__name__}; give a TrainerConfig, "
                 "such as that of get_trainer_config()"
             )
+        for name, value in older_settings(older, where="RLTrainer()").items():
+            config.set(name, value)
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
-        config.reward.function = reward_function or config.reward.function
+        config.reward.function = spec_of(reward_function or config.reward.function, config.run.output_dir)
         super().__init__(config, inspect_run, vllm=True)
         self.say(optional_packages())
         for note in self.inputs.notes:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
-from parallel.weights.json_files import is_count, parse_object, read_object, reason_of, shown_key
+from parallel.weights.json_files import (
+    is_count,
+    is_file_name,
+    parse_object,
+    read_object,
+    reason_of,
+    shown_key,
+)
+from parallel.weights.remote.arriving import arriving, stored
 from parallel.weights.shard import Block, ShardedParameter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,7 +34,8 @@ VALUE_HEAD = "score."  # if a folder lacks it, the model keeps its initial value
 class CheckpointFolder:
     """An open Hugging Face folder with one or more safetensors files, checked before tensors are read.
 
-    `read` reads only the bytes that it returns. Also a context manager that closes the files.
+    `read` reads only the bytes that it returns. Also a context manager that closes the files. Weights of a
+    URL (`remote`) that have not arrived yet are fetched as they are read.
 
     Raises:
         ValueError: the folder, its config.json or a weight file is missing, a file is truncated or garbled,
@@ -42,10 +51,17 @@ class CheckpointFolder:
             if weight_map
             else {SINGLE: _open(self.path / SINGLE)}
         )
-        stored = {name: set(file.keys()) for name, file in self._files.items()}
+        present = {name: set(file.keys()) for name, file in self._files.items()}
         if weight_map:
-            _check_index(self.path / INDEX, weight_map, stored)
-        self._file_of = weight_map or {tensor: SINGLE for tensor in stored[SINGLE]}
+            _check_index(self.path / INDEX, weight_map, present)
+        self._file_of = weight_map or {tensor: SINGLE for tensor in present[SINGLE]}
+        paths = {name: self.path / name for name in self._files}
+        # Of files that still arrive: the file, and each tensor's bytes in it.
+        self._arriving = {
+            name: (file, _ranges(path))
+            for name, path in paths.items()
+            if (file := arriving(path)) is not None
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +91,7 @@ class CheckpointFolder:
         shape = source.get_shape()
         step = max(1, at_most // max(1, prod(shape[1:])))
         for start in range(0, shape[0], step):
+            self._await(name, start, min(start + step, shape[0]))
             yield source[start : start + step]
 
     def read(self, block: Block, dtype: torch.dtype) -> Tensor:
@@ -104,6 +121,7 @@ class CheckpointFolder:
                 f"{block.tensor} in {self.path} is of dtype {source.get_dtype()}; quantised weights are not"
                 " supported, convert them to bfloat16"
             )
+        self._await(block.tensor, top, bottom)
         matrix = source[top:bottom, left:right] if len(shape) == 2 else source[top:bottom][:, None]
         return matrix.to(dtype)
 
@@ -147,13 +165,21 @@ class CheckpointFolder:
                 + "\n".join(f"  - {problem}" for problem in problems)
             )
 
+    def _await(self, name: str, top: int, bottom: int) -> None:
+        """Return once these rows of a tensor are in its file."""
+        if found := self._arriving.get(self._file_of[name]):
+            file, ranges = found
+            start, end = ranges[name]
+            row_bytes = (end - start) // max(1, self.shape(name)[0])
+            file.fetch(start + top * row_bytes, start + bottom * row_bytes)
+
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
 
 
 def has_weights(folder: str | Path) -> bool:
     """Return whether a folder holds weights or an index of them."""
-    return any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
+    return any(stored(Path(folder) / name).exists() for name in (SINGLE, INDEX))
 
 
 def load_parameters(
@@ -204,7 +230,7 @@ def _fill(tensor: Tensor, parameter: ShardedParameter, folder: CheckpointFolder)
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor from the index; empty for a single file, which has no index."""
-    if (folder / SINGLE).is_file():
+    if stored(folder / SINGLE).is_file():
         return {}
     path = folder / INDEX
     if not path.is_file():
@@ -221,25 +247,17 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not weight_map:
         raise ValueError(f"{path} names no tensors; copy it again from its source")
     files = sorted(set(weight_map.values()))
-    if wrong := [short_repr(name) for name in files if not _is_plain(name)]:
+    if wrong := [short_repr(name) for name in files if not is_file_name(name, SUFFIX)]:
         raise ValueError(
             f"{path} names {_listed(wrong)}: only safetensors files of its own folder are read; name one,"
             " without a folder"
         )
-    if missing := [name for name in files if not (folder / name).is_file()]:
+    if missing := [name for name in files if not stored(folder / name).is_file()]:
         raise ValueError(
             f"{folder} lacks weight files that its index names: {_listed(missing)}; copy them again from"
             " their source"
         )
     return weight_map
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether an index may name such a file: a safetensors file, no pickle, and a name, no path.
-
-    Nothing outside the folder is read then, except through the folder's own symbolic links.
-    """
-    return name.endswith(SUFFIX) and len(name) < 256 and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], stored: Mapping[str, set[str]]) -> None:
@@ -269,6 +287,9 @@ def _check_index(path: Path, weight_map: Mapping[str, str], stored: Mapping[str,
 def _open(path: Path) -> Any:
     """Check a safetensors file's length against its header (8 bytes of length, JSON, data) and open it."""
     again = "copy it again from its source"
+    if (file := arriving(path)) is not None:
+        file.fetch_header(MOST_HEADER_BYTES)
+    path = stored(path)
     try:
         actual = path.stat().st_size
         with path.open("rb") as file:
@@ -302,6 +323,17 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is garbled ({reason_of(error)}); {again}") from None
+
+
+def _ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the first byte and the one behind the last of each tensor of a checked file."""
+    with stored(path).open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        table = parse_object(file.read(header_bytes))
+    offsets = {name: entry["data_offsets"] for name, entry in table.items() if name != "__metadata__"}
+    return {
+        name: (8 + header_bytes + start, 8 + header_bytes + end) for name, (start, end) in offsets.items()
+    }
 
 
 def _end(entry: Any) -> int:

@@ -45,6 +45,14 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return content
 
 
+def is_file_name(name: str, suffix: str) -> bool:
+    """Return whether an index may name such a file: a name with this suffix, no path.
+
+    Nothing outside the folder is read then, except through the folder's own symbolic links.
+    """
+    return name.endswith(suffix) and len(name) < 200 and name.isprintable() and not set(name) & {"/", "\\"}
+
+
 def is_count(value: Any) -> bool:
     """Return whether a JSON value is a non-negative integer; true and false are not."""
     return type(value) is int and value >= 0

@@ -41,7 +41,7 @@ OWNERS = {
 }
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
-    ("train", "sft", "dpo", "reward_model"),
+    ("train", "sft", "dpo", "reward_model", "utils"),
     ("launch",),
     ("trainer", "supervised"),
     ("saved_state",),

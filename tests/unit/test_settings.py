@@ -24,8 +24,8 @@ from verl_megatron.config import (
     RolloutConfig,
     SFTConfig,
     TrainerConfig,
+    get_trainer_config,
 )
-from verl_megatron.launch.presets import get_trainer_config
 
 # ---- names and types -------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Settings from a recipe and a command line: names and types, all wrong ones reported together."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,7 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
-from verl_megatron.config import present_name
+from verl_megatron.config import name_here, present_name
 
 Schema = TypeVar("Schema")
 
@@ -22,8 +22,11 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     given = _resolved(overrides)
     merged = OmegaConf.structured(schema)
     problems = []
+    known = [f"{section}.{name}" for section in merged for name in merged[section]]
     for section, values in given.items():
-        if section not in merged:
+        if section not in merged and (said := _said(str(section), values, known)):
+            problems += said
+        elif section not in merged:
             problems.append(
                 f"{short_repr(section)[1:-1]} is no section{nearest(section, merged)}; "
                 f"the sections are {', '.join(merged)}"
@@ -37,7 +40,7 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
             problems += [
                 problem
                 for name, value in values.items()
-                if (problem := _put(merged[section], section, name, value))
+                if (problem := _put(merged[section], str(section), str(name), value, known))
             ]
     problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
     refuse(problems)
@@ -55,11 +58,21 @@ def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         ) from None
 
 
-def _put(section: DictConfig, section_name: str, name: str, value: Any) -> str:
-    """Set one setting; return its problem, or an empty string."""
+def _said(name: str, value: Any, known: Collection[str], *, anywhere: bool = False) -> list[str]:
+    """Return what other projects' settings in and below `name` are called here; empty if one is unknown."""
+    if not isinstance(value, dict):
+        return list(filter(None, [name_here(name, known, anywhere=anywhere)]))
+    parts = [_said(f"{name}.{key}", below, known, anywhere=anywhere) for key, below in value.items()]
+    return [said for part in parts for said in part] if all(parts) else []
+
+
+def _put(section: DictConfig, section_name: str, name: str, value: Any, settings: Collection[str]) -> str:
+    """Set one of all `settings`; return its problem, or an empty string."""
     known = [str(key) for key in section]
     if new := present_name(name, known):
         return f"{section_name}.{name} is now called {section_name}.{new}; rename it"
+    if name not in known and (said := _said(f"{section_name}.{name}", value, settings, anywhere=True)):
+        return "; ".join(said)
     if name not in known:
         return (
             f"{section_name}.{short_repr(name)[1:-1]} is no setting{nearest(name, known)}; "

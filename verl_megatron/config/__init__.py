@@ -3,8 +3,6 @@
 Settings have two levels: section and setting. Each part of the program receives only its own section.
 """
 
-from dataclasses import dataclass, field
-
 from verl_megatron.config.algorithm import (
     ALGORITHM_NAMES,
     CORRECTION_LEVELS,
@@ -15,8 +13,19 @@ from verl_megatron.config.algorithm import (
 )
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
 from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
+from verl_megatron.config.names import name_here
+from verl_megatron.config.older_names import OLDER_NAMES, check_remote_code, older_settings
+from verl_megatron.config.presets import get_trainer_config
 from verl_megatron.config.rollout import ReshardConfig, RolloutConfig
 from verl_megatron.config.run import RunConfig
+from verl_megatron.config.schemas import (
+    SCHEMAS,
+    DPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from verl_megatron.config.section import (
     LEAST_TEMPERATURE,
     MISSING,
@@ -33,6 +42,7 @@ __all__ = [
     "MISSING",
     "NORMALIZER_NAMES",
     "OBJECTIVE_NAMES",
+    "OLDER_NAMES",
     "RENAMED",
     "SCHEMAS",
     "AlgorithmConfig",
@@ -55,64 +65,9 @@ __all__ = [
     "TeacherConfig",
     "TrainerConfig",
     "UnknownSettingError",
+    "check_remote_code",
+    "get_trainer_config",
+    "name_here",
+    "older_settings",
     "present_name",
 ]
-
-
-@dataclass(kw_only=True)
-class TrainerConfig(Section):
-    """All sections of an RL run."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    actor: ModelConfig = field(default_factory=ModelConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    reshard: ReshardConfig = field(default_factory=ReshardConfig)
-
-
-@dataclass(kw_only=True)
-class SFTConfig(Section):
-    """All sections of a supervised run; `run.iterations` counts optimizer steps."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    actor: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-
-@dataclass(kw_only=True)
-class DPOConfig(Section):
-    """All sections of a run of direct preference optimization; `run.iterations` counts optimizer steps."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    data: PairDataConfig = field(default_factory=PairDataConfig)
-    actor: ModelConfig = field(default_factory=ModelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
-
-
-@dataclass(kw_only=True)
-class RewardModelConfig(Section):
-    """All sections of reward-model training; `run.iterations` counts optimizer steps.
-
-    `reward` is the model to train. From the folder of a language model it starts with a new score head.
-    """
-
-    run: RunConfig = field(default_factory=RunConfig)
-    data: PairDataConfig = field(default_factory=PairDataConfig)
-    reward: ModelConfig = field(default_factory=lambda: ModelConfig(lr=1e-5))
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-
-SupervisedConfig = SFTConfig | DPOConfig | RewardModelConfig
-SCHEMAS: dict[str, type[Section]] = {
-    "train": TrainerConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward_model": RewardModelConfig,
-}  # by command: python -m verl_megatron.COMMAND

@@ -5,12 +5,14 @@ stops being meaningful, or limits of hardware, vLLM or float32. Limits that depe
 the machine are in `checks/`.
 """
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from parallel.runtime.refusal import nearest
+from verl_megatron.config.names import name_here
 
 MISSING = "???"  # OmegaConf's marker for a required setting
 COUNT, POSITIVE = "[0, 1000000000]", "[1, 1000000000]"  # iterations, steps, tokens: more than any run needs
@@ -50,6 +52,8 @@ class Section:
     """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    # Further names: each takes a value and returns the settings that it stands for, by "section.setting".
+    _older_names: ClassVar[Mapping[str, Callable[[Any], dict[str, Any]]]] = {}
 
     def __new__(cls, **settings: Any) -> Self:
         for name in settings:
@@ -57,18 +61,56 @@ class Section:
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._older_names:
+            for setting, stands_for in self._older_names[name](value).items():
+                self.set(setting, stands_for)
+            return
         self._refuse_unknown(name)
         super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
+    def set(self, setting: str, value: Any) -> None:
+        """Set "section.setting" of one of these sections."""
+        section, _, name = setting.partition(".")
+        setattr(getattr(self, section), name, value)
+
     @classmethod
     def _refuse_unknown(cls, name: str) -> None:
-        known = cls.__dataclass_fields__
+        known = [*cls.__dataclass_fields__, *cls._older_names]
         if new := present_name(name, known):
             raise UnknownSettingError(f"{name} of {cls.__name__} is now called {new}; rename it")
         if name not in known:
+            if said := name_here(f"{cls._section()}.{name}", anywhere=True):
+                raise UnknownSettingError(said)
             raise UnknownSettingError(
                 f"{name} is no setting of {cls.__name__}{nearest(name, known)}; it has {', '.join(known)}"
             )
+
+    @classmethod
+    def _section(cls) -> str:
+        """The section's usual name in other projects."""
+        return {"ModelConfig": "actor"}.get(cls.__name__, cls.__name__.removesuffix("Config").lower())
+
+
+SectionType = TypeVar("SectionType", bound=type[Section])
+
+
+def accept(names: Mapping[str, Callable[[Any], dict[str, Any]]]) -> Callable[[SectionType], SectionType]:
+    """Return a class decorator: the class takes these names too, as arguments and as attributes."""
+
+    def decorate(kind: SectionType) -> SectionType:
+        initialize: Any = kind.__init__
+
+        @functools.wraps(initialize)
+        def initialize_with_older(self: Section, **settings: Any) -> None:
+            older = {name: settings.pop(name) for name in names if name in settings}
+            initialize(self, **settings)
+            for name, value in older.items():
+                setattr(self, name, value)
+
+        kind._older_names, kind.__init__ = names, initialize_with_older
+        return kind
+
+    return decorate
 
 
 def setting(default: Any, meaning: str, *, within: str = "", choices: tuple[str, ...] = ()) -> Any:

@@ -14,6 +14,7 @@ from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import compile_plan
 from parallel.runtime.refusal import short_repr
+from parallel.weights.remote.models import is_remote, local_folder
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic
@@ -121,10 +122,13 @@ def _stand_ins(
             name = section.get("path", "") if isinstance(section, dict) else ""
             if name in ("", MISSING) or not isinstance(name, str) or _is_folder(name):
                 continue
+            if name not in SHAPES and is_remote(name):
+                complete[role]["path"] = _fetched(role, name)
+                continue
             if name not in SHAPES:
                 raise ValueError(
                     f"{role}.path={short_repr(name)} is neither a folder nor a built-in shape; "
-                    f"give a folder with a config.json or one of {', '.join(SHAPES)}"
+                    f"give a folder with a config.json, a hub name, a URL, or one of {', '.join(SHAPES)}"
                 )
             folder = Path(scratch) / name
             folder.mkdir(exist_ok=True)
@@ -138,6 +142,13 @@ def _stand_ins(
             prompts.touch()
             data["train"] = str(prompts)
         yield complete, rows
+
+
+def _fetched(role: str, name: str) -> str:
+    try:
+        return local_folder(name, weights=False)
+    except ValueError as error:
+        raise ValueError(f"{role}.path={short_repr(name)}: {error}") from None
 
 
 def _is_folder(name: str) -> bool:

@@ -11,7 +11,10 @@ from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock
 from parallel.runtime.watchdog import Watchdog
+from parallel.weights.remote.arriving import telling
 from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.ranks import not_started
+from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.model_specs import models_of
@@ -53,8 +56,12 @@ class BaseTrainer:
         self.output_dir = Path(config.run.output_dir)
         self.inputs = Inputs()
         machine: Machine | None = machine_here()
+        world_size = self.world.size
+        agree(lambda: refuse(not_started(config, world_size=world_size)), self.world)
+        for note in agree(lambda: fetch_models(config), self.world):
+            self.say(note)
         agree(
-            lambda: refuse(inspect(config, world_size=self.world.size, machine=machine, inputs=self.inputs)),
+            lambda: refuse(inspect(config, world_size=world_size, machine=machine, inputs=self.inputs)),
             self.world,
         )
 
@@ -75,7 +82,7 @@ class BaseTrainer:
             Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
-            with self.watchdog.operation("build", timeout_s=SLOW_S):
+            with self.watchdog.operation("build", timeout_s=SLOW_S), telling(self.watchdog.beat):
                 self.build()
             record_timeline(self.clock, run.track_metrics, self.world)
             record_profile(self.clock, self.watchdog, run.track_metrics, self.output_dir, self.world)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from parallel import device, rank_set
 from parallel.weights.architecture import read_architecture
+from parallel.weights.remote.models import local_folder
 from parallel.weights.rules import vllm_tp_problems
-from verl_megatron.config import RolloutConfig
+from verl_megatron.config import RolloutConfig, older_settings
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
 from verl_megatron.rollout.dispatch import generate
@@ -53,11 +54,12 @@ class VLLMActor:
     draw from one queue.
 
     Args:
-        model_name: Hugging Face folder.
+        model_name: Hugging Face folder, hub name or URL.
         config: engine settings; `config.tp` is not read, and sampling parameters are passed to `generate`.
         max_model_len: maximum length of prompt and response together; None: the model's maximum.
         seed: of random weights and of `generate_text`.
         colocation: ranks and weights; None: ranks 0, 1, ... and the weights of the folder.
+        older: names of the older interface, such as `trust_remote_code=False`.
 
     Raises:
         ValueError: `tensor_parallel_size` does not divide the world size or the model's heads, the folder has
@@ -78,8 +80,13 @@ class VLLMActor:
         max_model_len: int | None = None,
         seed: int = 0,
         colocation: Colocation | None = None,
+        **older: Any,
     ):
-        self.model_name, self.tp, self.seed = str(model_name), tensor_parallel_size, seed
+        if settings := older_settings(older, where="VLLMActor()"):
+            raise ValueError(f"VLLMActor() has no setting {', '.join(settings)}; leave it to RLTrainer")
+        dummy = colocation is not None and colocation.shared_weights is not None
+        self.model_name = local_folder(str(model_name), whole=not dummy)
+        self.tp, self.seed = tensor_parallel_size, seed
         self.config, colocation = config or RolloutConfig(), colocation or Colocation()
         self._in_world = "RANK" in os.environ or (dist.is_initialized() and not VLLMActor._groups_are_ours)
         if self._in_world and not dist.is_initialized():

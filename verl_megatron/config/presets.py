@@ -1,8 +1,13 @@
 """Trainer configuration from a few numbers, for the Python interface."""
 
+from typing import Any
+
 from parallel.runtime.environment import MOST_RANKS
 from parallel.runtime.refusal import short_repr
-from verl_megatron.config import CriticConfig, EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
+from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig
+from verl_megatron.config.older_names import older_settings
+from verl_megatron.config.rollout import RolloutConfig
+from verl_megatron.config.schemas import TrainerConfig
 
 MIXED_PRECISION = {
     True: "bfloat16",
@@ -23,6 +28,7 @@ def get_trainer_config(
     hybrid_engine: bool = True,
     enable_recompute: bool | str = False,
     mixed_precision: bool | str = "auto",
+    **older: Any,
 ) -> TrainerConfig:
     """Return a configuration whose actor and critic share `dp_size * tp_size * pp_size` ranks.
 
@@ -33,9 +39,10 @@ def get_trainer_config(
         enable_recompute: True recomputes whole layers ("full"); also "selective" or "none".
         mixed_precision: True is bfloat16 with float32 master weights, False is float32; "auto" is bfloat16 on
             GPUs and float32 on CPUs.
+        older: names of the older interface (`OLDER_NAMES`), such as `checkpoint_config`.
 
     Raises:
-        ValueError: a size below 1, an unknown value, or `hybrid_engine=False`.
+        ValueError: a size below 1, an unknown name or value, or `hybrid_engine=False`.
     """
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
     for name, size in sizes.items():
@@ -61,9 +68,12 @@ def get_trainer_config(
             f"choose one of {', '.join(map(str, MIXED_PRECISION))}"
         )
     layout = f"tp{tp_size}pp{pp_size}dp{dp_size}"
-    return TrainerConfig(
+    config = TrainerConfig(
         actor=ModelConfig(layout=layout),
         critic=CriticConfig(layout=layout),
         engine=EngineConfig(dtype=MIXED_PRECISION[mixed_precision], recompute=RECOMPUTE[enable_recompute]),
         rollout=RolloutConfig(tp=tp_size),
     )
+    for name, value in older_settings(older, where="get_trainer_config()").items():
+        config.set(name, value)
+    return config

@@ -1,0 +1,31 @@
+"""Local folders for model paths of all kinds: folders, hub names and URLs."""
+
+from urllib.parse import unquote, urlsplit
+
+from parallel.weights.remote.folder import complete, fetch_folder
+from parallel.weights.remote.hub import fetch_snapshot, is_hub_name
+
+
+def is_remote(name: str) -> bool:
+    """Whether a model's path is a URL or may be a hub name."""
+    return "://" in name or is_hub_name(name)
+
+
+def local_folder(name: str, *, weights: bool = True, whole: bool = False) -> str:
+    """Return the local folder of a model's path; a folder's own path is returned as it is.
+
+    Args:
+        weights: False leaves weights out, for plans.
+        whole: wait for all weights. Otherwise those of a URL arrive while a CheckpointFolder reads them.
+
+    Raises:
+        ValueError: the model cannot be fetched.
+    """
+    if urlsplit(name).scheme == "file" and "://" in name:
+        return unquote(urlsplit(name).path)
+    if "://" in name:
+        folder = fetch_folder(name, weights=weights)
+        if whole:
+            complete(folder)
+        return str(folder)
+    return str(fetch_snapshot(name, weights=weights)) if is_hub_name(name) else name

@@ -1,0 +1,54 @@
+"""The ranks that a run needs, for programs that torchrun has not started."""
+
+import math
+import os
+import shlex
+import sys
+
+from parallel.layout import last_rank, least_ranks
+from parallel.runtime.process import LAUNCHER
+from verl_megatron.checks.limits import check_types
+from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.model_specs import models_of
+
+
+def ranks_needed(config: TrainerConfig | SupervisedConfig) -> int:
+    """Return the smallest number of ranks that all layouts and devices of a run go with."""
+    needs = [config.rollout.tp] if isinstance(config, TrainerConfig) else []
+    last = 0
+    for spec in models_of(config):
+        if spec.model.devices:
+            last = max(last, last_rank(spec.model.devices))
+        else:
+            needs.append(least_ranks(spec.model.layout))
+    together = math.lcm(*needs)
+    return together * math.ceil((last + 1) / together)
+
+
+def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) -> list[str]:
+    """Return the problem of a single process whose run needs more ranks, with the command that starts them.
+
+    Empty under torchrun, and if settings have wrong types, which other checks report.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
+    if world_size > 1 or launched or check_types(config):
+        return []
+    needed = ranks_needed(config)
+    if needed == 1:
+        return []
+    layouts = [f"{spec.section}.layout={spec.model.layout}" for spec in models_of(config)]
+    return [
+        f"{', '.join(dict.fromkeys(layouts))} needs {needed} ranks, and this is one process; "
+        f"start them with: torchrun --nproc_per_node {needed} {_program()}"
+    ]
+
+
+def _program() -> str:
+    """Return this program as torchrun's arguments; for a notebook what to make of it."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return shlex.join(["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+    if file:
+        return shlex.join([os.path.relpath(file), *sys.argv[1:]])
+    return "SCRIPT.py, with these cells saved as a script (a notebook is one rank)"

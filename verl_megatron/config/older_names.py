@@ -1,0 +1,177 @@
+"""Names of the older Python interface: what each stands for here, or why it is refused.
+
+`OLDER_NAMES` also makes the table of docs/python.md (tools/make_docs.py), and a test tries each example.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from parallel.runtime.refusal import nearest, short_repr
+
+PLACES = {
+    "verl.RLTrainer": "verl_megatron.RLTrainer",
+    "verl.trainer.RLTrainer": "verl_megatron.trainer.RLTrainer",
+    "verl.TrainerConfig": "verl_megatron.TrainerConfig",
+    "verl.get_trainer_config": "verl_megatron.get_trainer_config",
+    "verl.config.get_trainer_config": "verl_megatron.config.get_trainer_config",
+    "verl.RolloutBatch": "verl_megatron.RolloutBatch",
+    "verl.DataCollector": "verl_megatron.DataCollector",
+    "verl.VLLMActor": "verl_megatron.VLLMActor",
+    "verl.utils.vllm_wrapper.VLLMActor": "verl_megatron.utils.vllm_wrapper.VLLMActor",
+    "verl.utils.is_flash_attn_available": "verl_megatron.utils.is_flash_attn_available",
+}  # older import -> import here
+CHECKPOINT = {
+    "save_interval": "run.save_interval",
+    "keep_last_k": "run.keep_last_k",
+    "async_save": "run.async_save",
+    "save_dir": "run.output_dir",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlderName:
+    """An argument of the older Python interface."""
+
+    example: Any
+    gives: str  # the settings that stand for the example, or what happens, for the documents
+    read: Callable[[Any], dict[str, Any]]  # value -> settings by "section.setting"; ValueError: refused
+
+
+def _devices(value: Any, *, name: str, setting: str) -> dict[str, Any]:
+    text = value.get("model") if isinstance(value, Mapping) and set(value) == {"model"} else value
+    if not isinstance(text, str):
+        raise ValueError(f'{name}={short_repr(value)} is not understood; write {{"model": "cuda:0-3"}}')
+    return {setting: text}
+
+
+def _checkpoints(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f'checkpoint_config={short_repr(value)} is no dict; write {{"save_interval": 100, ...}}, '
+            f"with {', '.join(CHECKPOINT)}"
+        )
+    if unknown := [name for name in value if name not in CHECKPOINT]:
+        raise ValueError(
+            f"checkpoint_config has no {short_repr(unknown[0])}{nearest(unknown[0], CHECKPOINT)}; "
+            f"it takes {', '.join(CHECKPOINT)}, and section run has the other settings"
+        )
+    return {CHECKPOINT[name]: setting for name, setting in value.items()}
+
+
+def _dynamic_batching(value: Any) -> dict[str, Any]:
+    if value is not True:
+        raise ValueError(
+            f"use_dynamic_batching={short_repr(value)}: vLLM always decodes as many samples at once as its "
+            "KV cache holds; set rollout.max_num_seqs to limit them, and leave use_dynamic_batching at True"
+        )
+    return {}
+
+
+def _fsdp(value: Any) -> dict[str, Any]:
+    if value in (None, {}):
+        return {}
+    raise ValueError(
+        f"fsdp_config={short_repr(value)}: weights are sharded by Megatron-Core, not by FSDP; leave it out: "
+        "engine.distributed_optimizer=True (the default) shards the optimizer over the data-parallel ranks, "
+        "and tp and pp of actor.layout shard weights and gradients"
+    )
+
+
+def _remote_code(value: Any) -> dict[str, Any]:
+    check_remote_code(value)
+    return {}
+
+
+def check_remote_code(value: Any) -> None:
+    """Refuse trust_remote_code unless it is False."""
+    if value is not False:
+        raise ValueError(
+            f"trust_remote_code={short_repr(value)}: a model folder's own Python code is never run, because "
+            "Megatron-Core and vLLM need their own version of every architecture; leave it at False and use "
+            "a model of Llama, Mistral, Qwen2 or Qwen3"
+        )
+
+
+def _offload_folder(value: Any) -> dict[str, Any]:
+    if value in (None, ""):
+        return {}
+    raise ValueError(
+        f"offload_folder={short_repr(value)}: nothing is offloaded to disks; set reshard.offload=all, which "
+        "moves optimizer states to host memory, and leave offload_folder out"
+    )
+
+
+def _micro_batches(value: Any) -> dict[str, Any]:
+    raise ValueError(
+        f"micro_batch_size_per_device={short_repr(value)}: micro-batches are packed by tokens; set "
+        "engine.tokens_per_micro_batch, for example to as many times data.max_prompt_tokens + "
+        "rollout.max_tokens"
+    )
+
+
+def _sets(name: str, section: str) -> OlderName:
+    setting = f"{section}.devices"
+    return OlderName(
+        example={"model": "cuda:0-3"},
+        gives=f"`{setting}=cuda:0-3`",
+        read=partial(_devices, name=name, setting=setting),
+    )
+
+
+OLDER_NAMES = {
+    "actor_device_mapping": _sets("actor_device_mapping", "actor"),
+    "critic_device_mapping": _sets("critic_device_mapping", "critic"),
+    "reward_device_mapping": _sets("reward_device_mapping", "reward"),
+    "checkpoint_config": OlderName(
+        example={"save_interval": 100, "keep_last_k": 3, "async_save": True},
+        gives="`run.save_interval=100`, `run.keep_last_k=3`, `run.async_save=true`",
+        read=_checkpoints,
+    ),
+    "use_dynamic_batching": OlderName(
+        example=True,
+        gives="always so: vLLM admits samples as its KV cache has room; `rollout.max_num_seqs` is the limit",
+        read=_dynamic_batching,
+    ),
+    "micro_batch_size_per_device": OlderName(
+        example=4,
+        gives="refused: set `engine.tokens_per_micro_batch`, as micro-batches are packed by tokens",
+        read=_micro_batches,
+    ),
+    "fsdp_config": OlderName(
+        example={"sharding_strategy": "FULL_SHARD"},
+        gives="refused: `engine.distributed_optimizer` shards the optimizer, `actor.layout` the weights",
+        read=_fsdp,
+    ),
+    "trust_remote_code": OlderName(
+        example=True,
+        gives="refused: no code of a model folder is run; `False` is accepted",
+        read=_remote_code,
+    ),
+    "offload_folder": OlderName(
+        example="offload",
+        gives="refused: `reshard.offload=all` offloads to host memory, nothing goes to disks",
+        read=_offload_folder,
+    ),
+}
+
+
+def older_settings(given: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the settings, by "section.setting", that stand for arguments of the older interface.
+
+    Args:
+        where: the function that was called, for messages.
+
+    Raises:
+        ValueError: a name that is not in `OLDER_NAMES`, or a value without an equivalent.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in OLDER_NAMES:
+            raise ValueError(
+                f"{where} has no argument {name}{nearest(name, OLDER_NAMES)}; set it in the configuration, "
+                "as section.setting"
+            )
+        found |= OLDER_NAMES[name].read(value)
+    return found
