@@ -92,8 +92,8 @@ def test_recipes_hold_known_settings_within_their_limits(recipe):
 @pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(TrainerConfig)])
 def test_a_name_that_is_no_setting_is_refused_in_python(section):
     config = TrainerConfig()
-    with pytest.raises(AttributeError, match="batch_size_per_device is no setting of .*; it has ") as error:
-        getattr(config, section).batch_size_per_device = 3
+    with pytest.raises(AttributeError, match="size_of_a_thing is no setting of .*; it has ") as error:
+        getattr(config, section).size_of_a_thing = 3
     assert isinstance(error.value, ValueError)
     assert (
         dataclasses.asdict(config)

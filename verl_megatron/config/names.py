@@ -74,8 +74,10 @@ def _entries() -> tuple[_Entry, ...]:
 
 @cache
 def _sections() -> frozenset[str]:
-    """Sections of other projects."""
-    return frozenset(entry.parts[0] for entry in _entries() if len(entry.parts) > 1)
+    """Sections that only other projects have."""
+    theirs = {entry.parts[0] for entry in _entries() if len(entry.parts) > 1}
+    ours = {setting.partition(".")[0] for entry in _entries() for setting in entry.row.settings}
+    return frozenset(theirs - ours)
 
 
 def name_here(name: str, known: Collection[str] = (), *, anywhere: bool = False) -> str:
@@ -91,7 +93,7 @@ def name_here(name: str, known: Collection[str] = (), *, anywhere: bool = False)
     least = 1 if anywhere or len(given) == 1 or given[0] in _sections() else 2
     best, most = None, (least, False)
     for entry in _entries():
-        score = (_equal_from_the_end(given, entry.parts), given == entry.parts)
+        score = (_equal_parts(given, entry.parts), given == entry.parts)
         settings = entry.row.settings
         fits = not known or not settings or not set(settings).isdisjoint(known)
         if fits and name not in settings and (score > most or (best is None and score == most)):
@@ -104,10 +106,12 @@ def name_here(name: str, known: Collection[str] = (), *, anywhere: bool = False)
     return f"{name} of {best.project} is called {best.row.answer(best.name)} here{note}; rename it"
 
 
-def _equal_from_the_end(given: tuple[str, ...], parts: tuple[str, ...]) -> int:
+def _equal_parts(given: tuple[str, ...], parts: tuple[str, ...]) -> int:
+    """Count equal parts from the end; one alone counts if it says enough, as `path` and `name` do not."""
     count = 0
     for one, other in zip(reversed(given), reversed(parts)):
         if one != other:
             break
         count += 1
-    return count
+    says_enough = count > 1 or len(parts) == 1 or "_" in given[-1] or given[0] in parts
+    return count if says_enough else 0

@@ -1,0 +1,218 @@
+"""Names of verl, of TRL and of the older Python interface: each is answered or accepted."""
+
+import functools
+import importlib
+import re
+import threading
+from dataclasses import asdict, fields
+
+import pytest
+
+from tests.job_files import write_job
+from verl_megatron import RLTrainer
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.ranks import not_started, ranks_needed
+from verl_megatron.config import (
+    SCHEMAS,
+    DPOConfig,
+    RolloutConfig,
+    TrainerConfig,
+    get_trainer_config,
+    name_here,
+)
+from verl_megatron.config.older_names import OLDER_NAMES, PLACES
+from verl_megatron.config.trl_names import TRL
+from verl_megatron.config.verl_names import VERL
+from verl_megatron.rewards.callables import spec_of
+from verl_megatron.rewards.pool import RewardPool, check_reward
+
+SETTINGS = {
+    f"{section.name}.{setting.name}"
+    for schema in SCHEMAS.values()
+    for section in fields(schema)
+    for setting in fields(getattr(schema(), section.name))
+}
+NAMES = {
+    (project, name): row
+    for project, table in (("verl", VERL), ("TRL", TRL))
+    for rows in table.values()
+    for row in rows
+    for name in row.theirs
+}
+
+# ---- the older Python interface ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES.values())
+def test_older_imports_have_their_places(place):
+    module, _, name = place.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def entrances(name: str, value: object):
+    """The ways to give an argument of the older interface; each returns a configuration."""
+
+    def as_attribute() -> TrainerConfig:
+        config = TrainerConfig()
+        setattr(config, name, value)
+        return config
+
+    return (
+        lambda: TrainerConfig(**{name: value}),
+        lambda: get_trainer_config(**{name: value}),
+        as_attribute,
+    )
+
+
+@pytest.mark.parametrize("name", OLDER_NAMES)
+def test_an_older_argument_gives_settings_or_a_reason(name):
+    older = OLDER_NAMES[name]
+    settings = dict(re.findall(r"`([a-z_.]+)=([^`]*)`", older.gives))
+    if older.gives.startswith("refused"):
+        for give in (*entrances(name, older.example), lambda: RLTrainer(**{name: older.example})):
+            with pytest.raises(ValueError, match=f"^{name}=") as error:
+                give()
+            substitutes = re.findall(r"`([a-z]+\.[a-z_]+)", older.gives)
+            assert all(setting in str(error.value) for setting in substitutes)
+        return
+    for give in entrances(name, older.example):
+        config = give()
+        found = {setting: functools.reduce(getattr, setting.split("."), config) for setting in settings}
+        assert {setting: str(value).lower() for setting, value in found.items()} == settings
+        assert {field.name for field in fields(config)} == set(asdict(TrainerConfig())), "no new attribute"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"actor_device_mapping": {"optimizer": "cuda:0"}}, 'is not understood; write {"model": "cuda:0-3"}'),
+        ({"checkpoint_config": {"save_intervall": 1}}, 'did you mean "save_interval"?'),
+        ({"checkpoint_config": 3}, "is no dict"),
+        ({"use_dynamic_batching": False}, "set rollout.max_num_seqs"),
+        ({"acter_device_mapping": {}}, 'did you mean "actor_device_mapping"?'),
+    ],
+)
+def test_older_arguments_with_wrong_values_are_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        get_trainer_config(**given)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RLTrainer(**given)
+
+
+def test_older_arguments_that_change_nothing_are_accepted():
+    harmless = dict(trust_remote_code=False, offload_folder=None, fsdp_config=None, use_dynamic_batching=True)
+    assert TrainerConfig(**harmless) == TrainerConfig()
+
+
+# ---- settings of verl and TRL ------------------------------------------------------------------------------
+
+
+def test_the_tables_are_long_and_name_settings_that_exist():
+    projects = [project for project, _ in NAMES]
+    assert projects.count("verl") >= 150 and projects.count("TRL") >= 100
+    named = {setting for row in NAMES.values() for setting in row.settings}
+    assert named <= SETTINGS and len(named) > 60
+
+
+@pytest.mark.parametrize(("project", "name"), NAMES)
+def test_each_name_is_answered_with_the_one_here(project, name):
+    row = NAMES[project, name]
+    said = name_here(name, row.settings)
+    assert said.startswith(f"{name} of ") and said.endswith(("; rename it", "; leave it out"))
+    if row.ours:
+        assert f"is called {row.answer(name)} here" in said
+    else:
+        assert "has no setting here" in said and row.note.replace("`", "") in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rollout": {"n": 8}}, "rollout.n of verl is called data.samples_per_prompt here"),
+        ({"data": {"train_batch_size": 8}}, "is called data.prompts_per_iteration here (prompts, in both)"),
+        ({"trainer": {"total_epochs": 3}}, "trainer.total_epochs of verl is called run.iterations here"),
+        ({"algorithm": {"adv_estimator": "grpo"}}, "adv_estimator of verl is called algorithm.name here"),
+        (
+            {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1}}}},
+            "actor_rollout_ref.actor.optim.lr of verl is called actor.lr here; rename it",
+        ),
+        ({"critic": {"optim": {"lr": 1}}}, "critic.optim.lr of verl is called critic.lr here"),
+        ({"num_generations": 8}, "num_generations of TRL is called data.samples_per_prompt here"),
+        ({"learning_rate": 1e-5}, "learning_rate of TRL is called actor.lr here (and critic.lr)"),
+        ({"beta": 0.1}, "beta of TRL is called algorithm.kl_coef here"),
+        ({"rollout": {"pace": 1}}, "rollout.pace is no setting"),
+        ({"trainer": {"pace": 1}}, "trainer is no section"),
+    ],
+)
+def test_a_command_line_with_names_of_others(given, said):
+    with pytest.raises(ValueError) as error:
+        structured({"data": {}} | given, TrainerConfig)
+    assert said in str(error.value)
+
+
+def test_a_name_belongs_to_the_kind_of_run():
+    with pytest.raises(ValueError, match="beta of TRL is called dpo.beta here"):
+        structured({"beta": 0.1}, DPOConfig)
+    with pytest.raises(AttributeError, match="rollout.n of verl is called data.samples_per_prompt here"):
+        RolloutConfig().n = 8
+    with pytest.raises(ValueError, match="actor.ppo_epochs of verl is called algorithm.epochs here"):
+        TrainerConfig().actor.ppo_epochs = 2
+    with pytest.raises(
+        ValueError, match="batch_size_per_device .*data.prompts_per_iteration and rollout.max"
+    ):
+        TrainerConfig().rollout.batch_size_per_device = 2
+
+
+# ---- functions as rewards ----------------------------------------------------------------------------------
+
+
+def test_functions_of_any_kind_are_rewards(tmp_path):
+    bonus = 0.5
+
+    def shorter(prompt, response, ground_truth, extra, scale=1):
+        return bonus * scale + (response == ground_truth)
+
+    functions = [lambda *_: 0.25, shorter, functools.partial(shorter, scale=2)]
+    specs = [spec_of(function, tmp_path / "run") for function in functions]
+    scores = []
+    for spec in specs:
+        with RewardPool(spec) as pool:
+            pool.submit(0, "p", "r", "r")
+            scores.append(pool.results()[0].score)
+    assert scores == [0.25, 1.5, 2.0] and len(set(specs)) == 3
+    assert spec_of("match", tmp_path) == "match" and spec_of(shorter, tmp_path / "run") == specs[1]
+
+
+def test_functions_that_cannot_be_rewards_are_refused(tmp_path):
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="reward_function='.*<lambda>' cannot be passed .* write it into a"):
+        spec_of(lambda *_: lock.locked(), tmp_path)
+    (problem,) = check_reward(spec_of(lambda a, b: 1.0, tmp_path))
+    assert "takes (a, b) and is called with (prompt, response, ground_truth, extra)" in problem
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="run.output_dir='.*file' cannot take the file of the reward"):
+        spec_of(lambda *_: 1.0, tmp_path / "file")
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_several_ranks_says_how_to_start_them(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    write_job(tmp_path)
+    config = get_trainer_config(tp_size=2, pp_size=2, dp_size=2)
+    config.actor.path = str(tmp_path / "model")
+    assert ranks_needed(config) == 8 and ranks_needed(TrainerConfig()) == 1
+    config.reward.path, config.reward.devices = config.actor.path, "8-9"
+    assert ranks_needed(config) == 16
+    main = importlib.import_module("__main__")
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "my run.py"))
+    monkeypatch.setattr("sys.argv", ["x", "--fast"])
+    monkeypatch.chdir(tmp_path)
+    (problem,) = not_started(config, world_size=1)
+    assert "actor.layout=tp2pp2dp2" in problem
+    assert problem.endswith("torchrun --nproc_per_node 16 'my run.py' --fast")
+    monkeypatch.delattr(main, "__file__")
+    assert "a notebook is one rank" in not_started(config, world_size=1)[0]
+    assert not_started(config, world_size=2) == not_started(TrainerConfig(), world_size=1) == []
