@@ -98,7 +98,8 @@ def accept(names: Mapping[str, Callable[[Any], dict[str, Any]]]) -> Callable[[Se
     """Return a class decorator: the class takes these names too, as arguments and as attributes."""
 
     def decorate(kind: SectionType) -> SectionType:
-        initialize: Any = kind.__init__
+        decorated: Any = kind
+        initialize = decorated.__init__
 
         @functools.wraps(initialize)
         def initialize_with_older(self: Section, **settings: Any) -> None:
@@ -107,7 +108,7 @@ def accept(names: Mapping[str, Callable[[Any], dict[str, Any]]]) -> Callable[[Se
             for name, value in older.items():
                 setattr(self, name, value)
 
-        kind._older_names, kind.__init__ = names, initialize_with_older
+        decorated._older_names, decorated.__init__ = names, initialize_with_older
         return kind
 
     return decorate
