@@ -189,7 +189,7 @@ def changed_settings(saved: dict[str, dict], present: dict[str, dict]) -> list[s
         saved: by section and name, as in a manifest.
         present: those of this run, in the same form.
     """
-    old, new = _by_name(saved), _by_name(json.loads(json.dumps(present)))
+    old, new = settings_by_name(saved), settings_by_name(json.loads(json.dumps(present)))
     both = {name: (old.get(name, _ABSENT), new.get(name, _ABSENT)) for name in sorted(old | new)}
     changed = [name for name, values in both.items() if not _is_same(name, *values)]
     lines = [f"{name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed[:_SHOWN]]
@@ -205,7 +205,8 @@ def with_present_names(section: str, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_name(settings: dict[str, dict]) -> dict[str, Any]:
+def settings_by_name(settings: dict[str, dict]) -> dict[str, Any]:
+    """Return the settings by section.name, those that were renamed since under their present names."""
     named = {}
     for section, values in settings.items():
         for name, value in with_present_names(section, values).items():

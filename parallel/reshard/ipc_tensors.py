@@ -35,20 +35,20 @@ def map_tensors(tensors: NamedTensors, group: dist.ProcessGroup) -> IpcTensors |
         if it is impossible for one of them: a CPU, another host, GPUs without peer access, or memory that
         cannot be exported (expandable segments).
     """
-    exported = _exported(tensors)
+    exports = exported_tensors(tensors)
     this_rank = dist.get_global_rank(group, dist.get_rank(group))
     everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (this_rank, exported), group=group)
+    dist.all_gather_object(everyone, (this_rank, exports), group=group)
     opened: Any = None
     if all(exports is not None for _, exports in everyone):
-        opened = {rank: _opened(*exports) for rank, exports in everyone if rank != this_rank}
+        opened = {rank: opened_tensors(*exports) for rank, exports in everyone if rank != this_rank}
     failed = opened is None or any(mapped is None for mapped in opened.values())
     outcomes: list = [None] * len(everyone)
     dist.all_gather_object(outcomes, failed, group=group)
     return None if any(outcomes) else opened
 
 
-def _exported(tensors: NamedTensors):
+def exported_tensors(tensors: NamedTensors):
     """Return IPC handles of the tensors' allocations and each tensor's place in them.
 
     None if an allocation cannot be exported.
@@ -72,7 +72,8 @@ def _exported(tensors: NamedTensors):
     return handles, places
 
 
-def _opened(handles: dict[int, bytes], places: dict) -> NamedTensors | None:
+def opened_tensors(handles: dict[int, bytes], places: dict) -> NamedTensors | None:
+    """Map what `exported_tensors` has returned in another process; None if the driver refuses."""
     addresses = {}
     for base, handle in handles.items():
         address = ctypes.c_uint64()

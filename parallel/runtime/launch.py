@@ -158,7 +158,22 @@ def _status(error) -> int:
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     why = f"on {_Asked.by.name}: " if _Asked.by else ""
     print(f"{why}rank {rank} (process {failure.pid}) ended with {status}", file=sys.stderr, flush=True)
+    if text := _reason(failure, speaks_for_all=0 in error.failures):
+        print(f"error: {text}", file=sys.stderr, flush=True)
     return status
+
+
+def _reason(failure, *, speaks_for_all: bool) -> str:
+    """Return why a rank failed, as it said itself; empty if another node's launcher says it."""
+    said = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(said, dict):
+        is_agreed = said.get("extraInfo", {}).get("agreed")
+        return str(said.get("message", "")) if speaks_for_all or not is_agreed else ""
+    if failure.exitcode < 0 and not _Asked.by:
+        name = signal.Signals(-failure.exitcode).name
+        remedy = "the host may be out of memory (dmesg says so)" if name == "SIGKILL" else "see run.log"
+        return f"rank {failure.local_rank} of this host was ended by {name}; {remedy}"
+    return ""
 
 
 # ---- rendezvous --------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from types import TracebackType
 import torch
 
 from parallel.rank_set import RankSet
-from parallel.runtime import leftovers
+from parallel.runtime import endings, leftovers
 
 EXIT_STATUS = 128 + signal.SIGTERM  # a shell's status for a process ended by SIGTERM
 # the scheduler may signal torchrun and its ranks, and torchrun forwards its own: one request, two signals
@@ -101,6 +101,7 @@ class Preemption:
             place = f" ({line.filename}:{line.lineno})" if line else ""
             _say(f"{_who()}: after SIGTERM came {type(error).__name__}: {error}{place}")
             sys.stdout.flush()
+            endings.tell("stopped", f"after SIGTERM came {type(error).__name__}: {error}")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _restore(self) -> None:
@@ -173,5 +174,6 @@ def _say(text: str) -> None:
 
 def _end(reason: str) -> None:
     _say(f"{_who()}: {reason}: ending now")
+    endings.tell("stopped", f"SIGTERM: {reason}; nothing is saved beyond the newest checkpoint")
     leftovers.end()
     os._exit(EXIT_STATUS)

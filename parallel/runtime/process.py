@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.runtime import leftovers
+from parallel.runtime import endings, leftovers
 
 INTERRUPTED = 128 + signal.SIGINT  # a shell's status for a process ended by Ctrl-C
 LAUNCHER = (
@@ -87,6 +87,7 @@ def _listen(reading: int, own: int) -> None:
         if signal.SIGINT in os.read(reading, 4096) and os.getpid() == own:
             if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
                 say_interrupted()
+            endings.tell("interrupted", "Ctrl-C; nothing is saved beyond the newest checkpoint")
             end(INTERRUPTED)
 
 

@@ -10,11 +10,12 @@ import reprlib
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from parallel.runtime import process
+from parallel.runtime import endings, process
 
 VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line; lines of a message
 REFUSED = 2  # exit status
@@ -76,21 +77,52 @@ def complain(text: str, *, agreed: bool = False) -> NoReturn:
         agreed: every rank has this text; otherwise a rank that is not ended in time prints it as well.
     """
     rank, text = os.environ.get("RANK") or "0", readable(text)
-    tell_torchrun(text)
+    said = text + f" (rank {rank})" * (rank != "0")
+    tell_torchrun(text if agreed else said, agreed=agreed)
     if rank != "0":
         let_others_speak(REFUSED, seconds=5)
     if rank == "0" or not agreed:
-        # Not sys.stderr: torch collects what is written there while it shows an exception.
-        print(f"error: {text}" + f" (rank {rank})" * (rank != "0"), file=sys.__stderr__, flush=True)
+        _say(said)
     process.end(REFUSED)
 
 
-def tell_torchrun(text: str) -> None:
-    """Write the reason for a failure to torchrun's error file; its report ends with it."""
+def fail(error: BaseException) -> NoReturn:
+    """Print an unexpected error in one line and exit with 1; with its traceback, unless a log has that."""
+    text = readable(endings.last_words(error))
+    tell_torchrun(text)
+    if "log" not in endings.place_of(error):
+        traceback.print_exception(error, file=sys.__stderr__)
+    _say(text)
+    process.end(1)
+
+
+def _say(text: str) -> None:
+    if not _launcher_speaks():
+        # Not sys.stderr: torch collects what is written there while it shows an exception.
+        print(f"error: {text}", file=sys.__stderr__, flush=True)
+
+
+def _launcher_speaks() -> bool:
+    """Whether parallel.runtime.launch prints what is in the error file, once all ranks have ended."""
+    if process.LAUNCHER not in os.environ or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return False
+    attempt, last = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return not (attempt.isdecimal() and last.isdecimal() and int(attempt) < int(last))
+
+
+def tell_torchrun(text: str, *, agreed: bool = False) -> None:
+    """Write the reason for a failure to torchrun's error file; its report ends with it.
+
+    Args:
+        agreed: every rank of the world writes this text.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The format of torch.distributed.elastic.multiprocessing.errors; for a plain message it would not
         # print the time.
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "agreed": agreed}
+        message = {"message": text, "extraInfo": extra}
         try:
             with open(path, "w") as file:
                 json.dump({"message": message}, file)
@@ -128,6 +160,8 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, ValueError) and _came_through_us(trace):
             complain(str(error), agreed=isinstance(error, RefusalError))
+        if "log" in endings.place_of(error):  # of a run, which has the traceback
+            fail(error)
         self.others(kind, error, trace)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from parallel.rank_set import RankSet
-from parallel.runtime import leftovers
+from parallel.runtime import endings, leftovers
 from parallel.runtime.verdict import ENDED, Position, Report, verdict, where
 
 EXIT_STATUS = 75  # sysexits.h's EX_TEMPFAIL: the same command may succeed when it is started again
@@ -137,6 +137,9 @@ class Watchdog:
         )
         try:
             yield
+        except Exception as error:
+            endings.locate(error, phase=name, iteration=self.iteration)
+            raise
         finally:
             self._move(
                 Position(
@@ -240,6 +243,7 @@ class Watchdog:
         """Write the stacks, wait until the other ranks have written theirs, and exit."""
         if found.by == self.rank:
             _say(found.text)
+            endings.tell("stuck", found.text)
         self._dump(found.text)
         keys = [f"written/{rank}" for rank in self.ranks.ranks if rank not in found.ended]
         deadline = time.monotonic() + FAREWELL_S
@@ -262,6 +266,7 @@ class Watchdog:
                     f"at {report.at}; nothing is known of other ranks ({reason})"
                 )
                 _say(text)
+                endings.tell("stuck", text)
                 self._dump(text)
                 _leave()
 

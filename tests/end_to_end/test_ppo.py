@@ -18,6 +18,7 @@ from transformers import (
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
 from tests.end_to_end.launch import run
 from tests.end_to_end.measured import learned
+from verl_megatron.lifecycle.record import read_starts
 from verl_megatron.observe.tracking import read_metrics
 
 
@@ -62,6 +63,13 @@ def test_whole_run_leaves_what_it_promises(whole_run, toy):
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     report = (folder / "report.png").read_bytes()
     assert report.startswith(b"\x89PNG\r\n\x1a\n") and len(report) > 10_000
+    (start,) = read_starts(folder)
+    assert start["exit"] == {"reason": "done", "text": "all 4 iterations", "rank": 0, "step": 4}
+    assert start["hosts"][0]["ranks"] == [0, 1, 2, 3] and start["command"].count("verl_megatron") == 1
+    assert (folder / "config.yaml").read_text().startswith("# Settings of start 1,")
+    log = (folder / "run.log").read_text()
+    assert " rank 0: step 4/4: " in log and "vLLM: KV cache of" in log
+    assert all(line in log for line in whole_run.ended.stdout.splitlines() if line.startswith("step "))
     for step in (0, 4):
         rows = [
             json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()

