@@ -18,7 +18,7 @@ from tools import make_docs
 from verl_megatron.config import SCHEMAS
 
 MOST_WORDS = 35  # of a sentence; 25 are aimed at
-FILE_ENDINGS = {"py", "sh", "md", "json", "jsonl", "yaml", "png", "csv", "lock"}
+FILE_ENDINGS = {"py", "sh", "md", "json", "jsonl", "yaml", "png", "csv", "lock", "log"}
 
 
 def ours(page: Path) -> str:
