@@ -25,6 +25,7 @@ setup(
         "huggingface_hub>=0.34",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
+        "pyarrow>=17,<26",
         "jinja2>=3.1",
         "matplotlib>=3.8",
         "megatron-core>=0.16,<0.20",
@@ -42,6 +43,7 @@ setup(
         "gpu": ["vllm>=0.20,<0.33", "megatron-core>=0.19,<0.20"],
         "te": ["transformer-engine[pytorch]>=2.10,<3"],  # faster layers on GPUs; used where it is installed
         "ray": ["ray[train]>=2.50,<3"],  # recipes/launch/ray.py
+        "math": ["math-verify[antlr4_9_3]>=0.8,<0.10"],  # reward.function=math; Hydra needs antlr4 4.9
         "docs": DOCS,  # mkdocs serve
         "dev": [
             "basedpyright>=1.31,<2",

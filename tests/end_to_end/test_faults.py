@@ -89,7 +89,7 @@ BAD_SETTINGS = {
     "no validation file": (
         1,
         ["data.validation={}/absent.jsonl"],
-        ["data.validation=", "does not exist", "name a .jsonl file"],
+        ["data.validation=", "does not exist", "name a .jsonl, .parquet"],
     ),
     "no model": (1, ["actor.path={}/absent"], ["absent does not exist", "give the path"]),
     "no critic": (1, ["critic.path={}/absent"], ["absent does not exist", "give the path"]),

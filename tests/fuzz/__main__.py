@@ -33,6 +33,7 @@ from tests.fuzz import (
     recipes,
     rewards,
     settings,
+    tables,
     tokenizers,
     weights,
 )
@@ -42,7 +43,7 @@ from tests.fuzz.runner import run_cases
 
 # Kinds of input and how many of a hundred cases are of each.
 KINDS = {
-    "settings": (settings, 22),
+    "settings": (settings, 19),
     "lines": (command_lines, 7),
     "recipes": (recipes, 8),
     "environment": (environment, 3),
@@ -52,6 +53,7 @@ KINDS = {
     "weights": (weights, 6),
     "tokenizers": (tokenizers, 3),
     "data": (data, 9),
+    "tables": (tables, 3),
     "demonstrations": (demonstrations, 3),
     "pairs": (pairs, 8),
     "rewards": (rewards, 4),

@@ -77,7 +77,7 @@ def test_files_are_imported_apart_and_refused_by_name(tmp_path, capfd, text):
     ("spec", "words"),
     [
         *(
-            (spec, "choose match, last_number or path.py:function")
+            (spec, "choose match, last_number, math or path.py:function")
             for spec in ("", ":", "a.py", ":f", "x.py:")
         ),
         ("{folder}:score", "is a folder"),

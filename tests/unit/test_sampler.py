@@ -33,7 +33,7 @@ class FirstToken:
         self.samples, self.examples, self.total_ms, self.calls = {}, {}, 0.0, 0
         self.failures, self.metric_names = Counter(), set()
 
-    def submit(self, sample_id, prompt, response, answer, extra):
+    def submit(self, sample_id, prompt, response, answer, extra, messages=None):
         self.samples[sample_id] = Reward(score=float(answer) + len(response) / 100)
 
     def results(self, *, progress=lambda: None):

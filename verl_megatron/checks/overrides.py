@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import name_here, present_name
+from verl_megatron.config.section import joined
 
 Schema = TypeVar("Schema")
 
@@ -78,8 +79,9 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
             f"{section_name}.{short_repr(name)[1:-1]} is no setting{nearest(name, known)}; "
             f"{section_name} has {', '.join(known)}"
         )
+    fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
     try:
-        section[name] = value
+        section[name] = joined(value) if fields[name].metadata.get("many") else value
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return (

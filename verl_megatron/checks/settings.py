@@ -18,8 +18,8 @@ from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.checks.versions import require
 from verl_megatron.config import MISSING, DPOConfig, EngineConfig, RunConfig, SupervisedConfig, TrainerConfig
-from verl_megatron.data.json_lines import file_problem
 from verl_megatron.data.pairs import is_paired, items_per_step
+from verl_megatron.data.sources import NAME_ONE, source_problem
 from verl_megatron.model_specs import ModelSpec, models_of
 from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward
@@ -113,10 +113,10 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
             "take one out"
         )
     if data.train in ("", MISSING):
-        problems.append("data.train has to be given; name a .jsonl file")
+        problems.append(f"data.train has to be given; {NAME_ONE}")
     for name in ("train", "validation"):
         path = getattr(data, name)
-        if path not in ("", MISSING) and (problem := file_problem(path)):
+        if path not in ("", MISSING) and (problem := source_problem(path)):
             problems.append(f"data.{name}={short_repr(path)} {problem}")
     if run.validate_interval > 0 and not data.validation:
         problems.append(

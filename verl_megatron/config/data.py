@@ -4,15 +4,17 @@ from dataclasses import dataclass
 
 from verl_megatron.config.section import COUNT, MISSING, POSITIVE, SHARE, Section, setting
 
+_FILES = ".jsonl, .parquet, .arrow, .csv or .tsv file, a folder of shards, or a list of them"
+
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
-    """Prompts: JSON lines with at least a prompt and the ground truth for its reward."""
+    """Prompts: rows with at least a prompt and the ground truth for its reward."""
 
-    train: str = setting(MISSING, ".jsonl file")
-    validation: str = setting("", ".jsonl file; empty: no validation")
-    prompt_key: str = setting("prompt", "a string, or a list of chat messages")
-    answer_key: str = setting("answer", "ground truth passed to the reward")
+    train: str = setting(MISSING, _FILES, many=True)
+    validation: str = setting("", f"{_FILES}; empty: no validation", many=True)
+    prompt_key: str = setting("prompt", "a string, or a list of chat messages; dots go into objects")
+    answer_key: str = setting("answer", "ground truth passed to the reward; dots go into objects")
     max_prompt_tokens: int = setting(1024, "maximum prompt length, chat template included", within=POSITIVE)
     overlong: str = setting(
         "error",
@@ -33,8 +35,8 @@ class DataConfig(Section):
 class SupervisedDataConfig(Section):
     """What all data files of supervised training have in common."""
 
-    train: str = setting(MISSING, ".jsonl file")
-    validation: str = setting("", ".jsonl file; empty: no validation")
+    train: str = setting(MISSING, _FILES, many=True)
+    validation: str = setting("", f"{_FILES}; empty: no validation", many=True)
     max_tokens: int = setting(
         2048, "maximum length of a prompt together with a response", within="[2, 1000000000]"
     )
@@ -48,16 +50,16 @@ class SupervisedDataConfig(Section):
 
 @dataclass(kw_only=True)
 class SFTDataConfig(SupervisedDataConfig):
-    """Demonstrations: JSON lines with a prompt and the response to imitate."""
+    """Demonstrations: rows with a prompt and the response to imitate."""
 
     prompt_key: str = setting("prompt", "a string, or a list of chat messages")
-    response_key: str = setting("response", "a string")
+    response_key: str = setting("response", "a string, or one assistant turn")
     samples_per_step: int = setting(256, "demonstrations per optimizer step", within="[1, 1000000]")
 
 
 @dataclass(kw_only=True)
 class PairDataConfig(SupervisedDataConfig):
-    """Preference pairs: JSON lines with a prompt, a chosen and a rejected response."""
+    """Preference pairs: rows with a prompt, a chosen and a rejected response."""
 
     prompt_key: str = setting(
         "prompt", "a string, or a list of chat messages; not needed where both responses repeat it"

@@ -49,7 +49,10 @@ class UnknownSettingError(AttributeError, ValueError):
 
 
 class Section:
-    """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string."""
+    """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string.
+
+    A list for a setting of several files is stored as one string, with commas between.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     # Further names: each takes a value and returns the settings that it stands for, by "section.setting".
@@ -66,6 +69,8 @@ class Section:
                 self.set(setting, stands_for)
             return
         self._refuse_unknown(name)
+        if self.__dataclass_fields__[name].metadata.get("many"):
+            value = joined(value)
         super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
     def set(self, setting: str, value: Any) -> None:
@@ -114,7 +119,15 @@ def accept(names: Mapping[str, Callable[[Any], dict[str, Any]]]) -> Callable[[Se
     return decorate
 
 
-def setting(default: Any, meaning: str, *, within: str = "", choices: tuple[str, ...] = ()) -> Any:
+def joined(value: Any) -> Any:
+    """Return a list of paths as one string; all other values as they are."""
+    is_list = isinstance(value, list | tuple) and value and all(isinstance(part, str | os.PathLike) for part in value)
+    return ",".join(map(os.fspath, value)) if is_list else value
+
+
+def setting(
+    default: Any, meaning: str, *, within: str = "", choices: tuple[str, ...] = (), many: bool = False
+) -> Any:
     """Declare a dataclass field whose metadata says what the setting means and which values it takes.
 
     Args:
@@ -122,8 +135,9 @@ def setting(default: Any, meaning: str, *, within: str = "", choices: tuple[str,
         meaning: with the unit, for users.
         within: interval of a number, or of each element of a list, such as "(0, 1]"; empty: any.
         choices: valid values; empty: any.
+        many: a string that may name several files.
     """
-    metadata = {"meaning": meaning, "within": within, "choices": choices}
+    metadata = {"meaning": meaning, "within": within, "choices": choices, "many": many}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -59,6 +59,13 @@ def split_answer(messages: Any) -> tuple[Any, Messages]:
     return messages[:end], messages[end:]
 
 
+def are_turns(response: Any) -> bool:
+    """Whether `response` has assistant turns only, without the conversation before them."""
+    if not isinstance(response, list) or not response:
+        return False
+    return all(isinstance(message, dict) and message.get("role") == "assistant" for message in response)
+
+
 def checked(messages: Any, template: str) -> Messages:
     """Normalize `messages` for the template: join text parts into one string, drop empty keys.
 

@@ -21,6 +21,7 @@ _TO_LINES = (
 _UNPACK = "unpack it first"
 _FORMATS = (
     (b"PAR1", "a Parquet file", _TO_LINES),
+    (b"PARE", "an encrypted Parquet file", "write it without encryption"),
     (b"ARROW1", "an Arrow file", _TO_LINES),
     (b"\xff\xff\xff\xff", "an Arrow stream", _TO_LINES),
     (b"ORC", "an ORC file", _TO_LINES),
@@ -61,10 +62,10 @@ _KINDS = (
 def file_problem(path: str | Path) -> str:
     """Return why `path` cannot be read, by its kind and first bytes ("does not exist; ..."), or ""."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             return _other_format(path, file.peek(512))
     except (OSError, ValueError) as error:
-        return _said(error)
+        return read_problem(error)
 
 
 def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
@@ -75,10 +76,10 @@ def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
             message names file and line.
     """
     if problem := file_problem(path):
-        raise ValueError(f"data file {_name(path)} {problem}")
+        raise ValueError(f"data file {name_of(path)} {problem}")
     line = 0
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 line += 1
                 if len(raw) > MAX_LINE_BYTES:
@@ -91,9 +92,9 @@ def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
                 if raw.strip():
                     yield line, _parsed(raw)
     except OSError as error:
-        raise ValueError(f"data file {_name(path)} {_said(error)}") from None
+        raise ValueError(f"data file {name_of(path)} {read_problem(error)}") from None
     except ValueError as error:
-        raise ValueError(f"{_name(path)}, line {line}: {error}") from None
+        raise ValueError(f"{name_of(path)}, line {line}: {error}") from None
 
 
 def read_rows(path: str | Path) -> list[dict]:
@@ -104,8 +105,12 @@ def read_rows(path: str | Path) -> list[dict]:
 # ---- files ---------------------------------------------------------------------------------------------
 
 
-def _opened(path: str | Path) -> io.BufferedReader:
-    """Open `path` if it is a regular file. Without O_NONBLOCK, opening a pipe would wait for a writer."""
+def opened(path: str | Path) -> io.BufferedReader:
+    """Open `path` if it is a regular file. Without O_NONBLOCK, opening a pipe would wait for a writer.
+
+    Raises:
+        OSError, ValueError: no regular file that can be read; `read_problem` words both.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # an impossible file name, such as one with a zero byte
@@ -121,7 +126,8 @@ def _opened(path: str | Path) -> io.BufferedReader:
         raise
 
 
-def _said(error: OSError | ValueError) -> str:
+def read_problem(error: OSError | ValueError) -> str:
+    """Describe an error of `opened` as a clause ("does not exist; ...")."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return "does not exist; name a .jsonl file"
     if isinstance(error, OSError):
@@ -129,21 +135,29 @@ def _said(error: OSError | ValueError) -> str:
     return str(error)
 
 
-def _name(path: str | Path) -> str:
+def name_of(path: str | Path) -> str:
+    """Return a file's name for a message, cut if it is very long."""
     text = str(path)
     return text if len(text) <= 300 else short_repr(text)
 
 
 def _other_format(path: str | Path, head: bytes) -> str:
     """Describe the other format that a file seems to have; empty: JSON lines, or unknown."""
+    if problem := magic_problem(head):
+        return problem
+    suffix = Path(path).suffix.lower()
+    if suffix in (".csv", ".tsv") and not head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
+        return f"is a {suffix} table, not JSON lines; {_TO_LINES}"
+    return ""
+
+
+def magic_problem(head: bytes, *, expected: str = "JSON lines") -> str:
+    """Describe the binary or markup format that a file with these first bytes has; empty: none is known."""
     start = head.removeprefix(UTF8_MARK)
     text = start.lstrip()
     for magic, kind, remedy in _FORMATS:
         if (text if magic in (b"<", b"[") else start).startswith(magic):
-            return f"is {kind}, not JSON lines; {remedy}"
-    suffix = Path(path).suffix.lower()
-    if suffix in (".csv", ".tsv") and not text.startswith(b"{"):
-        return f"is a {suffix} table, not JSON lines; {_TO_LINES}"
+            return f"is {kind}, not {expected}; {remedy}"
     return ""
 
 
@@ -170,12 +184,12 @@ def _finite(digits: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
 
 
 def _parsed(raw: bytes) -> dict:
     try:
-        row = _DECODER.decode(raw.decode())
+        row = DECODER.decode(raw.decode())
     except UnicodeDecodeError as error:
         raise ValueError(
             f"not valid JSON (byte {error.object[error.start]:#04x} at {error.start} is not UTF-8);"

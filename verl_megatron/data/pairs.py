@@ -1,4 +1,4 @@
-"""Preference pairs from JSON-lines files: a prompt, a chosen and a rejected response."""
+"""Preference pairs from files: a prompt, a chosen and a rejected response."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from typing import Any
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, Section, SFTDataConfig
-from verl_megatron.data.chat import Message, Messages, split_answer, text_of
-from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset, RowReader
+from verl_megatron.data.chat import Message, Messages, are_turns, split_answer, text_of
+from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
+from verl_megatron.data.row_reader import RowReader
 from verl_megatron.data.tokenizer import Tokenizer
 
 
@@ -51,7 +52,7 @@ class PairDataset(RowReader):
             prompts or of equal tokens, a pair over the limit (unless overlong is "drop"), or none left.
     """
 
-    _limit_name = "max_tokens"
+    limit_name = "max_tokens"
     _config: PairDataConfig
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer, config: PairDataConfig, **options: int | None):
@@ -75,7 +76,7 @@ class PairDataset(RowReader):
             )
         demonstration_text, is_chat = self._tokenizer.demonstration_text, not isinstance(chosen.prompt, str)
         texts = [self._named(one, demonstration_text, one.prompt, one.response) for one in answers]
-        if (fewest := max(self._fewest_tokens(*text) for text in texts)) > self._limit:
+        if (fewest := max(self._fewest_tokens(*text) for text in texts)) > self.limit:
             return None, fewest
         encoded = partial(self._encoded, is_chat=is_chat)
         (ids, chosen_ids), (_, rejected_ids) = [
@@ -103,17 +104,17 @@ class PairDataset(RowReader):
 
     def _answer(self, row: dict, setting: str) -> _Answer:
         """Return one of the responses of a row, with its prompt."""
-        response, key = self._value(row, setting), getattr(self._config, setting)
-        name = self._config.prompt_key
+        response, key = self.columns.value(row, setting), self.columns.keys[setting]
+        name = self.columns.keys["prompt_key"]
         if isinstance(response, str):
-            prompt, given = split_answer(self._value(row, "prompt_key"))
+            prompt, given = split_answer(self.columns.value(row, "prompt_key"))
             if given:
                 raise ValueError(
                     f"{short_repr(name)} ends in an assistant turn, and {short_repr(key)} is another "
                     "response; remove one of them"
                 )
             return _Answer(key, response, name, prompt)
-        messages, answers = ([], response) if _are_turns(response) else split_answer(response)
+        messages, answers = ([], response) if are_turns(response) else split_answer(response)
         is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         if not is_list or len(answers) != 1:
             raise ValueError(
@@ -123,7 +124,7 @@ class PairDataset(RowReader):
         if messages:
             self._check_same(row, messages, key)
             return _Answer(key, answers[0], key, messages)
-        if isinstance(prompt := self._value(row, "prompt_key"), str):
+        if isinstance(prompt := self.columns.value(row, "prompt_key"), str):
             raise ValueError(
                 f"{short_repr(key)} is a message, and {short_repr(name)} is a string; "
                 "give both as strings, or both as messages"
@@ -132,8 +133,8 @@ class PairDataset(RowReader):
 
     def _check_same(self, row: dict, messages: Messages, key: str) -> None:
         """Check that the prompt of the row, if it has one, is that of the conversation `messages`."""
-        name = self._config.prompt_key
-        prompt, last = row.get(name), messages[-1].get("content")
+        name = self.columns.keys["prompt_key"]
+        prompt, last = self.columns.get(row, "prompt_key"), messages[-1].get("content")
         is_last = isinstance(prompt, str) and prompt == text_of(
             last, f"the last turn before {short_repr(key)}"
         )
@@ -142,13 +143,6 @@ class PairDataset(RowReader):
                 f"{short_repr(key)} repeats the conversation, and its turns before the response are not "
                 f"{short_repr(name)} (data.prompt_key); remove one of them"
             )
-
-
-def _are_turns(response: Any) -> bool:
-    """Whether `response` has assistant turns only, without the conversation before them."""
-    if not isinstance(response, list) or not response:
-        return False
-    return all(isinstance(message, dict) and message.get("role") == "assistant" for message in response)
 
 
 READERS: dict[type, type[RowReader]] = {

@@ -3,6 +3,7 @@
 Worker processes import this file, so it needs only the standard library.
 """
 
+import importlib.machinery
 import importlib.util
 import inspect
 import re
@@ -13,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
+from verl_megatron.rewards.arguments import Call, bound
+from verl_megatron.rewards.math_answers import math, missing
 
 RewardFunction = Callable[[str, str, Any, dict[str, Any]], float | dict[str, float]]
 
@@ -44,20 +47,28 @@ def _last_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-REWARDS: dict[str, RewardFunction] = {"match": match, "last_number": last_number}
+REWARDS: dict[str, RewardFunction] = {"match": match, "last_number": last_number, "math": math}
 
 
-def load_reward(spec: str) -> RewardFunction:
+def builtin_problem(spec: str) -> str:
+    """Return what a reward of REWARDS lacks on this machine; empty if nothing."""
+    return f"reward.function={spec} {problem}" if spec == "math" and (problem := missing()) else ""
+
+
+def load_reward(spec: str) -> Call:
     """Load the reward function that `spec` names: an entry of REWARDS, or `path.py:function`.
 
-    Importing a file runs all its top-level code, so only worker processes call this.
+    It is called with (prompt, response, ground_truth, extra) and, for a chat, the prompt's messages. Importing
+    a file runs all its top-level code, so only worker processes call this.
 
     Raises:
-        ValueError: no such name, file or function, a file that cannot be imported, or a function that cannot
-            be called with (prompt, response, ground_truth, extra).
+        ValueError: no such name, file or function, a package that is missing, a file that cannot be imported,
+            or a function with arguments that nothing gives.
     """
     if spec in REWARDS:
-        return REWARDS[spec]
+        if problem := builtin_problem(spec):
+            raise ValueError(problem)
+        return bound(REWARDS[spec])
     setting = f"reward.function={short_repr(spec)}"
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name:
@@ -71,10 +82,10 @@ def load_reward(spec: str) -> RewardFunction:
         raise ValueError(
             f"{setting}: the file has no function {short_repr(name)} at its top level{_others(module)}"
         )
-    problem = _unfit(function)
+    problem = unfit(function)
     if problem:
         raise ValueError(f"{setting}: {short_repr(name)} {problem}")
-    return function
+    return bound(function)
 
 
 def _import(path: str) -> ModuleType:
@@ -91,6 +102,7 @@ def _import(path: str) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{short_repr(path)} is not a Python file; its name must end in .py")
+    _add_neighbours(file.absolute().parent)
     module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
@@ -98,6 +110,24 @@ def _import(path: str) -> ModuleType:
         remedy = "mend the file" if isinstance(error, Exception) else OUT_OF_TOP_LEVEL
         raise ValueError(f"importing the file failed: {described(error)}; {remedy}") from None
     return module
+
+
+class _Neighbours:
+    """Finds the modules beside a reward file; those of the standard library keep their names."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if path is not None or name in sys.stdlib_module_names:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, [self.folder])
+        return found if found is not None and found.loader is not None else None
+
+
+def _add_neighbours(folder: Path) -> None:
+    if not any(isinstance(finder, _Neighbours) and finder.folder == str(folder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Neighbours(folder))
 
 
 def _others(module: ModuleType) -> str:
@@ -110,7 +140,7 @@ def _others(module: ModuleType) -> str:
     return f"; it has {', '.join(one_line(name) for name in names[:10])}" if names else "; define one"
 
 
-def _unfit(function: Any) -> str:
+def unfit(function: Any) -> str:
     """Return why `function` cannot give a score; empty if it can, as far as is known before a call."""
     if inspect.isclass(function):
         return "is a class; name a function"
@@ -124,14 +154,9 @@ def _unfit(function: Any) -> str:
         ):
             return "is async or a generator, so a call gives no score; make it a function that returns one"
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return ""  # written in C: only the first call shows it
-    try:
-        signature.bind("prompt", "response", "ground_truth", {})
-    except TypeError as error:
-        taken = one_line(str(signature))
-        return f"takes {taken} and is called with (prompt, response, ground_truth, extra): {error}"
+        bound(function)
+    except ValueError as error:
+        return one_line(str(error), limit=1000)
     return ""
 
 

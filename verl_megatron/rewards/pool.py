@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, described
+from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, builtin_problem, described
 from verl_megatron.rewards.sandbox import KILLED
 from verl_megatron.rewards.worker import DIED, EXCEPTION, MAX_METRICS, NOT_FINITE, TIMEOUT, WRONG_TYPE
 
@@ -71,7 +71,7 @@ class Failure:
 def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
     """Import reward.function=`spec` in a worker within `timeout_s` and return the problems found."""
     if spec in REWARDS:
-        return []
+        return [problem] if (problem := builtin_problem(spec)) else []
     try:
         worker = _Worker(spec, output_bytes=0)
     except ValueError as error:
@@ -142,12 +142,13 @@ class RewardPool:
         response: str,
         ground_truth: Any,
         extra: dict[str, Any] | None = None,
+        messages: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Queue a sample for the workers and return immediately."""
+        """Queue a sample for the workers and return immediately; `messages` are those of a chat prompt."""
         assert sample_id not in self._pending, f"sample {sample_id} was submitted twice"
         future: Future = Future()
         self._pending[sample_id] = (prompt, response, future)
-        self._tasks.put(((prompt, response, ground_truth, extra or {}), future))
+        self._tasks.put(((prompt, response, ground_truth, extra or {}, messages), future))
 
     def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
         """Return rewards by sample_id of the samples submitted since the last call.

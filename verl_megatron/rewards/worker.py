@@ -1,6 +1,6 @@
 """Reward worker: imports a reward function in a sandbox, calls it per sample and validates its results.
 
-The trainer sends pickled (prompt, response, ground truth, extra). Answers are lines of JSON: the trainer
+The trainer sends pickled (prompt, response, ground truth, extra, messages). Answers are lines of JSON: the trainer
 unpickles nothing that a reward made. Worker processes import this file, so it needs only the standard
 library.
 """
@@ -17,7 +17,8 @@ from io import TextIOWrapper
 from typing import Any, NoReturn, cast
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.rewards.functions import RewardFunction, described, load_reward
+from verl_megatron.rewards.arguments import Call
+from verl_megatron.rewards.functions import described, load_reward
 from verl_megatron.rewards.sandbox import enter
 
 EXCEPTION, TIMEOUT, NOT_FINITE, WRONG_TYPE, DIED = (
@@ -58,7 +59,7 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     os._exit(0)
 
 
-def _timed(function: RewardFunction, call: tuple) -> list:
+def _timed(function: Call, call: tuple) -> list:
     """Return an Answer and the call's ms."""
     started = time.perf_counter()
     try:

@@ -147,7 +147,8 @@ class Sampler:
         def score(sample: Generation) -> None:
             prompt = prompts[(sample.sample_id - first) // draw.group_size]
             assert pool is not None
-            pool.submit(sample.sample_id, prompt.text, self._text(sample), prompt.answer, prompt.extra)
+            inputs = (prompt.text, self._text(sample), prompt.answer, prompt.extra, prompt.messages)
+            pool.submit(sample.sample_id, *inputs)
 
         on_finish = score if self.pool is not None and self.engine.is_owner else None
         samples = generate(

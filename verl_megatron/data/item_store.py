@@ -1,0 +1,54 @@
+"""Items of a data set, pickled: in memory while they are few, then in a temporary file without a name."""
+
+import pickle
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+IN_MEMORY = 64 << 20  # bytes; more are written to a file in $TMPDIR, which ends with the process
+
+
+class ItemStore(Sequence):
+    """A list to which items are appended, with memory that does not grow with them (8 bytes each).
+
+    Items that are read are new objects: changing one changes nothing here.
+    """
+
+    def __init__(self):
+        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)
+        self._ends = array("Q", [0])  # byte offsets
+        self._is_at_end = True  # seeking flushes what is buffered
+
+    def append(self, item: Any) -> None:
+        """Add an item at the end."""
+        data = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            if not self._is_at_end:
+                self._file.seek(self._ends[-1])
+            self._file.write(data)
+        except OSError as error:
+            raise ValueError(
+                f"the data set's copy in {tempfile.gettempdir()} cannot be written ({error.strerror}); "
+                "set TMPDIR to a folder with more room"
+            ) from None
+        self._is_at_end = True
+        self._ends.append(self._ends[-1] + len(data))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        self._file.seek(self._ends[at])
+        self._is_at_end = False
+        return pickle.loads(self._file.read(self._ends[at + 1] - self._ends[at]))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self)))

@@ -1,0 +1,152 @@
+"""Rows of data files as items to train on: what all kinds of data sets have in common."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from parallel.runtime.refusal import short_repr
+from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
+from verl_megatron.data.columns import Columns
+from verl_megatron.data.item_store import ItemStore
+from verl_megatron.data.json_lines import name_of
+from verl_megatron.data.sources import DataFile, find_files
+from verl_megatron.data.tokenizer import Tokenizer
+
+SHOWN = 10  # rows that are left out, of which the places are kept
+
+
+class RowReader(Sequence):
+    """Rows of the data files that are within the token limit, in their order.
+
+    `lengths` has the tokens of each, `columns` the keys of the file read last.
+
+    Args:
+        path: what `data.train` says: a file, a folder, or several, separated by commas.
+        vocab_size: of the model; token ids must be below it. None: unknown.
+        max_rows: number of rows to read at most. None: all.
+    """
+
+    limit_name: str  # the setting that limits the tokens of a row
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        config: DataConfig | SFTDataConfig | PairDataConfig,
+        *,
+        vocab_size: int | None = None,
+        max_rows: int | None = None,
+    ):
+        if config.overlong not in ("error", "drop"):
+            raise ValueError(f"data.overlong={short_repr(config.overlong)} is unknown; choose error or drop")
+        if not config.prompt_key:
+            raise ValueError("data.prompt_key is empty; name the key of a row's prompt")
+        self.path, self._tokenizer, self._vocab_size = path, tokenizer, vocab_size
+        self._config: Any = config
+        self.columns: Columns
+        self.dropped = 0  # rows that are too long
+        self.dropped_first: list[tuple[str, int]] = []  # place and tokens (at least) of the first of them
+        self.cut = 0  # prompts whose trailing assistant turns were removed
+        self.limit: int = getattr(config, self.limit_name)
+        self._items, self.lengths = ItemStore(), array("I")
+        self._numbers, self._starts = array("I"), []  # row of each item; items before each file
+        self._recognized: dict[str, list[str]] = {}  # paths by what was recognized of their columns
+        try:
+            self.files = find_files(str(path))
+        except ValueError as error:
+            raise ValueError(f"data file {name_of(path)} {error}") from None
+        for file in self.files:
+            self._read(file, None if max_rows is None else max_rows - len(self) - self.dropped)
+        if not self._items and self.dropped != max_rows:  # otherwise later rows may be short enough
+            why = (
+                f"all {self.dropped} rows are longer than data.{self.limit_name}={self.limit}"
+                if self.dropped
+                else "it has no rows"
+            )
+            raise ValueError(f"data file {path} gives nothing to train on: {why}")
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index):
+        return self._items[index]
+
+    @property
+    def notes(self) -> list[str]:
+        """User messages about the parts of the file that were left out."""
+        limit = f"data.{self.limit_name}={self.limit}"
+        dropped = f"{self.path}: {self.dropped} rows longer than {limit} left out (data.overlong=drop)"
+        cut = (
+            f"{self.path}: {self.cut} prompts ended in an assistant turn, which is an answer and was cut off"
+        )
+        named = {note: list(paths) for note, paths in self._recognized.items()}
+        for file in self.files:
+            for note in file.notes:
+                named.setdefault(note, []).append(file.path)
+        found = [f"{paths[0]}{' and others' * (len(paths) > 1)}: {note}" for note, paths in named.items()]
+        return found + [dropped] * bool(self.dropped) + [cut] * bool(self.cut)
+
+    def _read(self, file: DataFile, most: int | None) -> None:
+        """Add the rows of a file, `most` of them at most."""
+        is_first = True
+        self._starts.append(len(self))
+        for number, row in islice(file.rows(), most):
+            if is_first:
+                self.columns, is_first = Columns(self._config, row), False
+                if self.columns.note:
+                    self._recognized.setdefault(self.columns.note, []).append(file.path)
+            try:
+                self._add(row, file, number)
+            except ValueError as error:
+                raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
+
+    def place(self, index: int) -> str:
+        """Return file and row of an item, such as "train.jsonl, line 3"."""
+        file = self.files[bisect_right(self._starts, index) - 1]
+        return f"{file.path}, {file.unit} {self._numbers[index]}"
+
+    def _add(self, row: dict, file: DataFile, number: int) -> None:
+        item, length = self._parse(row)
+        if item is not None and length <= self.limit:
+            self._items.append(item)
+            self.lengths.append(length)
+            self._numbers.append(number)
+        elif self._config.overlong == "drop":
+            self.dropped += 1
+            if len(self.dropped_first) < SHOWN:
+                self.dropped_first.append((f"{file.path}, {file.unit} {number}", length))
+        else:
+            length_said = f"{length} tokens" if item is not None else f"at least {length} tokens"
+            raise ValueError(
+                f"{length_said}, more than data.{self.limit_name}={self.limit};"
+                " raise the limit or set data.overlong=drop"
+            )
+
+    def _parse(self, row: dict) -> tuple[Any, int]:
+        """Return a row's item and token count; no item if its character count alone exceeds the limit."""
+        raise NotImplementedError
+
+    def _fewest_tokens(self, *texts: str) -> int:
+        """Lower bound of the texts' tokens: tokenizing 10 MB only to find it too long takes seconds."""
+        return sum(map(len, texts)) // self._tokenizer.longest_token
+
+    def _encoded(self, before: str, behind: str, *, is_chat: bool) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt and of the response to it."""
+        tokenizer = self._tokenizer
+        if is_chat:
+            ids, response_ids = tokenizer.encode_chat(before, behind)
+        else:
+            ids = tokenizer.encode_text(before, is_chat=False)
+            response_ids = tokenizer.encode_response(behind)
+        self._check_tokens(ids + response_ids)
+        return ids, response_ids
+
+    def _check_tokens(self, ids: list[int]) -> None:
+        if self._vocab_size is not None and max(ids) >= self._vocab_size:
+            raise ValueError(
+                f"the tokenizer in {self._tokenizer.hf.name_or_path} gives token {max(ids)},"
+                f" and the model has vocab_size={self._vocab_size}; use the model's own tokenizer"
+            )

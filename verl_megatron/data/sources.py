@@ -1,0 +1,152 @@
+"""What `data.train` names: a file, a folder of shards, or several of both; each file's format is recognized.
+
+The first bytes decide between JSON lines, Parquet and Arrow. CSV and TSV, which have none of their own, go by
+the suffix.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel.runtime.refusal import short_repr
+from verl_megatron.data import arrow_tables, csv_lines, json_lines
+from verl_megatron.data.arrow_tables import ARROW, PARQUET, STREAM
+
+JSON, CSV, TSV = "JSON lines", "CSV", "TSV"
+SHARDS = (".jsonl", ".parquet", ".arrow", ".feather", ".csv", ".tsv")  # files of a folder that are read
+NAME_ONE = "name a .jsonl, .parquet, .arrow or .csv file, or a folder of them"
+PYARROW = "pip install 'pyarrow>=17'"
+
+_MAGIC = ((b"PAR1", PARQUET), (b"ARROW1", ARROW), (b"\xff\xff\xff\xff", STREAM))
+_BINARY = (".parquet", ".arrow", ".feather")
+
+
+@dataclass(kw_only=True)
+class DataFile:
+    """A data file and its format."""
+
+    path: str
+    kind: str  # JSON, CSV, TSV, PARQUET, ARROW or STREAM
+    notes: list[str] = field(default_factory=list)  # about what is not read, once rows have been
+
+    @property
+    def unit(self) -> str:
+        """What the numbers of `rows` count."""
+        return "line" if self.kind in (JSON, CSV, TSV) else "row"
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield numbers (from 1) and rows; ValueError, with the file's name, for one that cannot be read."""
+        if self.kind == JSON:
+            return json_lines.numbered_rows(self.path)
+        if self.kind in (CSV, TSV):
+            return csv_lines.numbered_rows(self.path, delimiter="," if self.kind == CSV else "\t")
+        return arrow_tables.numbered_rows(self.path, self.kind, self.notes)
+
+
+def source_problem(text: str) -> str:
+    """Return why `text` names no data that can be read, as a clause ("does not exist; ..."), or ""."""
+    try:
+        find_files(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def find_files(text: str) -> list[DataFile]:
+    """Return the files that a setting names, in the order in which they are read.
+
+    Args:
+        text: path of a file or folder, or several, separated by commas.
+
+    Raises:
+        ValueError: a clause ("does not exist; ...") about the first of them that is no data.
+    """
+    parts = split_names(text)
+    found: list[DataFile] = []
+    for part in parts:
+        try:
+            found += _files_of(part)
+        except ValueError as error:
+            raise ValueError(f"names {short_repr(part)}, which {error}" if len(parts) > 1 else str(error)) from None
+    return found
+
+
+def split_names(text: str) -> list[str]:
+    """Return the paths that a setting names."""
+    return [text] if "," not in text or _exists(text) else [part.strip() for part in text.split(",")]
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.lexists(path)
+    except ValueError:  # a zero byte
+        return False
+
+
+def _files_of(part: str) -> list[DataFile]:
+    try:
+        is_folder = os.path.isdir(part)
+    except ValueError:
+        is_folder = False
+    if not is_folder:
+        return [DataFile(path=part, kind=_recognized(part))]
+    files = []
+    for path in _shards(Path(part)):
+        try:
+            files.append(DataFile(path=str(path), kind=_recognized(path)))
+        except ValueError as error:
+            raise ValueError(f"has {short_repr(path.name)}, which {error}") from None
+    return files
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the data files of a folder, sorted by name, numbers by value."""
+    if (folder / "dataset_dict.json").exists():
+        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        raise ValueError(f"is a folder of several splits ({_some(splits)}); name one of them")
+    try:
+        paths = [path for path in folder.iterdir() if path.suffix.lower() in SHARDS and path.name[0] not in "._"]
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}); {NAME_ONE}") from None
+    if not paths:
+        raise ValueError(f"is a folder without data files ({', '.join(SHARDS)}); {NAME_ONE}")
+    kinds = sorted({re.sub(r"\d+", "N", path.name) for path in paths})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"is a folder of files that do not belong together ({_some(kinds)}); "
+            "name one file, or several as [a.parquet,b.parquet]"
+        )
+    return sorted(paths, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(short_repr(name)[1:-1] for name in names[:8]) + ", ..." * (len(names) > 8)
+
+
+def _recognized(path: str | Path) -> str:
+    """Return the format of a file; ValueError (a clause) if it is none that is read."""
+    try:
+        with json_lines.opened(path) as file:
+            head = file.peek(512)[:512]
+    except (OSError, ValueError) as error:
+        raise ValueError(json_lines.read_problem(error).replace("name a .jsonl file", NAME_ONE)) from None
+    suffix = Path(path).suffix.lower()
+    for magic, kind in _MAGIC:
+        if head.startswith(magic):
+            if importlib.util.find_spec("pyarrow") is None:
+                raise ValueError(f"is a {kind} file, which pyarrow reads and which is not installed; {PYARROW}")
+            return kind
+    is_table, is_object = suffix in (".csv", ".tsv"), head.removeprefix(json_lines.UTF8_MARK).lstrip()[:1] == b"{"
+    if problem := json_lines.magic_problem(head, expected=suffix[1:].upper() if is_table else JSON):
+        raise ValueError(problem)
+    if is_table and not is_object:
+        return CSV if suffix == ".csv" else TSV
+    if suffix in _BINARY and not is_object:
+        raise ValueError(
+            f"is named {suffix} and does not begin as such a file ({short_repr(head[:8])[1:]}); copy it again"
+        )
+    return JSON

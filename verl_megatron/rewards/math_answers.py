@@ -1,0 +1,42 @@
+"""The reward `math`: whether a response's answer equals the ground truth as mathematics (math-verify)."""
+
+import functools
+import importlib.util
+from typing import Any
+
+INSTALL = "pip install 'verl-megatron[math]'"
+
+
+def missing() -> str:
+    """Return what the reward lacks, as a clause with its remedy; empty if it can be used."""
+    if importlib.util.find_spec("math_verify") is None:
+        return f"needs the package math-verify, which is not installed; {INSTALL}"
+    return ""
+
+
+def math(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
+    r"""1 if the last \boxed{}, formula or number of the response equals the ground truth; else 0.
+
+    The ground truth is LaTeX or a number; of a text with `####`, what stands behind it.
+
+    Raises:
+        ValueError: there is no mathematics in the ground truth.
+    """
+    from math_verify import parse, verify
+
+    truth = _parsed(str(ground_truth))
+    # The worker's own time limit applies; math-verify's would take SIGALRM.
+    answer = parse(response, parsing_timeout=None)
+    return float(verify(truth, answer, timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(ground_truth: str) -> list[Any]:
+    from math_verify import parse
+
+    text = ground_truth.rpartition("####")[2].strip()
+    marked = "$" in text or "\\boxed" in text or "\\[" in text or "\\(" in text
+    parsed = parse(text if marked else f"${text}$", parsing_timeout=None)
+    if not parsed:
+        raise ValueError(f"ground truth {ground_truth!r} has no number or formula to compare with")
+    return parsed
