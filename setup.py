@@ -25,7 +25,7 @@ setup(
         "huggingface_hub>=0.34",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
-        "pyarrow>=17,<26",
+        "pyarrow>=17,<27",
         "jinja2>=3.1",
         "matplotlib>=3.8",
         "megatron-core>=0.16,<0.20",

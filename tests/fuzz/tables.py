@@ -1,4 +1,4 @@
-"""Prompts in Parquet, Arrow and CSV: right ones, columns of other projects, and files cut, changed or misshapen."""
+"""Prompts in Parquet, Arrow and CSV: right ones, columns of other projects, files that are cut or changed."""
 
 import csv
 import io

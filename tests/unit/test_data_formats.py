@@ -1,4 +1,4 @@
-"""Parquet, Arrow, CSV and JSON lines give the same prompts; whatever else is in such a file is refused by name."""
+"""Parquet, Arrow, CSV and JSON lines give the same prompts; what is wrong in a file is refused by name."""
 
 import csv
 import datetime
@@ -26,7 +26,10 @@ TEXTS = [
 CHATS = [
     {
         "data_source": "openai/gsm8k" if number % 2 else "math",
-        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"what is {number} + 2?"}],
+        "prompt": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": f"what is {number} + 2?"},
+        ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(number + 2)},
         "extra_info": {"index": number, "split": "train"},
@@ -106,7 +109,10 @@ def test_folders_and_lists_are_read_in_order(tmp_path):
     assert config.train == f"{folder},{more}"
     dataset = PromptDataset(config.train, TOKENIZER, config)
     assert list(dataset) == whole
-    assert [dataset.place(index) for index in (1, 3)] == [f"{folder}/part-2.parquet, row 1", f"{more}, line 2"]
+    assert [dataset.place(index) for index in (1, 3)] == [
+        f"{folder}/part-2.parquet, row 1",
+        f"{more}, line 2",
+    ]
 
 
 def test_a_folder_of_the_datasets_library_is_one_of_arrow_streams(tmp_path):
@@ -124,7 +130,7 @@ def test_a_folder_of_the_datasets_library_is_one_of_arrow_streams(tmp_path):
     assert prompts_of(tmp_path / "train") == expected
 
 
-# ---- columns -------------------------------------------------------------------------------------------------
+# ---- columns -------------------------------------------------------------------------------------------
 
 
 def test_verls_and_trls_columns_are_recognized_and_named_once(tmp_path):
@@ -157,7 +163,9 @@ def test_trls_demonstrations_and_pairs(tmp_path):
         path = write(tmp_path / f"{number}.parquet", [row])
         dataset = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))
         found.append(dataset[0])
-        assert len(dataset.notes) == bool(recognized) and all(f"'{recognized}'" in note for note in dataset.notes)
+        assert len(dataset.notes) == bool(recognized) and all(
+            f"'{recognized}'" in note for note in dataset.notes
+        )
     assert all(one == found[0] for one in found)
     rows = [{"prompt": user, "chosen": [turn], "rejected": [turn | {"content": "five"}]}]
     pairs = [
@@ -172,7 +180,9 @@ def test_dotted_keys_go_into_objects_unless_a_column_has_that_name(tmp_path):
     path = write(tmp_path / "rows.parquet", rows)
     (prompt,) = prompts_of(path, prompt_key="meta.question.text", answer_key="meta.truth")
     assert (prompt.text, prompt.answer) == ("a", 6)
-    with pytest.raises(ValueError, match=r"row 1: no key 'meta.question.words' \(data.prompt_key\); the row has"):
+    with pytest.raises(
+        ValueError, match=r"row 1: no key 'meta.question.words' \(data.prompt_key\); the row has"
+    ):
         prompts_of(path, prompt_key="meta.question.words")
 
 
@@ -200,7 +210,7 @@ def test_values_of_other_types_become_those_of_json(tmp_path):
     assert dataset.notes == [f"{path}: columns of types that are not read: 'image' (binary)"]
 
 
-# ---- files that are refused ----------------------------------------------------------------------------------
+# ---- files that are refused ----------------------------------------------------------------------------
 
 
 def cut(path: Path, keep: float) -> None:
@@ -210,7 +220,7 @@ def cut(path: Path, keep: float) -> None:
 def nested(depth: int) -> pa.Array:
     value: object = 1
     for _ in range(depth):
-        value = [value]
+        value = {"a": value}
     return pa.array([value])
 
 
@@ -231,26 +241,53 @@ BAD = {
     "text.parquet": (lambda path: path.write_text("prompt,answer\n"), "is named .parquet and does not begin"),
     "empty.parquet": (lambda path: path.write_bytes(b""), "is named .parquet and does not begin"),
     "magic.arrow": (lambda path: path.write_bytes(b"ARROW1\0\0" + bytes(50)), "damaged Arrow file"),
-    "stream.data": (lambda path: path.write_bytes(b"\xff" * 4 + b"\x10\0\0\0" + bytes(8)), "damaged Arrow stream"),
+    "stream.data": (
+        lambda path: path.write_bytes(b"\xff" * 4 + b"\x10\0\0\0" + bytes(8)),
+        "damaged Arrow stream",
+    ),
     "twice.parquet": (lambda path: parquet.write_table(TWICE, path), "'prompt' stands twice"),
-    "null.parquet": (lambda path: write(path, [{"prompt": None, "answer": ""}]), "row 1: a prompt must be a string"),
+    "null.parquet": (
+        lambda path: write(path, [{"prompt": None, "answer": ""}]),
+        "row 1: a prompt must be a string",
+    ),
     "number.parquet": (lambda path: write(path, [{"prompt": 3, "answer": ""}]), "got 3"),
     "bytes.parquet": (lambda path: write(path, [{"prompt": b"a", "answer": ""}]), "no key 'prompt'"),
-    "infinite.parquet": (lambda path: parquet.write_table(INFINITE, path), "row 2, column 'answer': a number is inf"),
-    "deep.parquet": (lambda path: parquet.write_table(pa.table({"prompt": nested(70)}), path), "nested deeper"),
-    "huge.parquet": (lambda path: write(path, TEXTS[:2] + [{"prompt": "x" * (17 << 20)}]), "row 3: larger than 16"),
-    "none.parquet": (lambda path: write(path, [{"prompt": ""}][:0] or [{}]), "no key 'prompt'"),
-    "latin.csv": (lambda path: path.write_bytes(b'prompt,answer\na,b\n"x\ncaf\xe9",b\n'), "line 4: byte 0xe9"),
-    "utf16.csv": (lambda path: path.write_bytes("prompt,answer\n".encode("utf-16")), "not CSV; save it as UTF-8"),
+    "infinite.parquet": (
+        lambda path: parquet.write_table(INFINITE, path),
+        "row 2, column 'answer': a number is inf",
+    ),
+    "deep.parquet": (
+        lambda path: parquet.write_table(pa.table({"prompt": nested(70)}), path),
+        "nested deeper",
+    ),
+    "huge.parquet": (
+        lambda path: write(path, TEXTS[:2] + [{"prompt": "x" * (17 << 20)}]),
+        "row 3: larger than 16",
+    ),
+    "none.parquet": (lambda path: parquet.write_table(pa.table({"prompt": []}), path), "it has no rows"),
+    "latin.csv": (
+        lambda path: path.write_bytes(b'prompt,answer\na,b\n"x\ncaf\xe9",b\n'),
+        "line 4: byte 0xe9",
+    ),
+    "utf16.csv": (
+        lambda path: path.write_bytes("prompt,answer\n".encode("utf-16")),
+        "not CSV; save it as UTF-8",
+    ),
     "twice.csv": (lambda path: path.write_text("prompt,answer,prompt\na,b,c\n"), "'prompt' twice"),
-    "noname.csv": (lambda path: path.write_text("prompt,,answer\na,b,c\n"), "column 2 of the header has no name"),
+    "noname.csv": (
+        lambda path: path.write_text("prompt,,answer\na,b,c\n"),
+        "column 2 of the header has no name",
+    ),
     "header.csv": (lambda path: path.write_text("a,b\nc,d\n"), "no key 'prompt'"),
     "nothing.csv": (lambda path: path.write_text(""), "no header"),
     "bare.csv": (lambda path: path.write_text("prompt,answer\n"), "it has no rows"),
     "wide.csv": (lambda path: path.write_text("prompt,answer\n\na,b,c\n"), "line 3: 3 cells, and the header"),
     "narrow.csv": (lambda path: path.write_text("prompt,answer\na\n"), "line 2: 1 cells"),
     "semicolons.csv": (lambda path: path.write_text("prompt;answer\na;b\n"), "separated by ';'"),
-    "open.csv": (lambda path: path.write_text('prompt,answer\n"a,b\nc,d\n'), "line 2: a quote is never closed"),
+    "open.csv": (
+        lambda path: path.write_text('prompt,answer\n"a,b\nc,d\n'),
+        "line 2: a quote is never closed",
+    ),
     "quote.csv": (lambda path: path.write_text('prompt,answer\n"a"x,b\n'), "line 2: no CSV"),
     "huge.csv": (lambda path: path.write_text("prompt,answer\n" + "x" * (17 << 20)), "longer than 16 MiB"),
     "python.csv": (
@@ -305,7 +342,7 @@ def test_without_pyarrow_json_lines_and_csv_are_read_and_others_say_what_is_miss
             assert "pip install 'pyarrow" in source_problem(str(path))
 
 
-# ---- memory --------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------
 
 
 def test_items_are_kept_in_memory_and_then_in_a_file(monkeypatch):

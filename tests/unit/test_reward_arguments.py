@@ -69,7 +69,9 @@ INFO = EXTRA["extra_info"]
 )
 def test_arguments_are_passed_by_the_names_that_a_function_has(function, returned):
     if returned is None:
-        with pytest.raises(ValueError, match=r"takes \(b, c, d\) and is called with .*: too many positional"):
+        with pytest.raises(
+            ValueError, match=r"takes \(b, c, d\) and is called with .*: argument .b. is none of them"
+        ):
             bound(function)
     else:
         assert bound(function)(*CALL) == returned
@@ -148,7 +150,7 @@ MATH = [
 def test_math_compares_answers_as_mathematics():
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     with RewardPool("math", timeout_s=60) as pool:
-        for number, (response, truth, _) in enumerate([*MATH, ("4", "no number", 0)]):
+        for number, (response, truth, _) in enumerate([*MATH, ("4", None, 0)]):
             pool.submit(number, "", response, truth, {})
         rewards = pool.results()
     assert {number: rewards[number].score for number in range(len(MATH))} == {

@@ -121,7 +121,11 @@ def accept(names: Mapping[str, Callable[[Any], dict[str, Any]]]) -> Callable[[Se
 
 def joined(value: Any) -> Any:
     """Return a list of paths as one string; all other values as they are."""
-    is_list = isinstance(value, list | tuple) and value and all(isinstance(part, str | os.PathLike) for part in value)
+    is_list = (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(part, str | os.PathLike) for part in value)
+    )
     return ",".join(map(os.fspath, value)) if is_list else value
 
 

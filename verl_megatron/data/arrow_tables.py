@@ -62,7 +62,9 @@ class _RowError(ValueError):
     """A problem with the schema or a row; the message names it but not the file."""
 
 
-def _opened(file: "pyarrow.NativeFile", kind: str) -> tuple["pyarrow.Schema", Iterator["pyarrow.RecordBatch"]]:
+def _opened(
+    file: "pyarrow.NativeFile", kind: str
+) -> tuple["pyarrow.Schema", Iterator["pyarrow.RecordBatch"]]:
     import pyarrow as pa
 
     if kind == PARQUET:
@@ -164,7 +166,9 @@ def _of_struct(inners: dict[str, Converter]) -> Converter | None:
         return None
 
     def convert(value: Any) -> Any:
-        return value if value is None else value | {name: inner(value[name]) for name, inner in inners.items()}
+        return (
+            value if value is None else value | {name: inner(value[name]) for name, inner in inners.items()}
+        )
 
     return convert
 
@@ -175,16 +179,22 @@ def _check_size(batch: "pyarrow.RecordBatch", before: int) -> None:
         return
     for index in range(batch.num_rows):
         if batch.slice(index, 1).nbytes > MAX_LINE_BYTES:
-            raise _RowError(f"row {before + index + 1}: larger than {MAX_LINE_BYTES >> 20} MiB; make it smaller")
+            raise _RowError(
+                f"row {before + index + 1}: larger than {MAX_LINE_BYTES >> 20} MiB; make it smaller"
+            )
 
 
-def _rows(batch: "pyarrow.RecordBatch", columns: dict[str, Converter | None], before: int) -> list[dict[str, Any]]:
+def _rows(
+    batch: "pyarrow.RecordBatch", columns: dict[str, Converter | None], before: int
+) -> list[dict[str, Any]]:
     batch.validate(full=True)  # offsets and UTF-8 of a damaged file may point anywhere
     values = [
         _values(batch.column(name), convert, f"column {short_repr(name)}", before)
         for name, convert in columns.items()
     ]
-    return [dict(zip(columns, row)) for row in zip(*values)] if columns else [{} for _ in range(batch.num_rows)]
+    return (
+        [dict(zip(columns, row)) for row in zip(*values)] if columns else [{} for _ in range(batch.num_rows)]
+    )
 
 
 def _values(column: "pyarrow.Array", convert: Converter | None, name: str, before: int) -> list[Any]:

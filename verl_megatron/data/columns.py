@@ -41,9 +41,7 @@ class Columns:
     @property
     def note(self) -> str:
         """What was recognized, for users; empty if the settings' names are the file's."""
-        return ", ".join(
-            f"{short_repr(key)} is read as data.{name}" for name, key in self.stand_ins.items()
-        )
+        return ", ".join(f"{short_repr(key)} is read as data.{name}" for name, key in self.stand_ins.items())
 
     def get(self, row: Mapping[str, Any], setting: str) -> Any:
         """Return the row's value for a setting, None if it has none."""

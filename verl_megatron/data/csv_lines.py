@@ -1,4 +1,4 @@
-"""CSV and TSV files: a header, then records of text cells, read strictly within limits; errors name the line."""
+"""CSV and TSV files: a header, then records of texts, read strictly within limits; errors name the line."""
 
 import csv
 import io
@@ -39,8 +39,8 @@ def numbered_rows(path: str | Path, *, delimiter: str) -> Iterator[tuple[int, di
     except UnicodeDecodeError as error:
         assert lines is not None
         raise ValueError(
-            f"{name_of(path)}, line {lines.number}: byte {error.object[error.start]:#04x} at {error.start} is "
-            "not UTF-8; save the file as UTF-8"
+            f"{name_of(path)}, line {lines.number}: byte {error.object[error.start]:#04x} at {error.start} is"
+            " not UTF-8; save the file as UTF-8"
         ) from None
     except csv.Error as error:
         raise ValueError(f"{name_of(path)}, line {first}: {_said(error)}") from None
@@ -114,7 +114,9 @@ def _value(name: str, cell: str) -> Any:
         )
     if start.startswith("[{"):
         value = _parsed(cell)
-        are_messages = isinstance(value, list) and all(isinstance(part, dict) and "role" in part for part in value)
+        are_messages = isinstance(value, list) and all(
+            isinstance(part, dict) and "role" in part for part in value
+        )
         return value if are_messages else cell
     if start.startswith("{") and name in OBJECTS:
         value = _parsed(cell)

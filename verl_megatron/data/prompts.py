@@ -71,7 +71,9 @@ class PromptDataset(RowReader):
         used = (columns.keys["prompt_key"], columns.keys["answer_key"])
         extra = {key: value for key, value in row.items() if key not in used}
         messages = None if isinstance(prompt, str) else prompt
-        return Prompt(prompt_token_ids=ids, text=text, answer=answer, extra=extra, messages=messages), len(ids)
+        return Prompt(prompt_token_ids=ids, text=text, answer=answer, extra=extra, messages=messages), len(
+            ids
+        )
 
 
 class DemonstrationDataset(RowReader):

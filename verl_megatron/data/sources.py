@@ -71,7 +71,9 @@ def find_files(text: str) -> list[DataFile]:
         try:
             found += _files_of(part)
         except ValueError as error:
-            raise ValueError(f"names {short_repr(part)}, which {error}" if len(parts) > 1 else str(error)) from None
+            raise ValueError(
+                f"names {short_repr(part)}, which {error}" if len(parts) > 1 else str(error)
+            ) from None
     return found
 
 
@@ -109,7 +111,9 @@ def _shards(folder: Path) -> list[Path]:
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
         raise ValueError(f"is a folder of several splits ({_some(splits)}); name one of them")
     try:
-        paths = [path for path in folder.iterdir() if path.suffix.lower() in SHARDS and path.name[0] not in "._"]
+        paths = [
+            path for path in folder.iterdir() if path.suffix.lower() in SHARDS and path.name[0] not in "._"
+        ]
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); {NAME_ONE}") from None
     if not paths:
@@ -138,9 +142,14 @@ def _recognized(path: str | Path) -> str:
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             if importlib.util.find_spec("pyarrow") is None:
-                raise ValueError(f"is a {kind} file, which pyarrow reads and which is not installed; {PYARROW}")
+                raise ValueError(
+                    f"is a {kind} file, which pyarrow reads and which is not installed; {PYARROW}"
+                )
             return kind
-    is_table, is_object = suffix in (".csv", ".tsv"), head.removeprefix(json_lines.UTF8_MARK).lstrip()[:1] == b"{"
+    is_table, is_object = (
+        suffix in (".csv", ".tsv"),
+        head.removeprefix(json_lines.UTF8_MARK).lstrip()[:1] == b"{",
+    )
     if problem := json_lines.magic_problem(head, expected=suffix[1:].upper() if is_table else JSON):
         raise ValueError(problem)
     if is_table and not is_object:

@@ -54,7 +54,7 @@ def _ends_in_answer(prompt: list[Any]) -> bool:
 def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> Survey:
     """Read `config.train` as a run does and describe it.
 
-    Rows over the limit are left out and counted; `refused` is the error of a run that does not leave them out.
+    Rows over the limit are left out and counted; `refused` is the error of a run that keeps them in.
 
     Raises:
         ValueError: as in the readers of a run (`READERS`).
@@ -139,7 +139,9 @@ def _common(files: list[DataFile], columns: Columns, row: dict[str, Any]) -> Sur
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     """Return some quantiles of lengths by name; empty without lengths."""
     ordered = sorted(lengths)
-    return {f"{share:.0%}": ordered[round(share * (len(ordered) - 1))] for share in QUANTILES} if ordered else {}
+    return (
+        {f"{share:.0%}": ordered[round(share * (len(ordered) - 1))] for share in QUANTILES} if ordered else {}
+    )
 
 
 def _shares(sources: Iterable[Any]) -> dict[str, int]:

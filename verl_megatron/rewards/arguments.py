@@ -37,9 +37,7 @@ def bound(function: Callable[..., Any]) -> Call:
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     names = [one.name for one in named if one.name not in fixed]
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    has_positions = any(
-        one.kind is one.POSITIONAL_ONLY and one.default is one.empty for one in parameters
-    )
+    has_positions = any(one.kind is one.POSITIONAL_ONLY and one.default is one.empty for one in parameters)
     if set(names) & set(TRL) and not has_positions:
         return functools.partial(_call_batched, function, names, open_ended)
     needed = [one.name for one in named if one.default is one.empty and one.name not in fixed]
@@ -96,7 +94,8 @@ def _call_by_name(function: Call, names: tuple[str, ...], *call: Any) -> Any:
 
 def _call_batched(function: Call, names: list[str], open_ended: bool, *call: Any) -> Any:
     """Call a function of lists with lists of one element; return the one score."""
-    prompt, response, ground_truth, extra, messages = (*call, None)[:5]
+    prompt, response, ground_truth, extra = call[:4]
+    messages = call[4] if len(call) > 4 else None
     values: Mapping[str, Any] = (
         dict.fromkeys(ANSWERS, ground_truth)
         | extra

@@ -58,8 +58,8 @@ def builtin_problem(spec: str) -> str:
 def load_reward(spec: str) -> Call:
     """Load the reward function that `spec` names: an entry of REWARDS, or `path.py:function`.
 
-    It is called with (prompt, response, ground_truth, extra) and, for a chat, the prompt's messages. Importing
-    a file runs all its top-level code, so only worker processes call this.
+    It is called with (prompt, response, ground_truth, extra) and, for a chat, the prompt's messages.
+    Importing a file runs all its top-level code, so only worker processes call this.
 
     Raises:
         ValueError: no such name, file or function, a package that is missing, a file that cannot be imported,

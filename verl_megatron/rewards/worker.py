@@ -1,7 +1,7 @@
 """Reward worker: imports a reward function in a sandbox, calls it per sample and validates its results.
 
-The trainer sends pickled (prompt, response, ground truth, extra, messages). Answers are lines of JSON: the trainer
-unpickles nothing that a reward made. Worker processes import this file, so it needs only the standard
+The trainer sends pickled (prompt, response, ground truth, extra, messages). Answers are lines of JSON: the
+trainer unpickles nothing that a reward made. Worker processes import this file, so it needs only the standard
 library.
 """
 
