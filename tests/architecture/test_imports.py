@@ -31,7 +31,7 @@ OWNERS = {
         "verl_megatron/roles/",
     ),
     "transformer_engine": ("verl_megatron/models/",),
-    "pyarrow": ("verl_megatron/data/arrow_tables.py",),
+    "pyarrow": ("verl_megatron/data/formats/arrow_tables.py",),
     "math_verify": ("verl_megatron/rewards/math_answers.py",),
     "matplotlib": ("verl_megatron/observe/report.py",),
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/models/log_prob_kernels.py"),

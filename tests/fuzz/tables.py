@@ -30,13 +30,15 @@ def _arrow(rows: Rows, new: Callable[..., Any] = pa.ipc.new_file) -> bytes:
     return sink.getvalue()
 
 
+def _cells(row: dict) -> list[str]:
+    return [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+
+
 def _csv(rows: Rows) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(rows[0])
-    writer.writerows(
-        [value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows
-    )
+    writer.writerows(map(_cells, rows))
     return text.getvalue().encode()
 
 

@@ -12,11 +12,12 @@ from pyarrow import parquet
 
 from tests.characters import characters
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
-from verl_megatron.data import arrow_tables, item_store
+from verl_megatron.data import item_store
+from verl_megatron.data.formats import arrow_tables
+from verl_megatron.data.formats.sources import find_files, source_problem
 from verl_megatron.data.item_store import ItemStore
 from verl_megatron.data.pairs import PairDataset
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
-from verl_megatron.data.sources import find_files, source_problem
 
 TOKENIZER = characters()
 TEXTS = [
@@ -38,13 +39,15 @@ CHATS = [
 ]
 
 
+def cells(row: dict) -> list[str]:
+    return [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+
+
 def write_csv(path: Path, rows: list[dict], delimiter: str = ",") -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter=delimiter)
         writer.writerow(rows[0])
-        writer.writerows(
-            [value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows
-        )
+        writer.writerows(map(cells, rows))
 
 
 def write_arrow(path: Path, table: pa.Table, new=pa.ipc.new_file) -> None:
@@ -163,9 +166,10 @@ def test_trls_demonstrations_and_pairs(tmp_path):
         path = write(tmp_path / f"{number}.parquet", [row])
         dataset = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path))
         found.append(dataset[0])
-        assert len(dataset.notes) == bool(recognized) and all(
-            f"'{recognized}'" in note for note in dataset.notes
-        )
+        noted = f"{path}: '{recognized}' is read as data.prompt_key"
+        if recognized == "completion":
+            noted = noted.replace("prompt_key", "response_key")
+        assert dataset.notes == [noted] * bool(recognized)
     assert all(one == found[0] for one in found)
     rows = [{"prompt": user, "chosen": [turn], "rejected": [turn | {"content": "five"}]}]
     pairs = [

@@ -140,6 +140,8 @@ SETTINGS = [
 )
 def test_a_value_of_another_type_is_named(schema, section, field):
     for value in OF_ANOTHER_TYPE[field.type]:
+        if field.metadata["many"] and isinstance(value, list):
+            continue  # several files
         config = schema()
         setattr(getattr(config, section), field.name, value)
         problems = (check_config if schema is TrainerConfig else check_supervised_config)(

@@ -18,8 +18,8 @@ from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.checks.versions import require
 from verl_megatron.config import MISSING, DPOConfig, EngineConfig, RunConfig, SupervisedConfig, TrainerConfig
+from verl_megatron.data.formats.sources import NAME_ONE, source_problem
 from verl_megatron.data.pairs import is_paired, items_per_step
-from verl_megatron.data.sources import NAME_ONE, source_problem
 from verl_megatron.model_specs import ModelSpec, models_of
 from verl_megatron.observe.tracking import check_sinks
 from verl_megatron.rewards.pool import check_reward

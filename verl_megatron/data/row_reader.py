@@ -10,9 +10,9 @@ from typing import Any
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.columns import Columns
+from verl_megatron.data.formats.sources import DataFile, find_files
 from verl_megatron.data.item_store import ItemStore
 from verl_megatron.data.json_lines import name_of
-from verl_megatron.data.sources import DataFile, find_files
 from verl_megatron.data.tokenizer import Tokenizer
 
 SHOWN = 10  # rows that are left out, of which the places are kept

@@ -10,9 +10,9 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.chat import split_answer
 from verl_megatron.data.columns import Columns
+from verl_megatron.data.formats.sources import DataFile, find_files
 from verl_megatron.data.pairs import READERS
 from verl_megatron.data.row_reader import RowReader
-from verl_megatron.data.sources import DataFile, find_files
 from verl_megatron.data.tokenizer import Tokenizer
 
 EXAMPLES = 3

@@ -1,0 +1,1 @@
+"""Formats of data files, and how a file is recognized."""
