@@ -48,6 +48,7 @@ setup(
         "dev": [
             "basedpyright>=1.31,<2",
             "hypothesis>=6.100",
+            "ipykernel>=6.29,<8",  # tests run the notebook's interface in a kernel
             "pytest>=8.0",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

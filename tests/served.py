@@ -1,12 +1,16 @@
-"""A web server for a folder: with byte ranges or without, and with faults."""
+"""A web server for a folder: with byte ranges or without, with faults, and as if it were the hub."""
 
 import contextlib
 import hashlib
+import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+COMMIT = "1" * 40  # of the repository, when it is asked as if it were the Hugging Face hub
 
 
 class Served:
@@ -38,6 +42,7 @@ def serving(folder: Path) -> Iterator[Served]:
     """Serve a folder until the end of the context."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
+    server.handle_error = lambda *_: None  # a client that has seen enough closes its connection
     served = Served(folder, server.server_port)
     server.served = served  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -52,9 +57,15 @@ def serving(folder: Path) -> Iterator[Served]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         served: Served = self.server.served  # type: ignore[attr-defined]
         name = self.path.lstrip("/")
+        if name.startswith("api/models/"):
+            return self._about_repository(name, served.folder)
+        name = re.sub(rf"^.+/resolve/{COMMIT}/", "", name)
         fault, path = served.take_fault(name), served.folder / name
         if fault or not path.is_file():
             return self._answer(fault or 404, b"")
@@ -67,7 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
             if start >= len(content):
                 return self._answer(416, b"")
         etag = hashlib.sha1(content).hexdigest()
-        about = {"ETag": f'"{etag}"', "Content-Range": f"bytes {start}-{end - 1}/{len(content)}"}
+        about = {
+            "ETag": f'"{etag}"',
+            "X-Repo-Commit": COMMIT,
+            "Content-Range": f"bytes {start}-{end - 1}/{len(content)}",
+        }
         if not asked:
             about.pop("Content-Range")
         body = content[start:end]
@@ -80,8 +95,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         with contextlib.suppress(OSError):  # the client has what it wants
-            self.wfile.write(body[: len(body) // 2] if cut else body)
+            if self.command == "GET":
+                self.wfile.write(body[: len(body) // 2] if cut else body)
         self.close_connection = cut
+
+    def _about_repository(self, name: str, folder: Path) -> None:
+        """Answer as the Hugging Face hub does: a repository's commit, or its files."""
+        about: object = {"id": "Qwen/Tiny", "sha": COMMIT, "siblings": []}
+        if "/tree/" in name:
+            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+            about = [
+                {"type": "file", "path": path, "size": size, "oid": "0" * 40} for path, size in sizes.items()
+            ]
+        self._answer(200, json.dumps(about).encode(), **{"Content-Type": "application/json"})
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Say nothing."""

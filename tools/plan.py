@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.remote.models import is_remote, local_folder
 from parallel.weights.shapes import SHAPES, shape
 from tools.options import Options
 from verl_megatron.algorithms import ALGORITHMS
@@ -56,6 +57,8 @@ def architecture(name: str) -> Architecture:
     """Return the architecture of a folder or of a built-in shape."""
     if name in SHAPES:
         return Architecture.from_hf(shape(name), source=name)
+    if is_remote(name):
+        return read_architecture(local_folder(name, weights=False))
     if not Path(name).is_dir():
         raise ValueError(
             f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of "

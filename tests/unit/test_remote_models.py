@@ -19,7 +19,7 @@ from parallel.weights.remote.folder import folder_of
 from parallel.weights.remote.models import is_remote, local_folder
 from parallel.weights.shard import Block
 from tests.job_files import write_job
-from tests.served import serving
+from tests.served import COMMIT, serving
 from tests.worlds import ROOT
 from verl_megatron.checks.remote import fetch_models
 from verl_megatron.config import TrainerConfig
@@ -285,6 +285,22 @@ def test_without_a_network_the_message_has_the_command(monkeypatch, tmp_path):
     said = str(error.value)
     assert "fetch it into HF_HOME with: hf download Qwen/Qwen2.5-0.5B\n" in said + "\n"
     assert "hf download Qwen/Qwen2.5-7B --revision v1" in said
+
+
+def test_a_model_of_the_hub_is_fetched_without_what_nobody_reads(monkeypatch, tmp_path, server, model):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (model / "pytorch_model.bin").write_bytes(b"not read")
+    (model / "README.md").write_text("not read")
+    folder = local_folder("Qwen/Tiny")
+    assert folder.endswith(COMMIT) and not server.bytes_of("pytorch_model.bin")
+    assert_same(folder, model)
+    asked = len(server.answered)
+    assert local_folder("Qwen/Tiny") == folder and len(server.answered) == asked
+    assert {path.name for path in Path(folder).iterdir()} == {
+        path.name for path in model.iterdir() if path.suffix not in (".bin", ".md")
+    }
 
 
 def test_a_model_in_the_hubs_cache_is_found(monkeypatch, tmp_path, model):

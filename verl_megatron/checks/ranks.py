@@ -38,7 +38,7 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
         return []
     layouts = [f"{spec.section}.layout={spec.model.layout}" for spec in models_of(config)]
     return [
-        f"{', '.join(dict.fromkeys(layouts))} needs {needed} ranks, and this is one process; "
+        f"{' and '.join(dict.fromkeys(layouts))}: {needed} ranks are needed, and this is one process; "
         f"start them with: torchrun --nproc_per_node {needed} {_program()}"
     ]
 

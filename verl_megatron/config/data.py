@@ -89,6 +89,6 @@ class RewardConfig(Section):
     failure_score: float = setting(
         0.0, "score of a call that raised, timed out or returned no finite number", within="[-1e30, 1e30]"
     )  # float32
-    path: str = setting("", "Hugging Face sequence-classification folder; empty: no reward model")
+    path: str = setting("", "sequence-classification folder, hub name or URL; empty: no reward model")
     layout: str = setting("tp1", "layout of the reward model, as actor.layout")
     devices: str = setting("", "ranks of the reward model, as actor.devices")

@@ -9,7 +9,7 @@ from verl_megatron.config.section import COUNT, POSITIVE, SHARE, Section, settin
 class ModelConfig(Section):
     """A trainable model: its weights, parallel layout and learning rate."""
 
-    path: str = setting("", "Hugging Face folder; empty for the critic: start from the actor's weights")
+    path: str = setting("", "folder, hub name or URL; empty for the critic: start from the actor's weights")
     layout: str = setting(
         "tp1", "such as tp2pp2 or tp4pp2vpp2sp; dp is the number of ranks divided by the rest"
     )
@@ -35,7 +35,7 @@ class CriticConfig(ModelConfig):
 class TeacherConfig(Section):
     """Frozen model of on-policy distillation."""
 
-    path: str = setting("", "Hugging Face folder with the actor's tokenizer; empty: no teacher")
+    path: str = setting("", "folder, hub name or URL, with the actor's tokenizer; empty: no teacher")
     layout: str = setting("tp1", "layout of the teacher, as actor.layout")
     devices: str = setting("", "ranks of the teacher, as actor.devices")
 

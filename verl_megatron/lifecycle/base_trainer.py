@@ -18,6 +18,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.ranks import not_started
 from verl_megatron.checks.remote import fetch_models
 from verl_megatron.checks.versions import check_versions
+from verl_megatron.lifecycle.arrivals import Arrivals
 from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.lifecycle.record import RunRecord
 from verl_megatron.model_specs import models_of
@@ -91,7 +92,10 @@ class BaseTrainer:
             Preemption(grace_s=usual_grace_s()) as self.preemption,
         ):
             log.write("\n".join([f"start {self.record.number}", *self._said]))
-            with self.watchdog.operation("build", timeout_s=SLOW_S), telling(self.watchdog.beat):
+            with (
+                self.watchdog.operation("build", timeout_s=SLOW_S),
+                telling(Arrivals(self.say, self.watchdog.beat)),
+            ):
                 self.build()
             record_timeline(self.clock, run.track_metrics, self.world)
             record_profile(self.clock, self.watchdog, run.track_metrics, self.output_dir, self.world)

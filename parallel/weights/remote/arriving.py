@@ -26,12 +26,12 @@ CONNECTIONS = 4  # at once, in each process
 INCOMPLETE, PARTS, SOURCE = ".incomplete", ".parts", ".source"
 
 _opened: dict[tuple[int, int, int], "ArrivingFile"] = {}  # by process, device and inode
-_listeners: list[Callable[[], None]] = []
+_listeners: list[Callable[[int], None]] = []
 
 
 @contextlib.contextmanager
-def telling(listener: Callable[[], None]) -> Iterator[None]:
-    """Call `listener` for every part that arrives while this context is open."""
+def telling(listener: Callable[[int], None]) -> Iterator[None]:
+    """Call `listener` with the bytes of every part that this process fetches within the context."""
     _listeners.append(listener)
     try:
         yield
@@ -120,8 +120,8 @@ class ArrivingFile:
                 self._fetch_whole()
             elif missing:
                 with ThreadPoolExecutor(min(CONNECTIONS, len(missing))) as pool:
-                    for _ in pool.map(self._fetch_part, missing):
-                        _tell()
+                    for num_bytes in pool.map(self._fetch_part, missing):
+                        _tell(num_bytes)
             if b"\0" not in os.pread(self._parts, self._count, 0):
                 self._complete()
 
@@ -139,15 +139,17 @@ class ArrivingFile:
     def _has(self, part: int) -> bool:
         return os.pread(self._parts, 1, part) == b"\1"
 
-    def _fetch_part(self, part: int) -> None:
+    def _fetch_part(self, part: int) -> int:
+        """Fetch a part, unless another process has done so; return the bytes that came."""
         with self._locked(part):
-            if self._has(part):  # from another process
-                return
+            if self._has(part):
+                return 0
             start = part * self._part_bytes
             end = min(start + self._part_bytes, self.size)
             content = self._source.read(self.path.name, start, end, version=self._version)
             self._write(start, content)
             self._mark(part)
+            return len(content)
 
     def _fetch_whole(self) -> None:
         """Read a file from its start, for servers without ranges."""
@@ -161,7 +163,7 @@ class ArrivingFile:
                 there = self._count if arrived == self.size else arrived // self._part_bytes
                 for part in range(marked, there):
                     self._mark(part)
-                    _tell()
+                _tell(len(piece))
                 marked = max(marked, there)
 
             if b"\0" in os.pread(self._parts, self._count, 0):
@@ -219,6 +221,6 @@ class ArrivingFile:
         fcntl.fcntl(self._parts, fcntl.F_OFD_SETLKW, request)
 
 
-def _tell() -> None:
+def _tell(num_bytes: int) -> None:
     for listener in _listeners:
-        listener()
+        listener(num_bytes)

@@ -4,10 +4,11 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from parallel.weights.json_files import reason_of
-from parallel.weights.remote.folder import SMALL_FILES, cache_folder, locked
+from parallel.weights.json_files import parse_object, reason_of
+from parallel.weights.remote.folder import INDEX, SINGLE, SMALL_FILES, cache_folder, locked
 
 NAME = re.compile(r"(?!\.)[\w.-]{1,96}/(?!\.)[\w.-]{1,96}(?:@[\w./-]{1,96})?")
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -19,9 +20,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def fetch_snapshot(name: str, *, weights: bool = True) -> Path:
-    """Return the folder of a model of the hub, fetched as far as it is not in the hub's cache.
+    """Return the folder of a model of the hub, fetched unless it is in the hub's cache.
 
-    One process of a host fetches; the others wait for it.
+    One process of a host fetches; the others wait for it. A cached model is taken without asking the hub, so
+    that a resumed run has the weights that it began with.
 
     Args:
         name: OWNER/NAME or OWNER/NAME@REVISION.
@@ -32,20 +34,18 @@ def fetch_snapshot(name: str, *, weights: bool = True) -> Path:
             fetches it where there is a network.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     repo, _, revision = name.partition("@")
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
     patterns = [*SMALL_FILES, *(WEIGHTS if weights else ())]
-    (enable_progress_bars if first else disable_progress_bars)()
+    common: dict[str, Any] = dict(revision=revision or None, allow_patterns=patterns)
+    common["endpoint"] = os.environ.get("HF_ENDPOINT")
     reason = ""
     with locked(cache_folder() / f"hub-{re.sub(r'[^0-9A-Za-z.-]', '_', name)}.lock"):
-        for offline in (False,) if first else (True, False):
+        for cached in (True, False):
             try:
-                found = snapshot_download(
-                    repo, revision=revision or None, allow_patterns=patterns, local_files_only=offline
-                )
-                return Path(found)
+                folder = Path(snapshot_download(repo, local_files_only=cached, **common))
+                if not cached or _is_whole(folder, weights=weights):
+                    return folder
             except Exception as error:  # of the hub's client, of its HTTP library, of the disk
                 reason = f"{type(error).__name__}: {reason_of(error)}"
     command = ["hf", "download", repo, *(["--revision", revision] if revision else [])]
@@ -53,3 +53,14 @@ def fetch_snapshot(name: str, *, weights: bool = True) -> Path:
         f"there is no folder {short_repr(name)}, and as a model of the Hugging Face hub it cannot be fetched "
         f"({reason}); where there is a network, fetch it into HF_HOME with: {shlex.join(command)}"
     )
+
+
+def _is_whole(folder: Path, *, weights: bool) -> bool:
+    """Whether a folder of the cache has its configuration and, if asked for, all weights that it names."""
+    if not weights or (folder / SINGLE).exists():
+        return (folder / SMALL_FILES[0]).exists()
+    try:
+        names = parse_object((folder / INDEX).read_bytes())["weight_map"].values()
+        return all((folder / name).exists() for name in names)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False

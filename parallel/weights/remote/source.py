@@ -12,7 +12,7 @@ from parallel.weights.json_files import reason_of
 T = TypeVar("T")
 ATTEMPTS, FIRST_PAUSE_S = 5, 0.5  # of a request; each pause is twice the one before
 CONNECT_S, SILENCE_S = 15.0, 60.0  # most seconds to connect, and between two pieces of an answer
-VERSION = ("ETag", "etag", "md5Hash", "LastModified", "Last-Modified", "mtime", "last_modified")
+VERSION = ("ETag", "etag", "md5Hash", "LastModified", "Last-Modified", "mtime", "blob_id")
 ABSENT = (403, 404, 410)  # buckets that may not be listed answer 403 for absent files
 RESUMES = "what has arrived is kept, and the same command goes on from there"
 
