@@ -17,6 +17,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     packages=find_packages(include=["parallel", "parallel.*", "verl_megatron", "verl_megatron.*"]),
+    package_data={"verl_megatron.observe.report": ["page.html", "page.css", "page.js"]},
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     install_requires=[
@@ -31,6 +32,7 @@ setup(
         "megatron-core>=0.16,<0.20",
         "networkx>=3.0",
         "numpy>=1.26,<3",
+        "plotly>=6,<8",
         "safetensors>=0.5,<1",
         "sentencepiece>=0.2,<0.3",
         "tensorboard>=2.16",
@@ -53,6 +55,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.6",
+            "selenium>=4.20,<5",
         ]
         + DOCS,
     },

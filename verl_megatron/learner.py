@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_megatron.algorithms import get_algorithm, get_normalizer, get_objective, reuses_logprobs
 from verl_megatron.algorithms.advantages.distillation import add_teacher
 from verl_megatron.algorithms.correction import add_sample_size
-from verl_megatron.algorithms.diagnostics import batch_sums
+from verl_megatron.algorithms.diagnostics import batch_sums, zero_variance_fraction
 from verl_megatron.algorithms.kl import KLController
 from verl_megatron.algorithms.losses import policy_loss, value_loss
 from verl_megatron.algorithms.normalizers import token_mean
@@ -89,7 +89,7 @@ class Learner:
         """Update the models on scored samples.
 
         Args:
-            batch: the samples owned by this rank.
+            batch: the samples owned by this rank; gets its log-probs.
             sums: metrics of these samples so far.
             step: iteration number, from 1.
 
@@ -97,6 +97,7 @@ class Learner:
             Training metrics of the iteration, the same on every rank.
         """
         clock, config, trains_actor = self.clock, self.config, step > self.config.critic_warmup
+        given = batch
         reuses = trains_actor and self.value_head is None and reuses_logprobs(config, self.roles)
         with clock.phase("log_probs"):
             checks = reuses and self._is_checked(step)
@@ -123,7 +124,11 @@ class Learner:
             with clock.phase("actor_update"):
                 self.residency.enter_training(self.actor.engine)
                 sums.merge(self._update_actor(for_actor, batch, reuses=reuses, checks=checks))
+        given.logprobs = batch.logprobs  # those that the update's own pass computed too
         sums.merge(batch_sums(batch, kl_estimator=config.kl_estimator))
+        if self.algorithm.min_samples > 1:
+            share = zero_variance_fraction(batch, num_groups=table.num_groups, all_max=self.world.all_max)
+            sums.add("rollout/zero_variance_fraction", share, 1)
         metrics = sums.reduce(self.world)
         add_sample_size(metrics)
         if "kl/ref" in metrics:

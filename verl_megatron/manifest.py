@@ -149,15 +149,17 @@ def _is_batch(value: Any) -> bool:
         ("sample_id", "group_id", "policy_version", "input_ids", "generated_ids"), torch.int64
     )
     dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
+    required = dtypes.keys()
+    dtypes = dtypes | {"is_cut": torch.bool}
     known = RolloutBatch.__dataclass_fields__.keys()
-    if not isinstance(value, dict) or not dtypes.keys() <= value.keys() <= known:
+    if not isinstance(value, dict) or not required <= value.keys() <= known:
         return False
     if not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         return False
     samples, whole = value["sample_id"].shape, value["generated_ids"].shape
     if len(samples) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
-    per_sample = ("sample_id", "group_id", "policy_version", "rewards", "baselines")
+    per_sample = ("sample_id", "group_id", "policy_version", "rewards", "is_cut", "baselines")
     shapes = {name: samples if name in per_sample else whole for name in value}
     shapes["input_ids"] = (*samples, value["input_ids"].size(1))
     return all(

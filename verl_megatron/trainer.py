@@ -1,7 +1,6 @@
 """Python interface: a complete RL run, from the first validation to the exported model."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,9 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import collect, learn
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
+from verl_megatron.observe import samples
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.observe.report import draw_report
+from verl_megatron.observe.pictures import draw_report
 from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
@@ -108,6 +108,8 @@ class RLTrainer(BaseTrainer):
         """
         config, state, metrics, after = self.config.run, self.state, {}, {}
         tracker = self.make_tracker()
+        if tracker is not None:
+            samples.remove_later(self.output_dir / samples.FOLDER, state.step + 1)
         if state.step == 0 and not state.before:
             state.before = after = self.validate(tracker)
         elif state.validated.get("step") == config.iterations:  # only the export is missing
@@ -144,7 +146,19 @@ class RLTrainer(BaseTrainer):
         metrics = learn(run, state.step + 1, collected)
         with self.watchdog.operation("record"):
             state.done(metrics)
+            self._record_samples(collected.batch)
         return metrics
+
+    def _record_samples(self, batch: RolloutBatch) -> None:
+        """Write samples of the completed iteration if it is due, the first, or the last one."""
+        rollout, step = self.config.rollout, self.state.step
+        is_end = rollout.record_interval > 0 and step in (1, self.config.run.iterations)
+        if is_end or self.is_due(rollout.record_interval):
+            path = self.output_dir / samples.FOLDER / f"step_{step}.jsonl"
+            with writing_to(self.output_dir):
+                samples.record_samples(
+                    batch, self.run.tokenizer, self.world, prompts=rollout.record_prompts, path=path
+                )
 
     def _leave(self, collected: Collected | None = None, drawn_from: dict | None = None) -> None:
         """Save the state and the samples of the next iteration, if there are any."""
@@ -194,16 +208,9 @@ class RLTrainer(BaseTrainer):
             )
         gathered = self.world.gather_object(own)
         if gathered is not None:
-            path = self.output_dir / "validation" / f"step_{self.state.step}.jsonl"
-            samples = sorted(
-                (sample for part in gathered for sample in part), key=lambda sample: sample["sample"]
-            )
-            text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+            path = self.output_dir / samples.VALIDATION_FOLDER / f"step_{self.state.step}.jsonl"
             with writing_to(self.output_dir):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(
-                    text, encoding="utf-8", errors="backslashreplace"
-                )  # lone surrogates, as JSON escapes them
+                samples.write_rows(path, (row for part in gathered for row in part))
 
 
 def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

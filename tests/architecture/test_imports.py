@@ -33,7 +33,7 @@ OWNERS = {
     "transformer_engine": ("verl_megatron/models/",),
     "pyarrow": ("verl_megatron/data/formats/arrow_tables.py",),
     "math_verify": ("verl_megatron/rewards/math_answers.py",),
-    "matplotlib": ("verl_megatron/observe/report.py",),
+    "matplotlib": ("verl_megatron/observe/pictures.py",),
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/models/log_prob_kernels.py"),
     "transformers": (
         "verl_megatron/data/tokenizer.py",

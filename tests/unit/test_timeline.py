@@ -8,7 +8,7 @@ import pytest
 
 from tests.one_rank import ONE_RANK
 from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
-from verl_megatron.observe.report import draw_timeline
+from verl_megatron.observe.pictures import draw_timeline
 from verl_megatron.observe.timeline import Timeline, chrome_trace, record_timeline
 from verl_megatron.observe.tracking import MetricsTracker, check_sinks
 

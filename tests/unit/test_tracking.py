@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from verl_megatron.observe.report import draw_report
+from verl_megatron.observe.pictures import draw_report
 from verl_megatron.observe.tracking import MetricsTracker, check_sinks, console_line, read_metrics
 
 

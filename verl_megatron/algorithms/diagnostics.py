@@ -1,5 +1,10 @@
 """Batch statistics of an iteration that do not depend on the algorithm."""
 
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
 from verl_megatron.algorithms.kl import reference_kl
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import REWARD_MAX, REWARD_MEAN, Sums
@@ -8,12 +13,14 @@ from verl_megatron.observe.metrics import REWARD_MAX, REWARD_MEAN, Sums
 def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
     """Sum statistics of the samples owned by this rank.
 
-    These are the reward, response tokens, the KL of a sample from the reference and from the teacher, and
-    the log-prob gap to the sampler (nats).
+    These are the reward, response tokens, the share of responses that were cut off, the KL of a sample from
+    the reference and from the teacher, and the log-prob gap to the sampler (nats).
     """
     sums, samples, mask_BT = Sums(), len(batch), batch.response_mask
     tokens_B = mask_BT.sum(-1)
     sums.add("rollout/response_tokens_mean", tokens_B.sum(), samples)
+    if batch.is_cut is not None:
+        sums.add("rollout/cut_fraction", batch.is_cut.sum(), samples)
     if batch.rewards is not None:
         sums.add(REWARD_MEAN, batch.rewards.sum(), samples)
     kl_BT = reference_kl(batch, estimator=kl_estimator)
@@ -32,3 +39,18 @@ def batch_sums(batch: RolloutBatch, *, kl_estimator: str) -> Sums:
         if batch.rewards is not None:
             sums.max(REWARD_MAX, batch.rewards.max())
     return sums
+
+
+def zero_variance_fraction(
+    batch: RolloutBatch, *, num_groups: int, all_max: Callable[[Tensor], Tensor]
+) -> float:
+    """Return the share of prompts whose samples all have the same score: they give no gradient.
+
+    `all_max` returns the maximum over the ranks that own samples; each of them must call it.
+    """
+    rewards_B, group_B = batch.required("rewards").double(), batch.required("group_id")
+    bounds_2G = torch.full((2, num_groups), -torch.inf, dtype=torch.float64)
+    for bound_G, value_B in zip(bounds_2G, (rewards_B, -rewards_B)):
+        bound_G.scatter_reduce_(0, group_B, value_B, "amax")
+    highest_G, lowest_G = all_max(bounds_2G)
+    return (highest_G == -lowest_G).double().mean().item()

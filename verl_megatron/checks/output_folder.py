@@ -8,12 +8,12 @@ from pathlib import Path
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import RunConfig
 
-_FOLDERS = ("checkpoint", "validation", "stacks", "tensorboard", "profile")
+_FOLDERS = ("checkpoint", "validation", "samples", "stacks", "tensorboard", "profile")
 SETTINGS, STARTS, LOG = "config.yaml", "run.json", "run.log"  # the record of a run
 SETTINGS_BEGIN = "# Settings of start"  # first words of `config.yaml`
 _FILES = (
     *(SETTINGS, STARTS, LOG),
-    *("metrics.jsonl", "metrics.csv", "report.png", "timeline.json", "timeline.png"),
+    *("metrics.jsonl", "metrics.csv", "report.png", "report.html", "timeline.json", "timeline.png"),
 )
 _WEIGHTS = re.compile(r"model.*\.safetensors|\.model.*\.partial")
 
@@ -40,9 +40,9 @@ def output_problems(run: RunConfig, exported: Mapping[str, str]) -> list[str]:
         problems += [_kind_problem(folder / name, is_folder=False) for name in _FILES]
         if not any(problems):
             problems += [_settings_problem(folder / SETTINGS)]
-        problems += [
-            _kind_problem(path, is_folder=False) for path in (folder / "validation").glob("step_*.jsonl")
-        ]
+        for written in ("validation", "samples"):
+            rows = (folder / written).glob("step_*.jsonl")
+            problems += [_kind_problem(path, is_folder=False) for path in rows]
         if run.export and not any(problems):
             problems += [_export_problem(folder / role, source) for role, source in exported.items()]
     except OSError as error:

@@ -46,6 +46,10 @@ class RolloutConfig(Section):
     kv_cache_mib: int = setting(64, "KV cache per rank on CPUs, MiB", within="[1, 16777216]")  # 16 TiB
     enforce_eager: bool = setting(False, "run without CUDA graphs")
     sleep: bool = setting(True, "free vLLM's GPU memory during training (GPUs only)")
+    record_interval: int = setting(
+        10, "iterations between records of training samples in samples/; 0: none", within=COUNT
+    )
+    record_prompts: int = setting(2, "prompts of a record, each with all its samples", within=POSITIVE)
 
 
 @dataclass(kw_only=True)

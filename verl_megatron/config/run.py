@@ -35,6 +35,6 @@ class RunConfig(Section):
     )  # four months; operating-system waits overflow at 292 years
     export: bool = setting(True, "write a Hugging Face folder of the actor (and critic) at the end")
     track_metrics: list[str] = setting(
-        ["console", "jsonl", "csv", "tensorboard"],
+        ["console", "jsonl", "csv", "tensorboard", "report"],
         "also wandb, mlflow, timeline (where ranks wait), profile (PyTorch profiler traces)",
     )

@@ -30,6 +30,7 @@ class RolloutBatch:
     policy_version: Tensor | None = None  # [B] int64, update count of the policy that generated the sample
     rollout_logprobs: Tensor | None = None  # [B, T] float32, from the sampler (vLLM)
     rewards: Tensor | None = None  # [B] float32, score of the sample
+    is_cut: Tensor | None = None  # [B] bool, the response ended at its limit of tokens
     baselines: Tensor | None = None  # [B] float32, score of a greedy sample of the same prompt
     logprobs: Tensor | None = None  # [B, T] float32, from the actor before the iteration's updates
     ref_logprobs: Tensor | None = None  # [B, T] float32

@@ -184,6 +184,39 @@ class Tokenizer:
         """Return the text of token ids without special tokens."""
         return self.hf.decode(ids, skip_special_tokens=True)
 
+    def token_texts(self, ids: list[int]) -> list[str]:
+        """Return the text of each token, special tokens by name.
+
+        A character that is spread over several tokens belongs to the first of them; the others are empty.
+        """
+        texts = [self._token_text(token) for token in ids]
+        at = 0
+        while at < len(texts):
+            end = at
+            while end < len(texts) and "\ufffd" in texts[end]:
+                end += 1
+            if end - at > 1 and "\ufffd" not in (whole := self.hf.decode(ids[at:end])):
+                texts[at:end] = [whole, *[""] * (end - at - 1)]
+            at = end + 1
+        return texts
+
+    def _token_text(self, token: int) -> str:
+        if token not in self._texts:
+            # Behind another token, because some tokenizers drop the space before a first word.
+            before, both = self.hf.decode([self._anchor]), self.hf.decode([self._anchor, token])
+            is_appended = both.startswith(before)
+            self._texts[token] = both[len(before) :] if is_appended else self.hf.decode([token])
+        return self._texts[token]
+
+    @functools.cached_property
+    def _texts(self) -> dict[int, str]:
+        return {}
+
+    @functools.cached_property
+    def _anchor(self) -> int:
+        """A token with a text of its own."""
+        return self.hf.encode("a", add_special_tokens=False)[-1]
+
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether a folder contains tokenizer files."""

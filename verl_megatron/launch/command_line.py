@@ -28,7 +28,7 @@ from verl_megatron.launch.recipe import check_recipe
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
 FLAGS = {
-    "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard]",
+    "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
     "--verify": "run.resume=verify",
 }
 QUIET = [

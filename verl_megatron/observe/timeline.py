@@ -15,7 +15,7 @@ import torch
 
 from parallel.rank_set import RankSet
 from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
-from verl_megatron.observe.report import draw_timeline
+from verl_megatron.observe.pictures import draw_timeline
 from verl_megatron.observe.tracking import replace_text
 
 TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"

@@ -77,7 +77,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file atomically: a killed run leaves the old or the new one."""
     scratch = path.with_suffix(path.suffix + ".new")
     scratch.unlink(missing_ok=True)
-    scratch.write_text(text)
+    scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
 
 
@@ -287,12 +287,31 @@ class MLflow:
         self._mlflow.end_run()
 
 
+class Report:
+    """`report.html`, of the rows of earlier starts of the run as well; see `report`."""
+
+    def __init__(self, to: Destination):
+        from verl_megatron.observe.report.sink import ReportWriter
+
+        rows, _ = parsed_rows(complete_lines(to.output_dir / METRICS_FILE))
+        earlier = [row for row in rows if row["step"] < to.first_step]
+        self._report = ReportWriter(to.output_dir, earlier, total_steps=to.total_steps)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._report.add(step, finite)
+
+    def close(self) -> None:
+        self._report.write(at_work=False)
+
+
 # name: the class and the package it needs
 SINKS: dict[str, tuple[Callable[[Destination], Sink], str]] = {
     "console": (Console, "tqdm"),
     "jsonl": (JsonLines, "json"),
     "csv": (Csv, "csv"),
     "tensorboard": (TensorBoard, "tensorboard"),
+    "report": (Report, "jinja2"),  # without plotly a run goes on, and says so
     "wandb": (Wandb, "wandb"),
     "mlflow": (MLflow, "mlflow"),
 }

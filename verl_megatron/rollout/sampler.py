@@ -248,4 +248,5 @@ def _batch_of(samples: Sequence[Generation], *, group_size: int, policy_version:
             batch.response_mask[b, first : first + len(sample.token_ids)] = torch.tensor(sample.is_sampled)
     batch.group_id = batch.sample_id // group_size
     batch.policy_version = torch.full_like(batch.sample_id, policy_version)
+    batch.is_cut = torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool)
     return batch

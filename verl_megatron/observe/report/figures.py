@@ -1,0 +1,187 @@
+"""Figures of a report: which metrics share a plot, under which section, in which unit."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+LINES, STACKED = "lines", "stacked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A plot of some metrics over the iterations."""
+
+    section: str
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    kind: str = LINES  # STACKED: the sum matters; one plot for each run
+    note: str = ""  # what the plot shows, where its title does not say it
+    from_zero: bool = False  # the axis begins at 0
+
+
+LEARNING, UPDATES, COST, OTHERS = "Learning", "Updates", "Time and memory", "Other metrics"
+FIGURES = (
+    Figure(
+        section=LEARNING,
+        title="Reward",
+        unit="score of a sample",
+        metrics=("reward/mean", "reward/max", "reward/greedy_mean", "reward/overlong_penalty"),
+    ),
+    Figure(section=LEARNING, title="Validation", unit="mean score", metrics=("validation/accuracy",)),
+    Figure(
+        section=LEARNING,
+        title="Loss",
+        unit="loss",
+        metrics=("sft/loss", "dpo/loss", "reward_model/loss", "validation/loss"),
+    ),
+    Figure(
+        section=LEARNING,
+        title="Pairs in the right order",
+        unit="share",
+        metrics=("dpo/accuracy", "reward_model/accuracy", "validation/accuracy"),
+    ),
+    Figure(
+        section=LEARNING,
+        title="Rewards of pairs",
+        unit="reward",
+        metrics=tuple(
+            f"{task}/{name}"
+            for task in ("dpo", "reward_model")
+            for name in ("margin", "chosen_reward", "rejected_reward")
+        ),
+    ),
+    Figure(
+        section=LEARNING,
+        title="KL from the reference",
+        unit="nats a sample",
+        metrics=("kl/ref", "kl/teacher"),
+        note="summed over the tokens of a sample",
+    ),
+    Figure(section=LEARNING, title="Entropy", unit="nats a token", metrics=("policy/entropy",)),
+    Figure(
+        section=LEARNING,
+        title="Response length",
+        unit="tokens",
+        metrics=("rollout/response_tokens_mean", "rollout/response_tokens_max"),
+        from_zero=True,
+    ),
+    Figure(
+        section=LEARNING,
+        title="Samples that teach little",
+        unit="share",
+        metrics=("rollout/cut_fraction", "rollout/zero_variance_fraction", "reward/failed"),
+        note="cut responses; prompts whose samples all have one score; failed rewards",
+        from_zero=True,
+    ),
+    Figure(
+        section=LEARNING,
+        title="Prompts drawn for dynamic sampling",
+        unit="prompts",
+        metrics=("rollout/groups_sampled", "rollout/groups_without_variance"),
+    ),
+    Figure(
+        section=UPDATES,
+        title="Clipped tokens",
+        unit="share of tokens",
+        metrics=("policy/clip_fraction", "critic/clip_fraction", "policy/correction_fraction"),
+        from_zero=True,
+    ),
+    Figure(
+        section=UPDATES,
+        title="Gap between sampler and trainer",
+        unit="nats a token",
+        metrics=("rollout/logprob_gap_mean", "rollout/logprob_gap_max"),
+        note="difference of vLLM's and the trainer's log-probs of the same tokens",
+    ),
+    Figure(
+        section=UPDATES,
+        title="Gradient norm",
+        unit="before clipping",
+        metrics=("policy/grad_norm", "critic/grad_norm", "reward_model/grad_norm"),
+    ),
+    Figure(
+        section=UPDATES,
+        title="KL of the updates",
+        unit="nats a token",
+        metrics=("policy/approx_kl", "kl/loss"),
+        note="from the actor before the iteration's updates; in the loss: from the reference",
+    ),
+    Figure(
+        section=UPDATES,
+        title="Ratios and weights",
+        unit="ratio",
+        metrics=("policy/ratio_max", "policy/importance_weight", "policy/effective_sample_size"),
+    ),
+    Figure(section=UPDATES, title="Policy loss", unit="loss", metrics=("policy/loss",)),
+    Figure(
+        section=UPDATES,
+        title="Critic",
+        unit="value",
+        metrics=("critic/loss", "critic/value_mean", "critic/return_mean"),
+    ),
+    Figure(
+        section=COST,
+        title="Phases of an iteration",
+        unit="seconds",
+        metrics=("time/*",),
+        kind=STACKED,
+        from_zero=True,
+    ),
+    Figure(
+        section=COST,
+        title="Generation",
+        unit="tokens a second",
+        metrics=("rollout/throughput_tokens_per_sec",),
+        from_zero=True,
+    ),
+    Figure(
+        section=COST,
+        title="Memory in use after each phase",
+        unit="MiB",
+        metrics=("memory/*",),
+        note="of the fullest rank",
+    ),
+    Figure(
+        section=COST, title="Weight sync: bytes", unit="bytes", metrics=("reshard/bytes",), from_zero=True
+    ),
+    Figure(section=COST, title="Weight sync: time", unit="ms", metrics=("reshard/ms",), from_zero=True),
+    Figure(
+        section=COST, title="Reward calls", unit="ms a call", metrics=("reward/latency_ms",), from_zero=True
+    ),
+)
+# Sums of what other plots show.
+LEFT_OUT = ("train/step_time_ms", "critic/update_ms", "memory/actor_gpu_mem_mb")
+
+
+def figures_of(metrics: Iterable[str]) -> list[Figure]:
+    """Return the figures of these metrics: those of `FIGURES` that have any, and one for each other metric.
+
+    `PREFIX/*` takes all metrics of a prefix that no earlier figure has.
+    """
+    known = dict.fromkeys(metrics)
+    is_paired = any(key.startswith(("dpo/", "reward_model/")) for key in known)
+    found, shown = [], set(LEFT_OUT)
+    for figure in FIGURES:
+        if figure.title == "Validation" and is_paired:
+            continue  # the accuracy of pairs is shown with that of the training pairs
+        keys = [key for name in figure.metrics for key in matching(name, known) if key not in shown]
+        if keys:
+            shown |= set(keys)
+            found.append(replace(figure, metrics=tuple(keys)))
+    rest = [key for key in known if key not in shown]
+    return found + [Figure(section=OTHERS, title=key, unit="", metrics=(key,)) for key in rest]
+
+
+def matching(name: str, known: Iterable[str]) -> list[str]:
+    """Return the metrics that a name of `FIGURES` stands for."""
+    if name.endswith("/*"):
+        return [key for key in known if key.startswith(name[:-1])]
+    return [name] if name in known else []
+
+
+def label_of(key: str) -> str:
+    """Return what a legend calls a metric: its name without the prefix and the unit."""
+    name = key.partition("/")[2] or key
+    if key.startswith(("time/", "memory/")):
+        name = name.removesuffix("_s").removesuffix("_mb")
+    return name.replace("_", " ")
