@@ -105,12 +105,13 @@ def _is_number(value: object) -> bool:
 
 def _has_tokens(row: dict[str, Any]) -> bool:
     """Whether a row has texts and log-probs of its tokens, in lists of one length."""
-    tokens, *logprobs = (row.get(name) for name in ("tokens", "logprobs", "rollout_logprobs"))
+    tokens, ours, theirs = (row.get(name) for name in ("tokens", "logprobs", "rollout_logprobs"))
+    if not (isinstance(tokens, list) and isinstance(ours, list) and isinstance(theirs, list)):
+        return False
     return (
-        isinstance(tokens, list)
+        len(tokens) == len(ours) == len(theirs)
         and all(isinstance(text, str) for text in tokens)
-        and all(isinstance(values, list) and len(values) == len(tokens) for values in logprobs)
-        and all(value is None or _is_number(value) for values in logprobs for value in values)
+        and all(value is None or _is_number(value) for value in [*ours, *theirs])
     )
 
 

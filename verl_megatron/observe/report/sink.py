@@ -1,6 +1,7 @@
 """The report of a run at work: rewritten as rows arrive, in a bounded share of the run's time."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class ReportWriter:
         self._due_at = 0.0  # the first row is worth a page
         self._has_failed = False
 
-    def add(self, step: int, metrics: dict[str, float]) -> None:
+    def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Add a row of metrics and write the report if it is due."""
         self._rows.append({"step": step, **metrics})
         if time.monotonic() >= self._due_at:
