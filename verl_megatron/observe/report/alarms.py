@@ -97,11 +97,10 @@ def stalled(run: RunRecord) -> Iterator[Alarm]:
 
 def not_finite(run: RunRecord) -> Iterator[Alarm]:
     """Metrics that were NaN or infinite."""
-    where = {
-        key: [step for step, value in zip(curve.steps, curve.values) if value is None]
-        for key, curve in run.series.items()
-    }
-    bad = {key: steps for key, steps in where.items() if steps}
+    bad: dict[str, list[int]] = {}
+    for key, curve in run.series.items():
+        if None in curve.values:
+            bad[key] = [step for step, value in zip(curve.steps, curve.values) if value is None]
     if not bad:
         return
     steps = sorted({step for those in bad.values() for step in those})

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl_megatron.observe.metrics import PhaseEvent
 from verl_megatron.observe.report.alarms import find_alarms, iterations_of
 from verl_megatron.observe.report.figures import STACKED, Figure, figures_of, label_of
 from verl_megatron.observe.report.record import RunRecord
@@ -121,14 +122,13 @@ def data_of(run: RunRecord, alarms: Sequence[Alarm]) -> dict[str, Any]:
 
 
 def timeline_data(timeline: Timeline) -> list[list[list[Any]]]:
-    """Return name, start, end of work and end of each phase of the first ranks, in seconds."""
-    return [
-        [
-            [event.name, *(round(moment, 4) for moment in (event.start_s, event.busy_end_s, event.end_s))]
-            for event in events
-        ]
-        for events in timeline.events[:MAX_RANKS]
-    ]
+    """Return the phases of each of the first ranks."""
+    return [list(map(event_data, events)) for events in timeline.events[:MAX_RANKS]]
+
+
+def event_data(event: PhaseEvent) -> list[Any]:
+    """Return name, start, end of work and end of a phase, in seconds."""
+    return [event.name, round(event.start_s, 4), round(event.busy_end_s, 4), round(event.end_s, 4)]
 
 
 def group_data(group: Group) -> dict[str, Any]:

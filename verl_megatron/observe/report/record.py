@@ -63,9 +63,8 @@ class RunRecord:
     @property
     def kind(self) -> str:
         """Name of the kind of run, empty if no metric tells it."""
-        return next(
-            (kind for prefix, kind in KINDS.items() if any(key.startswith(prefix) for key in self.series)), ""
-        )
+        prefixes = [key.partition("/")[0] + "/" for key in self.series]
+        return next((kind for prefix, kind in KINDS.items() if prefix in prefixes), "")
 
     @property
     def last_step(self) -> int:
@@ -88,10 +87,12 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
             if key != "step":
                 is_finite = value is not None and math.isfinite(value)
                 points.setdefault(key, {})[row["step"]] = value if is_finite else None
-    return {
-        key: Series(steps := sorted(by_step), [by_step[step] for step in steps])
-        for key, by_step in points.items()
-    }
+    return {key: _series(by_step) for key, by_step in points.items()}
+
+
+def _series(by_step: Mapping[int, float | None]) -> Series:
+    steps = sorted(by_step)
+    return Series(steps, [by_step[step] for step in steps])
 
 
 def read_run(folder: str | Path) -> RunRecord:

@@ -119,14 +119,15 @@ def _training_groups(step: int, rows: Iterable[dict[str, Any]]) -> list[Group]:
     by_group: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_group.setdefault(row.get("group", 0), []).append(row)
-    return [
-        Group(
-            source="training",
-            prompt=shortened(members[0]["prompt"]),
-            samples=[_sample(step, row) for row in members],
-        )
-        for _, members in sorted(by_group.items())
-    ]
+    return [_training_group(step, by_group[number]) for number in sorted(by_group)]
+
+
+def _training_group(step: int, rows: Sequence[dict[str, Any]]) -> Group:
+    return Group(
+        source="training",
+        prompt=shortened(rows[0]["prompt"]),
+        samples=[_sample(step, row) for row in rows],
+    )
 
 
 def _validation_groups(by_step: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[Group]:

@@ -11,7 +11,7 @@ LOSSES = ("sft/loss", "dpo/loss", "reward_model/loss")
 
 def summary(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the rows of the table, each with a cell for every run; rows without any content are left out."""
-    rows = [(title, [cell(run) for run in runs]) for title, cell in ROWS]
+    rows = [(title, list(map(cell, runs))) for title, cell in ROWS]
     return [(title, cells) for title, cells in rows if any(cells)]
 
 
