@@ -1,7 +1,9 @@
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(
@@ -9,6 +11,18 @@ VERSION = re.search(
 )[1]
 README = HERE / "README.md"
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]
+
+
+class BuildWithRecipes(build_py):
+    """Copies the recipes and launchers, which stand beside the package in a clone, into the package."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "verl_megatron" / "recipes"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(HERE / "recipes", target, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
+
 
 setup(
     name="verl-megatron",
@@ -18,6 +32,8 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["parallel", "parallel.*", "verl_megatron", "verl_megatron.*"]),
     package_data={"verl_megatron.observe.report": ["page.html", "page.css", "page.js"]},
+    cmdclass={"build_py": BuildWithRecipes},
+    entry_points={"console_scripts": ["verl-megatron = verl_megatron.commands:main"]},
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     install_requires=[

@@ -41,6 +41,11 @@ def is_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def visible_gpus() -> int:
+    """Number of GPUs that this process may use."""
+    return torch.cuda.device_count() if is_gpu() else 0
+
+
 def device() -> torch.device:
     """This rank's device."""
     return torch.device("cuda", torch.cuda.current_device()) if is_gpu() else torch.device("cpu")

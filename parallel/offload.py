@@ -152,7 +152,7 @@ def copy_beside(
 
     The copy engine of a direction stays with a stream as long as that stream has copies: another copy issued
     during 16 GiB of offload waited for all of it, 310 ms. At a piece that waits for another stream the engine
-    switches: the wait is 1.3 ms, at the same 55 GB/s (tools/bench/copies.py, H200).
+    switches: the wait is 1.3 ms, at the same 55 GB/s (`verl-megatron benchmark copies`, H200).
 
     Returns:
         The event after the last copy.

@@ -3,14 +3,15 @@
 # exports it.
 #   bash recipes/quickstart.sh [settings of the PPO run, such as run.iterations=5]
 # Environment: SEED (1), OUT (outputs/toy), VERL_MEGATRON_VENV (see tools/install.sh).
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+RECIPE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/quickstart.sh
 INSTALLS=1
-source recipes/launch/local.sh
+source "${RECIPE%/*}/launch/local.sh"
+[[ -z $CLONE ]] || cd "$ROOT"
 [[ -z ${LOCAL_RANK:-} && (${NNODES:-1} == 1 || -n $DRY_RUN) ]] ||
   stop "quickstart.sh starts all its ranks itself; run it alone on one node"
 [[ ${NNODES:-1} == 1 ]] || echo "quickstart.sh runs on one node only; this is its plan there, without the other nodes of NNODES=$NNODES"
 SEED=${SEED:-1} OUT=${OUT:-outputs/toy}
-PYTHON=$(bash tools/install.sh)
+if [[ -n $CLONE ]]; then PYTHON=$(bash tools/install.sh); else PYTHON=$(command -v python); fi
 export PATH="$(dirname "$PYTHON"):$PATH" HF_HUB_OFFLINE=1
 
 FOUND=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
@@ -25,8 +26,8 @@ echo "quickstart: $RANKS ranks on $([[ $FOUND == 0 ]] && echo the CPU || echo "$
 
 run() { NNODES=1 NODE_RANK=0 GPUS=$1 start "${@:2}"; }
 
-[[ -n $DRY_RUN && -d $OUT/model ]] || "$PYTHON" tools/make_toy.py "$OUT" --seed "$SEED"
-[[ -n $DRY_RUN ]] || refuse_bad_settings bash recipes/quickstart.sh "$@"
+[[ -n $DRY_RUN && -d $OUT/model ]] || "$PYTHON" -m verl_megatron.examples.toy "$OUT" --seed "$SEED"
+[[ -n $DRY_RUN ]] || refuse_bad_settings bash "$RECIPE" "$@"
 trap 'exit 130' INT # the ranks' launcher has said it
 (run "$((RANKS < 2 ? 1 : 2))" verl_megatron.sft --config-name sft_toy_cpu run.seed="$SEED" run.output_dir="$OUT/sft" \
   data.train="$OUT/sft.jsonl" actor.path="$OUT/model" ${DRY_RUN:+--dry-run})

@@ -42,7 +42,7 @@ def commands_of(page: Path) -> list[Command]:
     """Commands of the blocks of code without a language, but those of other projects."""
     blocks = [block for language, block in FENCE.findall(text_of(page)) if not language]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    starts = re.compile(r"^([A-Z_]+=\S+ )*(python|bash|torchrun|sbatch|kubectl|pip|mkdocs) ")
+    starts = re.compile(r"^([A-Z_]+=\S+ )*(verl-megatron|python|bash|torchrun|sbatch|kubectl|pip|mkdocs) ")
     parts = [line.partition("  #") for line in lines if starts.match(line)]
     return [Command(line.strip(), note.strip()) for line, _, note in parts]
 

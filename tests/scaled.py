@@ -1,12 +1,12 @@
 """Planned runs and rows of the scaling benchmark, and a model of three sizes."""
 
-from tools.scaling.model import Scaling, terms_of
-from tools.scaling.rows import (
+from verl_megatron.benchmarks.scaling.model import Scaling, terms_of
+from verl_megatron.benchmarks.scaling.rows import (
     MEASURED,
     Row,
     described,
 )
-from tools.scaling.runs import architecture
+from verl_megatron.benchmarks.scaling.runs import architecture
 from verl_megatron.config import CriticConfig, ModelConfig, TrainerConfig
 from verl_megatron.planner import MACHINES, PlannedRun
 

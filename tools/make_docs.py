@@ -9,7 +9,6 @@ exit status 1: a page is out of date.
 
 import argparse
 import inspect
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from verl_megatron.config.names import ARR, Row, Table
 from verl_megatron.config.older_names import OLDER_NAMES, PLACES
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
+from verl_megatron.launch.help import allowed, spelled
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -35,7 +35,7 @@ A setting has two levels, `section.setting`. A recipe is a YAML file of the sett
 defaults. The command line overrides the recipe:
 
 ```
-torchrun --nproc_per_node 4 -m verl_megatron.train --config-name ppo_toy_cpu actor.lr=1e-4 rollout.stop=[END]
+verl-megatron train --config-name ppo_toy_cpu actor.lr=1e-4 rollout.stop=[END]
 ```
 
 Lists are written `[a,b]`. All wrong settings are refused together, before a model is built. From Python, the
@@ -54,39 +54,15 @@ SUPERVISED_HEAD = """
 """
 
 
-def spelled(value: Any) -> str:
-    """Return a default as a recipe would write it."""
-    if value == schemas.MISSING:
-        return "required"
-    text = json.dumps(value) if not isinstance(value, float) else f"{value:g}"
-    return f"`{text}`"
-
-
-def allowed(metadata: Mapping[str, Any], value: Any) -> str:
-    """Return the choices, interval or type of a setting."""
-    if choices := metadata["choices"]:
-        return ", ".join(f"`{choice}`" for choice in choices)
-    if interval := metadata["within"]:
-        return ("list of numbers " if isinstance(value, list) else "") + in_words(interval)
-    kinds = {bool: "true, false", int: "whole number", float: "number", list: "list"}
-    return next((text for kind, text in kinds.items() if isinstance(value, kind)), "text")
-
-
-def in_words(interval: str) -> str:
-    """Return an interval such as "(0, 1]" in words."""
-    low, high = interval[1:-1].split(", ")
-    above = "" if low == "-inf" else f"≥ {low}" if interval[0] == "[" else f"> {low}"
-    below = "" if high == "inf" else f"≤ {high}" if interval[-1] == "]" else f"< {high}"
-    return ", ".join(filter(None, (above, below))) or "any number"
-
-
 def section_lines(name: str, section: Any, *, title: str) -> list[str]:
     """Return the heading, the docstring and the table of one section."""
     lines = [f"\n## {title}\n", inspect.getdoc(type(section)), "", *TABLE_HEAD]
     for setting in fields(section):
         value = getattr(section, setting.name)
         values, meaning = allowed(setting.metadata, value), setting.metadata["meaning"].replace("|", "\\|")
-        lines.append(f"| `{name}.{setting.name}` | {spelled(value)} | {values} | {meaning} |")
+        shown = ", ".join(f"`{choice}`" for choice in values) if setting.metadata["choices"] else values[0]
+        default = spelled(value) if value == schemas.MISSING else f"`{spelled(value)}`"
+        lines.append(f"| `{name}.{setting.name}` | {default} | {shown} | {meaning} |")
     return lines
 
 

@@ -141,7 +141,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         sampler=Sampler(
             models.engine,
             tokenizer=inputs.tokenizer,
-            pool=_reward_pool(config, models.engine),
+            pool=make_reward_pool(config, models.engine),
             seed=config.run.seed,
             on_step=watchdog.beat,
         ),
@@ -165,7 +165,7 @@ def _draw_of(config: TrainerConfig) -> Draw:
     )
 
 
-def _reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
+def make_reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
     """Start reward workers on the first rank of each replica, which owns its samples."""
     reward = config.reward
     if not reward.function or not engine.is_owner:

@@ -112,7 +112,7 @@ def _put_aside(paths: list[Path], suffix: str) -> list[Path]:
 
 def damage(path: Path, ranks: RankSet, check: Check = _anything) -> tuple[dict, str | None]:
     """Return the manifest, and an error message about it or the files, the same on every rank, or None."""
-    manifest, problem = ranks.broadcast_object(_read_manifest(path, check) if ranks.is_first else None)
+    manifest, problem = ranks.broadcast_object(read_manifest(path, check) if ranks.is_first else None)
     if problem is not None:
         return {}, problem
     problem = _damage_among(path, manifest["files"], ranks)
@@ -132,7 +132,8 @@ def _damage_among(path: Path, files: dict[str, dict], ranks: RankSet) -> str | N
     return next((problem for problems in all_found for problem in problems if problem), None)
 
 
-def _read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
+def read_manifest(path: Path, check: Check) -> tuple[dict, str | None]:
+    """Return the manifest of checkpoint `path` and an error message about it, or None; not collective."""
     try:
         manifest = read_sealed(path / MANIFEST)
     except ValueError as error:

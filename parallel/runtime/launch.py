@@ -29,6 +29,13 @@ TELLING = (
     2,
     75,
 )
+# Environment variables of the ranks, unless they are set.
+USUAL = {
+    "OMP_NUM_THREADS": "1",  # torchrun's default, too, but it prints eight lines about it
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40",  # s from SIGTERM to SIGKILL: more than a run needs to save
+    "NCCL_DEBUG": "WARN",  # the reason of a failure, in the log of the rank that saw it
+    "NCCL_IB_TIMEOUT": "22",  # 4.096 us * 2^22 = 17 s: a link that is down for a moment does not end a run
+}
 PARENT = "LAUNCH_PARENT"  # environment variable: process id of a shell; this process ends when the shell ends
 
 
@@ -36,6 +43,8 @@ def main(arguments: list[str]) -> int:
     """Run this node's ranks until they exit, and return the exit status."""
     if parent := os.environ.pop(PARENT, ""):
         process.end_with(signal.SIGTERM, is_orphan=lambda: os.getppid() != int(parent))
+    for name, value in USUAL.items():
+        os.environ.setdefault(name, value)
     _Asked.listen()
     leftovers.begin()
     os.environ[process.LAUNCHER] = str(os.getpid())

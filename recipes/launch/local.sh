@@ -15,7 +15,9 @@
 set -euo pipefail
 shopt -s inherit_errexit
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-ROOT=${LAUNCH%/recipes/launch}
+ROOT=${LAUNCH%/recipes/launch} # of the clone; in an installed package the recipes are inside it
+CLONE=
+if [[ -f $ROOT/tools/install.sh ]]; then CLONE=1; fi
 
 stop() { # text: what is wrong with the call
   echo "error: $*" >&2
@@ -31,7 +33,7 @@ if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
 fi
 
 VENV=${VERL_MEGATRON_VENV:-} # else the first Python that has everything
-if [[ -z $VENV ]] && PYTHON=$(bash "$ROOT/tools/install.sh" find 2>/dev/null); then VENV=${PYTHON%/bin/*}; fi
+if [[ -z $VENV && -n $CLONE ]] && PYTHON=$(bash "$ROOT/tools/install.sh" find 2>/dev/null); then VENV=${PYTHON%/bin/*}; fi
 : "${VENV:=${VIRTUAL_ENV:-$ROOT/.venv}}"
 if [[ $(cat "$VENV/.verl_megatron" 2>/dev/null) == unfinished* ]]; then
   [[ -n ${INSTALLS:-} ]] ||
@@ -39,8 +41,9 @@ if [[ $(cat "$VENV/.verl_megatron" 2>/dev/null) == unfinished* ]]; then
 elif [[ -x $VENV/bin/python ]]; then
   export PATH="$VENV/bin:$PATH"
 fi
+if [[ -n $CLONE ]]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 # 1 is torchrun's default, too, but it prints eight lines about it.
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Seconds from SIGTERM to SIGKILL: more than the grace in which a run saves; read from torch 2.12 on.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-40}
 # NCCL. What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) the user sets; launchers take it
@@ -101,14 +104,14 @@ refuse_bad_settings() {
   exit "$status"
 }
 
-# shape, options of make_random.py: its folder with model, train.jsonl and reward.py, made if need be
+# shape, options of verl_megatron.examples.random_weights: its folder with model, train.jsonl and reward.py, made if need be
 random_weights() {
   local folder="$SCRATCH/$1"
   mkdir -p "$SCRATCH"
   ( # nodes and ranks that share the folder wait for the one that makes it
     flock 9
     [[ -f $folder/reward.py ]] ||
-      { refuse_bad_settings bash "$0" "${ARGUMENTS[@]}" && python "$ROOT/tools/make_random.py" "$folder" --shape "$@" >&2; }
+      { refuse_bad_settings bash "$0" "${ARGUMENTS[@]}" && python -m verl_megatron.examples.random_weights "$folder" --shape "$@" >&2; }
   ) 9>"$folder.lock"
   echo "$folder"
 }

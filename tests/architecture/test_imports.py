@@ -13,13 +13,18 @@ FILES = sorted(path for package in ("parallel", "verl_megatron") for path in (RO
 
 # A heavy package and the only files (or folders) that may import it.
 OWNERS = {
-    "vllm": ("verl_megatron/rollout/vllm",),  # vllm.py and what its name begins with
+    "vllm": (
+        "verl_megatron/rollout/vllm",  # vllm.py and what its name begins with
+        "verl_megatron/benchmarks/weight_sync/",  # looks into its allocator
+    ),
     "hydra": ("verl_megatron/launch/command_line.py",),
     "omegaconf": (
         "verl_megatron/launch/command_line.py",
         "verl_megatron/checks/overrides.py",
         "verl_megatron/train.py",
         "verl_megatron/launch/supervised.py",
+        "verl_megatron/commands/plan.py",
+        "verl_megatron/benchmarks/",
     ),
     "megatron": (
         "parallel/megatron.py",
@@ -29,21 +34,31 @@ OWNERS = {
         "parallel/checkpoint/training_state.py",
         "verl_megatron/models/",
         "verl_megatron/roles/",
+        "verl_megatron/benchmarks/",
     ),
-    "transformer_engine": ("verl_megatron/models/",),
     "pyarrow": ("verl_megatron/data/formats/arrow_tables.py",),
     "math_verify": ("verl_megatron/rewards/math_answers.py",),
-    "matplotlib": ("verl_megatron/observe/pictures.py",),
+    "transformer_engine": ("verl_megatron/models/", "verl_megatron/benchmarks/calibrate.py"),
+    "matplotlib": (
+        "verl_megatron/observe/pictures.py",
+        "verl_megatron/planner/reshard/picture.py",
+        "verl_megatron/benchmarks/",
+    ),
     "triton": ("parallel/reshard/kernels.py", "verl_megatron/models/log_prob_kernels.py"),
     "transformers": (
         "verl_megatron/data/tokenizer.py",
         "verl_megatron/checks/folders.py",
         "verl_megatron/models/rope.py",
+        "verl_megatron/examples/",
+        "verl_megatron/benchmarks/",
     ),
 }
 # From the outside in: a layer may import what stands after it, and its own layer.
 LAYERS = (
-    ("train", "sft", "dpo", "reward_model", "utils"),
+    ("__main__",),
+    ("commands",),
+    ("benchmarks",),
+    ("train", "sft", "dpo", "reward_model", "evaluation", "utils"),
     ("launch",),
     ("trainer", "supervised"),
     ("saved_state",),
@@ -59,6 +74,7 @@ LAYERS = (
     ("manifest",),
     ("observe",),
     ("data",),
+    ("examples",),
     ("config", "residency"),
 )
 

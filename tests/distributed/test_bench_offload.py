@@ -5,9 +5,9 @@ import re
 import pytest
 
 from tests.worlds import run_world
-from tools.bench.offload import InTurns
-from tools.make_toy import make_toy
+from verl_megatron.benchmarks.offload import InTurns
 from verl_megatron.config import TrainerConfig
+from verl_megatron.examples.toy import make_toy
 
 
 def test_both_ways_are_measured_in_turns(tmp_path):

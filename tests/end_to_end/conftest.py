@@ -7,7 +7,7 @@ import pytest
 
 from tests.end_to_end.launch import Ended, run
 from tests.end_to_end.measured import ADAPTIVE
-from tools.make_toy import make_toy
+from verl_megatron.examples.toy import make_toy
 
 TRAIN = "verl_megatron.train"
 REWARDS = '''

@@ -26,7 +26,7 @@ from tests.end_to_end import killed_train
 from tests.end_to_end.forked import run_ranks
 from tests.end_to_end.measured import ADAPTIVE, learned_in_attempts
 from tests.worlds import ROOT
-from tools.make_toy import make_toy
+from verl_megatron.examples.toy import make_toy
 from verl_megatron.launch.command_line import run_command
 from verl_megatron.rollout.vllm_process import starting
 from verl_megatron.train import main as train

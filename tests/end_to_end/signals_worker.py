@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.measured import learned_in_attempts
 from tests.worlds import ROOT
-from tools.make_toy import make_toy
+from verl_megatron.examples.toy import make_toy
 
 NUM_RANKS = 2
 STALL_S = 6

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.worlds import ROOT
-from tools.make_toy import make_toy
+from verl_megatron.examples.toy import make_toy
 
 ROWS = 24  # of the toy's, in each file of a job
 WORLD = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}  # what the toy recipes are made for

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,9 @@ import pytest
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shapes import shape
 from tests.scaled import run_on, scaling_of
-from tests.worlds import ROOT
-from tools.benchmark_scaling import by_size, main, numbers, parser, sizes_to_run
-from tools.scaling.report import Report, markdown, write_csv, write_png
-from tools.scaling.rows import (
+from verl_megatron.benchmarks.scaling.command import by_size, main, numbers, parser, sizes_to_run
+from verl_megatron.benchmarks.scaling.report import Report, markdown, write_csv, write_png
+from verl_megatron.benchmarks.scaling.rows import (
     MEASURED,
     MODELLED,
     Row,
@@ -25,7 +23,8 @@ from tools.scaling.rows import (
     disturbance,
     measured_row,
 )
-from tools.scaling.runs import Recipe, architecture, environment
+from verl_megatron.benchmarks.scaling.runs import Recipe, architecture, environment
+from verl_megatron.examples import random_weights
 
 
 def test_planned_seconds_and_what_is_modelled_stand_in_every_output(tmp_path):
@@ -180,7 +179,9 @@ def test_sizes_are_checked_before_prompts_are_made(tmp_path, capsys, arguments, 
 
 def test_runs_train_on_the_prompts_that_are_made_last(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("tools.benchmark_scaling.make_prompts", lambda path, *_, **__: made.append(path))
+    monkeypatch.setattr(
+        "verl_megatron.benchmarks.scaling.command.make_prompts", lambda path, *_, **__: made.append(path)
+    )
     given = [
         "--recipe",
         "ppo_toy_cpu",
@@ -198,25 +199,23 @@ def test_runs_train_on_the_prompts_that_are_made_last(tmp_path, monkeypatch):
 
 
 def test_random_weights_without_room_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "tools")  # where the tool finds its neighbours
-    make_random = import_module("make_random")
     out, needed = tmp_path / "out", 2 * sum(map(prod, hf_shapes(architecture("llama3-8b")).values()))
     monkeypatch.setattr(
         "shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1) if path.is_dir() else None
     )
     with pytest.raises(SystemExit) as ended:
-        make_random.main([str(out)])
+        random_weights.main([str(out)])
     expected = (
         f"error: {out}/model has {needed - 1:,} bytes free and the random weights need "
         f"{needed:,}; name another OUT (in recipes SCRATCH) or fewer --layers\n"
     )
     assert ended.value.code == 2 and capsys.readouterr().err == expected and not out.exists()
     with pytest.raises(SystemExit):
-        make_random.main([str(out), "--layers", "1", "--prompt-tokens", "0"])
+        random_weights.main([str(out), "--layers", "1", "--prompt-tokens", "0"])
     assert "error: --prompt-tokens 0 must be from 1 to " in capsys.readouterr().err and not out.exists()
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"1")
-    make_random.check_room(out, shape("llama3-8b"))  # an earlier call's file is written over
+    random_weights.check_room(out, shape("llama3-8b"))  # an earlier call's file is written over
 
 
 def test_a_script_is_read_from_its_dry_run(tmp_path, monkeypatch):

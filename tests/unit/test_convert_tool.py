@@ -19,20 +19,19 @@ from parallel.convert.workers import Budget
 from tests.processes import all_ended
 from tests.tiny import write_hf
 from tests.worlds import ROOT
-from tools import convert
+from verl_megatron.commands import convert
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 CAP_MIB = 64
 # Growth of the resident memory's peak from the moment at which everything is imported.
 MEASURE = """
 import re, sys
-sys.path.insert(0, "tools")
-import convert
+from verl_megatron.commands import convert
 status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 convert.parser()
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from what is resident now
 before = status("VmRSS")
-result = convert.main(sys.argv[1:])
+result = convert.run(sys.argv[1:])
 print("grown by", status("VmHWM") - before, "KiB")
 sys.exit(result)
 """
@@ -40,7 +39,7 @@ sys.exit(result)
 
 def tool(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "tools/convert.py", *map(str, arguments)],
+        [sys.executable, "-m", "verl_megatron", "convert", *map(str, arguments)],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
@@ -128,7 +127,7 @@ def test_a_killed_run_is_continued_where_it_stopped(large, tmp_path):
     finished = set(re.findall(r'"name": "(\S+)", "bytes"', journal.read_text()))
     ages = {name: (tmp_path / "mcore.partial" / name).stat().st_mtime_ns for name in finished}
     assert len(children) >= 2 and len(finished) >= 3 and not (tmp_path / "mcore").exists()
-    assert convert.main(command("mcore", 1)) == convert.main(command("unbroken", 1)) == 0
+    assert convert.run(command("mcore", 1)) == convert.run(command("unbroken", 1)) == 0
     assert {
         name: (tmp_path / "mcore" / name).stat().st_mtime_ns for name in finished
     } == ages  # not written again
@@ -154,10 +153,10 @@ def test_exit_status_and_one_line_errors(tmp_path, capsys):
         and other.stdout.startswith("model.embed_tokens.weight differs")
         and "and 37 more" in other.stdout
     )
-    assert convert.main(["verify", str(tmp_path / "a"), str(tmp_path / "a"), "--workers", "1"]) == 0
+    assert convert.run(["verify", str(tmp_path / "a"), str(tmp_path / "a"), "--workers", "1"]) == 0
     assert "every tensor has the same bits" in capsys.readouterr().out
     (tmp_path / "a" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(SystemExit) as end:
-        convert.main(["hf-to-mcore", str(tmp_path / "a"), str(tmp_path / "c")])
+        convert.run(["hf-to-mcore", str(tmp_path / "a"), str(tmp_path / "c")])
     error = capsys.readouterr().err
     assert end.value.code == 2 and len(error.splitlines()) == 1 and "model.safetensors is truncated" in error

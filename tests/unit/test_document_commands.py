@@ -14,8 +14,11 @@ import pytest
 
 from tests.documents import COMMANDS, FENCE, FOLDERS, PAGES, Command, text_of
 from tests.worlds import ROOT
+from verl_megatron.commands import COMMANDS as COMMANDS_OF_PROGRAM
+from verl_megatron.commands.benchmark import BENCHMARKS
 
 NEEDS = ("needs GPUs", "needs a cluster", "needs pandas")
+TOY, RANDOM = (ROOT / "verl_megatron/examples" / name for name in ("toy.py", "random_weights.py"))
 # Pattern of a command -> tests that run its program, on a smaller case.
 RUN_BY = {
     r"bash recipes/quickstart\.sh$": (
@@ -23,14 +26,19 @@ RUN_BY = {
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",  # its recipe
     ),
     r"MODEL=.* --dry-run$": ("tests/unit/test_recipes.py::test_every_launcher_plans_every_recipe",),
-    r"torchrun .* -m verl_megatron\.train ": (
+    r"(torchrun .* -m verl_megatron\.|verl-megatron )train ": (
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",
+        "tests/end_to_end/test_commands.py::test_a_run_starts_the_ranks_that_it_needs",
     ),
-    r"torchrun .* -m verl_megatron\.sft ": (
-        "tests/end_to_end/test_sft.py::test_sft_lowers_the_loss_under_any_layout",
+    r"verl-megatron train --config mine": (
+        "tests/unit/test_commands.py::test_a_recipe_anywhere_extends_a_shipped_one",
     ),
-    r"torchrun .* -m verl_megatron\.(dpo|reward_model) ": (
+    r"verl-megatron sft ": ("tests/end_to_end/test_sft.py::test_sft_lowers_the_loss_under_any_layout",),
+    r"verl-megatron (dpo|reward-model) ": (
         "tests/end_to_end/test_supervised.py::test_a_stopped_run_resumes_to_the_last_bit",
+    ),
+    r"verl-megatron (evaluate|generate) ": (
+        "tests/end_to_end/test_commands.py::test_a_model_is_asked_and_scored",
     ),
     r"python tools/make_toy\.py ": (
         "tests/unit/test_make_toy.py::test_model_is_a_llama_folder_in_two_shards",
@@ -38,15 +46,15 @@ RUN_BY = {
     r"python tools/make_random\.py ": (
         "tests/unit/test_benchmark_scaling.py::test_runs_train_on_the_prompts_that_are_made_last",
     ),
-    r"python tools/convert\.py ": ("tests/unit/test_convert_tool.py::test_exit_status_and_one_line_errors",),
-    r"python tools/bench/convert\.py ": (
+    r"verl-megatron convert ": ("tests/unit/test_convert_tool.py::test_exit_status_and_one_line_errors",),
+    r"verl-megatron benchmark convert ": (
         "tests/unit/test_bench_convert.py::"
         "test_conversions_are_measured_beside_cp_and_an_exceeded_cap_is_an_error",
     ),
-    r"python tools/plan\.py .* --gpu machine\.json": (
+    r"verl-megatron plan .* --gpu machine\.json": (
         "tests/unit/test_planner_tools.py::test_calibration_on_two_ranks_is_a_machine_that_plans_read",
     ),
-    r"python tools/benchmark_scaling\.py ": (
+    r"verl-megatron benchmark scaling ": (
         "tests/end_to_end/test_benchmark_scaling.py::"
         "test_the_table_has_measured_and_modelled_sizes_of_fixed_length",
     ),
@@ -80,23 +88,31 @@ def test_commands_name_what_exists(command):
             assert importlib.util.find_spec(word), f"module {word} does not exist"
         if before == "--config-name":
             assert (ROOT / "recipes" / f"{word}.yaml").is_file(), f"there is no recipe {word}"
-    program = next((i for i, word in enumerate(words) if re.fullmatch(r"tools/\w+\.py", word)), None)
-    if program is not None:
-        source = (ROOT / words[program]).read_text()
-        options = {word for word in words[program:] if word.startswith("--")}
-        known = {
-            option
-            for option in options
-            if f'"{option}"' in source or f'"{option.replace("no-", "")}"' in source
-        }
-        assert options == known, f"{words[program]} has no option {options - known}"
+    source = source_of(words)
+    if source is not None:
+        options = {word for word in words if word.startswith("--")}
+        known = {option for option in options if option in source or option.replace("no-", "") in source}
+        assert options == known, f"{command.line} has no option {options - known}"
+
+
+def source_of(words: list[str]) -> str | None:
+    """The code that reads a command's options; None if it is not ours."""
+    if words[0] == "verl-megatron":
+        assert words[1] in COMMANDS_OF_PROGRAM, f"there is no command {words[1]}"
+        modules = ["launch.ranks", "launch.command_line", f"commands.{COMMANDS_OF_PROGRAM[words[1]].module}"]
+        if words[1] == "benchmark":
+            modules.append(f"benchmarks.{BENCHMARKS[words[2]].module}")
+        paths = [ROOT / "verl_megatron" / f"{module.replace('.', '/')}.py" for module in modules]
+        return "".join(path.read_text() for path in paths)
+    program = next((word for word in words if re.fullmatch(r"tools/\w+\.py", word)), None)
+    return None if program is None else (ROOT / program).read_text() + TOY.read_text() + RANDOM.read_text()
 
 
 def runs_anywhere(line: str) -> bool:
     """Plans need no GPU, no weights and no data; words in capitals stand for a user's files."""
-    planners = ("python tools/plan.py", "python tools/reshard_plan.py")
+    planners = ("verl-megatron plan ", "verl-megatron reshard-plan ")
     is_plan = "--dry-run" in line or line.startswith(planners)
-    return is_plan and not re.search(r"\.\.\.|machine\.json|\b[A-Z]{3,}\b(?!=)|/models/", line)
+    return is_plan and not re.search(r"\.\.\.|machine\.json|mine\.yaml|\b[A-Z]{3,}\b(?!=)|/models/", line)
 
 
 OF_A_RUN = ("NNODES", "NODE_RANK", "GPUS", "MODEL", "DATA", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -108,15 +124,15 @@ def test_there_are_plans_to_run():
     assert 5 <= len(RUNNABLE) <= 12
 
 
-PLANNER = r"python tools/(\w+)\.py "
+PLANNER = r"verl-megatron (plan|reshard-plan) "
 
 
 @each_command([command for command in RUNNABLE if re.match(PLANNER, command.line)])
 def test_planners_run(command, tmp_path, monkeypatch):
     """In this process, which spares the imports."""
     monkeypatch.chdir(tmp_path)
-    program = importlib.import_module(f"tools.{re.match(PLANNER, command.line)[1]}")
-    program.main(shlex.split(command.line)[2:])
+    name = re.match(PLANNER, command.line)[1]
+    assert COMMANDS_OF_PROGRAM[name].load()(shlex.split(command.line)[2:]) == 0
 
 
 @each_command([command for command in RUNNABLE if not re.match(PLANNER, command.line)])

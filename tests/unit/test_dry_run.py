@@ -10,11 +10,11 @@ from parallel.placement import busiest_elements
 from tests.launchers import LAUNCH, environment, hostfile
 from tests.planned import arch
 from tests.worlds import ROOT
-from tools.reshard.case import read_case
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig
 from verl_megatron.launch.command_line import NO_ROOM
 from verl_megatron.launch.dry_run import supervised_plan, training_plan, world
 from verl_megatron.planner import MACHINES, check_supervised_fits
+from verl_megatron.planner.reshard.case import read_case
 from verl_megatron.planner.supervised import supervised_run
 
 

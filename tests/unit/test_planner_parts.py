@@ -10,7 +10,6 @@ from parallel.placement import busiest_elements, place
 from parallel.reshard.in_place.planner import Sides, least_layouts
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, run_config, run_of
-from tools.reshard.memory import megatron_addresses
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
@@ -18,6 +17,7 @@ from verl_megatron.planner.decoding import rollout_seconds, samples_at_once
 from verl_megatron.planner.machine import GIB
 from verl_megatron.planner.memory import static_bytes
 from verl_megatron.planner.planned_run import PlannedRole
+from verl_megatron.planner.reshard.memory import megatron_addresses
 from verl_megatron.planner.search import configured, uneven_stages
 from verl_megatron.planner.serving import cached_tokens, own_rollout_bytes, samples_cached
 from verl_megatron.planner.training import group_rate, pipeline_seconds

@@ -6,15 +6,15 @@ import time
 import pytest
 
 from tests.worlds import run_world
-from tools import plan
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.commands import plan
 from verl_megatron.planner import MACHINES, find_machine
 from verl_megatron.planner.machine import LAYER_SHARE
 from verl_megatron.planner.search import ALWAYS_SAID
 
 
 def planned(capsys, *arguments: str) -> str:
-    plan.main(list(arguments))
+    plan.run(list(arguments))
     return capsys.readouterr().out
 
 
@@ -204,7 +204,7 @@ def test_every_algorithm_is_planned_with_the_samples_that_it_compares(name):
 )
 def test_bad_input_ends_with_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        plan.main(arguments)
+        plan.run(arguments)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and len(error.splitlines()) == 1
 

@@ -16,10 +16,10 @@ from parallel.weights.rules import megatron_parameters, vllm_parameters
 from parallel.weights.shapes import shape
 from parallel.weights.shard import ShardedParameter
 from tests.worlds import ROOT
-from tools.reshard.case import PlanCase, read_case
-from tools.reshard.memory import exchanging, megatron_addresses
-from tools.reshard.report import Rates, flows_of, report_of, table
-from tools.reshard_plan import main
+from verl_megatron.commands.reshard_plan import run
+from verl_megatron.planner.reshard.case import PlanCase, read_case
+from verl_megatron.planner.reshard.memory import exchanging, megatron_addresses
+from verl_megatron.planner.reshard.report import Rates, flows_of, report_of, table
 
 TINY = {
     "hidden_size": 64,
@@ -117,7 +117,7 @@ def test_options_reach_the_plan(folder, tmp_path, capsys):
         "--rank-order",
         "plain",
     ]
-    main(given)
+    run(given)
     plain = json.loads(path.read_text())
     assert (
         plain["train_ranks"] == plain["rollout_ranks"] == [0, 1, 2, 3]
@@ -125,7 +125,7 @@ def test_options_reach_the_plan(folder, tmp_path, capsys):
         and plain["peak_extra_bytes"]
     )
     assert max(plain["received_bytes"]) == pytest.approx(plain["gather_all_bytes"] / 3, rel=2e-2)
-    main([*given, "--peer-memory"])
+    run([*given, "--peer-memory"])
     peers = json.loads(path.read_text())
     assert (
         peers["peer_memory"]
@@ -338,7 +338,7 @@ REFUSED = [
 def test_refusals_are_one_line_with_a_remedy(changed, message, capsys):
     given = {"--hf": "llama3-8b", "--train": "tp2pp2", "--rollout": "tp4"} | dict([changed])
     with pytest.raises(SystemExit) as stopped:
-        main([f"{option}={value}" for option, value in given.items()])
+        run([f"{option}={value}" for option, value in given.items()])
     captured = capsys.readouterr()
     assert stopped.value.code == 2 and captured.out == "" and len(captured.err.splitlines()) == 1
     assert re.search(message, captured.err), captured.err
@@ -346,7 +346,7 @@ def test_refusals_are_one_line_with_a_remedy(changed, message, capsys):
 
 def test_a_folder_without_config_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--hf", str(tmp_path), "--train", "tp2", "--rollout", "tp2"])
+        run(["--hf", str(tmp_path), "--train", "tp2", "--rollout", "tp2"])
     assert "config.json does not exist" in capsys.readouterr().err
 
 

@@ -8,9 +8,17 @@ import pytest
 
 from parallel.layout import Layout
 from tests.scaled import PHASES, row_on, run_on, scaling_of
-from tools.benchmark_scaling import CPU_LINKS, planner_of
-from tools.scaling.model import DEALING, Dealing, Scaling, dealing_seconds, fit, gradient_seconds, terms_of
-from tools.scaling.rows import (
+from verl_megatron.benchmarks.scaling.command import CPU_LINKS, planner_of
+from verl_megatron.benchmarks.scaling.model import (
+    DEALING,
+    Dealing,
+    Scaling,
+    dealing_seconds,
+    fit,
+    gradient_seconds,
+    terms_of,
+)
+from verl_megatron.benchmarks.scaling.rows import (
     MODELLED,
     UPDATES,
     bubble_share,
@@ -18,7 +26,7 @@ from tools.scaling.rows import (
     efficiency,
     ideal_seconds,
 )
-from tools.scaling.runs import layout_for
+from verl_megatron.benchmarks.scaling.runs import layout_for
 from verl_megatron.planner import MACHINES
 from verl_megatron.planner.training import forward_flops
 

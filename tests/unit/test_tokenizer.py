@@ -7,8 +7,8 @@ import pytest
 import sentencepiece
 import torch  # noqa: F401  (transformers looks for it when it is imported)
 
-from tools.make_toy import make_rows, write_tokenizer
 from verl_megatron.data.tokenizer import load_tokenizer
+from verl_megatron.examples.toy import make_rows, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "sort fig apple :"}]
 

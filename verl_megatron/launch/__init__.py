@@ -1,1 +1,1 @@
-"""The command line: recipes, plans without GPUs, and presets."""
+"""The command line: recipes, start of the ranks, plans without GPUs."""

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -23,7 +23,7 @@ from parallel.runtime.refusal import (
     nearest,
     short_repr,
 )
-from verl_megatron.launch.recipe import check_recipe
+from verl_megatron.launch.recipe import SHIPPED, check_recipes, folder_of, own_recipe
 
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
@@ -51,7 +51,8 @@ def run_command(
     With `--dry-run`, `plan` gets the settings by section and the GPU of `--gpu` instead. It returns a text to
     print and whether the run fits; if it does not, the exit status is `NO_ROOM`.
     `--track_metrics` means run.track_metrics with every file sink, `--verify` means run.resume=verify.
-    Relative paths are relative to the working directory.
+    Relative paths are relative to the working directory. Recipes come from --config-path, or else from those
+    that are shipped; --config names a file anywhere.
     A ValueError is a user error: one rank prints it and all exit with status 2. Of other errors the root
     cause is printed, not the errors of ranks that lost a peer.
     """
@@ -60,10 +61,7 @@ def run_command(
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])
-        folder = _recipes(known.config_path)
-        for path in _named_recipes(known, folder):
-            check_recipe(path)
-        _compose(known, folder, lambda config: _guarded(config, known, main, plan))
+        _compose(known, lambda config: _guarded(config, known, main, plan))
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
 
@@ -115,9 +113,9 @@ def _parser() -> _Parser:
         "--config-path",
         "-cp",
         metavar="FOLDER",
-        default="../recipes",
-        help="of recipes, from here or from the package",
+        help="of recipes, instead of those that are shipped",
     )
+    parser.add_argument("--config", metavar="FILE", help="a recipe of yours, which may extend a shipped one")
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="of more recipes")
     parser.add_argument("--dry-run", action="store_true", help="check and plan the run, and start nothing")
     parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
@@ -186,31 +184,34 @@ def _override(argument: str) -> str:
     return "++" + argument if is_setting else argument
 
 
-def _recipes(path: str) -> str:
-    """Return the absolute folder of recipes; `path` is relative to the working directory or this package."""
-    return str(
-        next(
-            (
-                found
-                for base in (Path.cwd(), Path(__file__).parents[1])
-                if (found := (base / path).resolve()).is_dir()
-            ),
-            path,
-        )
-    )
+def settings_of(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the options of a command line, and the settings by section that its recipe and overrides give.
 
-
-def _named_recipes(known: argparse.Namespace, folder: str) -> list[Path]:
-    name = (known.config_name or "").removesuffix(".yaml")
-    paths = [Path(base) / f"{name}.yaml" for base in (folder, known.config_dir) if base] if name else []
-    return [path for path in paths if path.exists()]
+    Raises:
+        ValueError: an unknown option, no such recipe, or settings that cannot be read.
+    """
+    known, found, given = _read_arguments(arguments), [], list(sys.argv)
+    try:
+        _compose(known, found.append)
+        return known, cast(dict[str, Any], OmegaConf.to_container(found[0], resolve=True)) if found else {}
+    except OmegaConfBaseException as error:
+        raise ValueError(_about_values(error)) from None
+    finally:
+        sys.argv[:] = given
 
 
 # ---- Hydra -------------------------------------------------------------------------------------------------
 
 
-def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig], None]) -> None:
+def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> None:
     """Let Hydra compose the recipe and call `run`; raise ValueError for invalid input."""
+    folder, shipped = str(folder_of(known.config_path)), str(SHIPPED)
+    if known.config:
+        folder, known.config_name = own_recipe(known.config)
+    folders = list(dict.fromkeys(filter(None, (folder, known.config_dir, shipped))))
+    if known.config_name:
+        check_recipes(known.config_name, folders)
+    searched = [f"hydra.searchpath=['file://{shipped}']"] if shipped != folder else []
     given = [
         ("--config-name", known.config_name),
         ("--config-dir", known.config_dir),
@@ -220,7 +221,7 @@ def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig],
     options = [part for name, value in given if value is not None for part in (name, value)] + [
         "--resolve"
     ] * known.resolve
-    sys.argv[1:] = options + known.overrides + QUIET
+    sys.argv[1:] = options + known.overrides + searched + QUIET
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
         hydra.main(version_base=None, config_path=folder, config_name=None)(run)()
@@ -237,6 +238,7 @@ def _compose(known: argparse.Namespace, folder: str, run: Callable[[DictConfig],
         ) from None
     except MissingConfigException as error:
         recipes = ", ".join(sorted(path.stem for path in Path(folder).glob("*.yaml"))) or "none"
+        recipes += "; --config FILE names a recipe elsewhere" if not known.config else ""
         missing = error.missing_cfg_file
         asked = (
             "--config-name"

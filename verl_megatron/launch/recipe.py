@@ -1,12 +1,17 @@
 """Checks of a recipe file before Hydra reads it: refuse YAML that no recipe needs, with its line."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from parallel.runtime.refusal import short_repr
 
+_PACKAGE = Path(__file__).parents[1]
+# In an installed package the recipes are a folder of it; in a clone they stand beside it.
+SHIPPED = next((folder for folder in (_PACKAGE / "recipes",) if folder.is_dir()), _PACKAGE.parent / "recipes")
 MOST_BYTES = 1 << 20
 TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
@@ -14,8 +19,58 @@ TAGS = {
 MOST_VALUES = 100_000  # with aliases expanded: a few lines can expand to billions
 
 
-def check_recipe(path: Path) -> None:
-    """Check a recipe file.
+def folder_of(path: str | None) -> Path:
+    """Return the absolute folder of recipes: the shipped one without `path`.
+
+    A relative path is relative to the working directory or, if it leads nowhere there, to this package.
+    """
+    if path is None:
+        return SHIPPED
+    bases = (Path.cwd(), _PACKAGE)
+    return next((found for base in bases if (found := (base / path).resolve()).is_dir()), Path(path))
+
+
+def own_recipe(path: str) -> tuple[str, str]:
+    """Return the folder and the name of a recipe file anywhere.
+
+    Raises:
+        ValueError: there is no such file, or its name does not end in .yaml.
+    """
+    file = Path(path).expanduser().resolve()
+    if file.suffix != ".yaml" or not file.is_file():
+        raise ValueError(f"--config {short_repr(path)} is no .yaml file; name a recipe file")
+    return str(file.parent), file.stem
+
+
+def check_recipes(name: str, folders: Sequence[str]) -> None:
+    """Check a recipe and those that it extends; `folders` are searched in this order.
+
+    Recipes that are not found are left to Hydra. Raises ValueError as `check_recipe`.
+    """
+    waiting, seen = [name.removesuffix(".yaml")], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        paths = (Path(folder) / f"{name}.yaml" for folder in folders)
+        path = next((path for path in paths if path.exists()), None)
+        if path is not None:
+            parent = Path(name).parent.as_posix()
+            waiting += [
+                part if parent == "." else f"{parent}/{part}" for part in _extended(check_recipe(path))
+            ]
+
+
+def _extended(recipe: Any) -> list[str]:
+    """Return the names in a recipe's list of defaults."""
+    defaults = recipe.get("defaults") if isinstance(recipe, dict) else None
+    named = [entry for entry in defaults if isinstance(entry, str)] if isinstance(defaults, list) else []
+    return [entry.lstrip("/") for entry in named if entry != "_self_"]
+
+
+def check_recipe(path: Path) -> Any:
+    """Check a recipe file, and return what it holds.
 
     Raises:
         ValueError: names the line; the file is too large, not UTF-8, not YAML, not a mapping of sections, or
@@ -38,13 +93,14 @@ def check_recipe(path: Path) -> None:
     try:
         document = yaml.compose(raw.decode("utf-8"), Loader=yaml.SafeLoader)
         if document is None:
-            return
+            return None
         if not isinstance(document, MappingNode):
             raise ValueError(
                 f"recipe {path} must be sections with settings, such as `actor:` and below it `  lr: 1e-6`, "
                 f"and is a {document.id}"
             )
         _check(document, path, {})
+        return yaml.safe_load(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"recipe {path} is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except yaml.YAMLError as error:

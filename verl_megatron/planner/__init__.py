@@ -1,6 +1,6 @@
 """Planner: memory and time of a run predicted from its settings, without GPU or weights, in seconds.
 
-`report` formats a plan, `check_fits` rejects runs that do not fit, `search` ranks layouts (tools/plan.py).
+`report` formats a plan, `check_fits` rejects runs that do not fit, `search` ranks layouts.
 """
 
 from verl_megatron.planner.comparison import compare

@@ -1,4 +1,4 @@
-"""Machine models for plans: memory, rates and launch costs, built in or measured by tools/calibrate.py."""
+"""Machine models for plans: memory, rates, launch costs; built in or measured by `benchmark calibrate`."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -44,7 +44,7 @@ class Machine:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Machine":
-        """Read a machine file of tools/calibrate.py.
+        """Read a machine file of verl-megatron benchmark calibrate.
 
         It is a JSON object with `base`, a built-in machine, and the fields that differ from it.
 
@@ -56,7 +56,7 @@ class Machine:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"machine file {path} cannot be read ({error}); write one with tools/calibrate.py"
+                f"machine file {path} cannot be read ({error}); write one with `benchmark calibrate`"
             ) from None
         if not isinstance(given, dict) or given.get("base") not in MACHINES:
             raise ValueError(
@@ -122,5 +122,5 @@ def find_machine(name: str) -> Machine:
         return Machine.from_file(name)
     raise ValueError(
         f"gpu {name!r} is not known; choose one of {', '.join(MACHINES)},"
-        " or the .json file that tools/calibrate.py wrote"
+        " or the .json file that verl-megatron benchmark calibrate wrote"
     )

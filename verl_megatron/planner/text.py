@@ -30,7 +30,7 @@ def report(config: TrainerConfig, *, world_size: int, gpu: str = "h200", ranks_p
 
     Args:
         config: settings that `check_config` accepted; of the models' folders only config.json is read.
-        gpu: a built-in machine, or the .json file that tools/calibrate.py wrote.
+        gpu: a built-in machine, or the .json file that verl-megatron benchmark calibrate wrote.
 
     Raises:
         ValueError: an unknown machine, or an invalid model folder or layout.

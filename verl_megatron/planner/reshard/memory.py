@@ -1,4 +1,4 @@
-"""GPU memory of both copies of the weights and of staging in each mode, for `tools/reshard_plan.py`."""
+"""GPU memory of both copies of the weights and of staging in each mode, for `verl-megatron reshard-plan`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -33,7 +33,7 @@ from math import lcm, log2
 
 import numpy as np
 
-from tools.scaling.rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
+from verl_megatron.benchmarks.scaling.rows import MODEL_OF, MODELLED, UPDATES, Row, bubbles_of, described
 from verl_megatron.data.packing import balance
 from verl_megatron.planner import Machine, PlannedRun
 from verl_megatron.planner.planned_run import PlannedRole

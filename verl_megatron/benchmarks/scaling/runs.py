@@ -26,10 +26,10 @@ from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.json_lines import read_rows
 from verl_megatron.launch.command_line import NO_ROOM
+from verl_megatron.launch.recipe import SHIPPED
 from verl_megatron.planner import PlannedRun
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ROOT / "recipes"
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "verl_megatron.train"
 SHAPE_TOKENS = 512  # of prompts and of responses in recipes with random weights
 ENDING_S = 60.0  # from SIGTERM for torchrun to SIGKILL
@@ -83,10 +83,10 @@ class Recipe:
                     f"{setting!r} is no setting; write SECTION.SETTING=VALUE, such as actor.path=DIR"
                 )
         names = (name, f"{name}.yaml", f"{name}.sh")
-        for path in [Path(name), *(RECIPES / each for each in names)]:
+        for path in [Path(name), *(SHIPPED / each for each in names)]:
             if path.is_file() and path.suffix in (".yaml", ".sh"):
                 return cls(path=path.resolve(), given=given)
-        known = ", ".join(sorted(path.name for path in RECIPES.iterdir() if path.suffix in (".yaml", ".sh")))
+        known = ", ".join(sorted(path.name for path in SHIPPED.iterdir() if path.suffix in (".yaml", ".sh")))
         raise ValueError(f"--recipe {name} is no .yaml or .sh file; name one, or one of {known}")
 
     def command(self, ranks: int, settings: Mapping[str, Any]) -> list[str]:
@@ -178,7 +178,7 @@ def _dry_run(command: list[str], ranks: int) -> tuple[Path, list[str]]:
             "name its .yaml instead"
         )
     name = starts[0][starts[0].index("--config-name") + 1]
-    return RECIPES / f"{name}.yaml", [part for part in starts[0] if re.match(r"\w+\.\w+=", part)]
+    return SHIPPED / f"{name}.yaml", [part for part in starts[0] if re.match(r"\w+\.\w+=", part)]
 
 
 # ---- a size ------------------------------------------------------------------------------------------------
@@ -327,8 +327,8 @@ def make_prompts(path: Path, model: str, *, rows: int, tokens: int, seed: int) -
     Raises:
         ValueError: no tokenizer, or one that cannot cut words to that length.
     """
-    from tools.make_random import write_prompts  # imports safetensors
     from verl_megatron.data.tokenizer import load_tokenizer
+    from verl_megatron.examples.random_weights import write_prompts  # imports safetensors
 
     tokenizer = load_tokenizer(model)
     write_prompts(path, tokenizer.hf, rows=rows, tokens=tokens, seed=seed)

@@ -15,7 +15,7 @@ from parallel.reshard.plan import matrix_shape
 from parallel.reshard.transport import Parameters
 from parallel.weights.rules import hf_shapes
 from parallel.weights.shard import Block, ShardedParameter
-from tools.bench.case import ReshardCase, part
+from verl_megatron.benchmarks.case import ReshardCase, part
 
 
 class GatherEverything:

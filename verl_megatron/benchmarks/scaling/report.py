@@ -4,7 +4,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.scaling.rows import FORWARD, MEASURED, UPDATES, Row, efficiency, ideal_seconds
+from verl_megatron.benchmarks.scaling.rows import FORWARD, MEASURED, UPDATES, Row, efficiency, ideal_seconds
 
 COLOURS = {MEASURED: "#3465a4", "ideal": "#2e8b57", "modelled": "#d9730d"}
 CUT = 4.0  # times the longest measured iteration: higher bars are cut off in the picture

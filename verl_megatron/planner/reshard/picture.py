@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from parallel.placement import described
-from tools.reshard.case import PlanCase
-from tools.reshard.report import Flows
+from verl_megatron.planner.reshard.case import PlanCase
+from verl_megatron.planner.reshard.report import Flows
 
 DRAWN_RANKS = 128  # with more, the picture shows hosts
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.case import MIB, ReshardCase
-from tools.bench.output import versions
+from verl_megatron.benchmarks.case import MIB, ReshardCase
+from verl_megatron.benchmarks.output import versions
 
 COLOURS = {"gather": "#d9730d", "megatron": "#7a5195", "ours": "#3465a4"}  # by a row's kind
 

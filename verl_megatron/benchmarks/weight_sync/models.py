@@ -21,10 +21,10 @@ from parallel.reshard.kernels import Checksums
 from parallel.weights.architecture import Architecture
 from parallel.weights.files import CheckpointFolder, load_parameters
 from parallel.weights.shard import ShardedParameter
-from tools.bench.case import bytes_of, small_weights
-from tools.bench.weight_sync_measures import GIB, Clock, Memory, Row
 from verl_megatron.algorithms.losses import cross_entropy
 from verl_megatron.algorithms.normalizers import LossScale
+from verl_megatron.benchmarks.case import bytes_of, small_weights
+from verl_megatron.benchmarks.weight_sync.measures import GIB, Clock, Memory, Row
 from verl_megatron.config import ReshardConfig, TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import micro_batches

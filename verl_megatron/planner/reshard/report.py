@@ -8,8 +8,8 @@ from parallel.placement import described
 from parallel.reshard.plan import Plan
 from parallel.reshard.transfer import Transfer
 from parallel.weights.shard import Shards
-from tools.reshard.case import PlanCase
-from tools.reshard.memory import EXACT_RANKS, peak_memory
+from verl_megatron.planner.reshard.case import PlanCase
+from verl_megatron.planner.reshard.memory import EXACT_RANKS, peak_memory
 
 MODES = ("keep", "swap", "share")  # of `peak_memory`
 Flow = dict[tuple[int, int], int]  # bytes by (source rank, destination rank)

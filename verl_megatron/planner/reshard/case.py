@@ -1,4 +1,4 @@
-"""Cases of `tools/reshard_plan.py`: a model with two layouts on some hosts, read from the options."""
+"""Cases of `verl-megatron reshard-plan`: a model with two layouts on some hosts, read from the options."""
 
 import re
 from dataclasses import dataclass, replace

@@ -20,7 +20,7 @@ from parallel.reshard.ipc_tensors import IpcTensors, map_tensors
 from parallel.reshard.plan import Plan, compile_plan
 from parallel.reshard.transport import Parameters, Transport
 from parallel.weights.shard import ShardedParameter
-from tools.bench.case import ReshardCase, bytes_of, say, trained_weights
+from verl_megatron.benchmarks.case import ReshardCase, bytes_of, say, trained_weights
 
 WIRE, CARD = "point to point, both ways", "on-card copy"  # the links
 

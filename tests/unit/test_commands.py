@@ -1,0 +1,184 @@
+"""The command line: help, what it refuses, recipes anywhere, and how many ranks a run gets."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import ROOT, environment_of_ranks
+from verl_megatron.commands import COMMANDS, main
+from verl_megatron.commands.benchmark import BENCHMARKS
+from verl_megatron.config import SCHEMAS, ModelConfig, RolloutConfig, SFTConfig, TrainerConfig
+from verl_megatron.launch import ranks as launching
+from verl_megatron.launch.command_line import settings_of
+from verl_megatron.launch.help import recipe_summaries, settings_help
+from verl_megatron.launch.ranks import launcher_options, ranks_of
+
+
+def said_by(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "verl_megatron", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment_of_ranks(), capture_output=True, text=True, timeout=120
+    )
+
+
+# ---- help ------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    code = "import sys; from verl_megatron.commands import main; main([]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment_of_ranks(), check=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    try:
+        status = main([name, "--help"])
+    except SystemExit as ended:  # of an argument parser
+        status = ended.code
+    assert status == 0 and len(capsys.readouterr().out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_help_has_every_setting_with_default_values_and_meaning(schema):
+    shown = settings_help(schema)
+    for name, section in vars(SCHEMAS[schema]()).items():
+        for field in vars(section):
+            assert f"  {name}.{field}=" in shown, f"{name}.{field}"
+    assert "rollout.tp=1  (≥ 1" in settings_help("train", "rollout")
+
+
+def test_help_of_a_section_is_that_section(capsys):
+    assert main(["train", "--help", "rollout"]) == 0
+    shown = capsys.readouterr().out
+    assert "rollout.max_tokens=" in shown and "actor.lr" not in shown
+
+
+def test_recipes_say_what_they_are_for():
+    summaries = recipe_summaries()
+    assert {"grpo_8b", "ppo_toy_cpu", "toy_cpu/grpo", "sft"} <= summaries.keys()
+    assert all(len(summary) > 20 for summary in summaries.values()), summaries
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (["trian"], "'trian' is no command, did you mean \"train\"?"),
+    (["train", "--help", "rolout"], 'there is no such section, did you mean "rollout"?'),
+    (["train", "--config", "none.yaml"], "--config 'none.yaml' is no .yaml file"),
+    (["train", "--ranks", "none"], "--ranks 'none' must be a whole number from 1"),
+    (["train", "--ranks", "0"], "--ranks '0' must be a whole number from 1"),
+    (["train", "--ranks"], "--ranks: expected one argument"),
+    (["train", "--max-restarts", "-1"], "--max-restarts"),
+    (["benchmark", "nothing"], "'nothing' is no benchmark"),
+    (["recipes", "show", "grpo_8"], "'grpo_8' is no recipe, did you mean \"grpo_8b\"?"),
+    (["recipes", "copy"], "recipes copy needs a recipe's name"),
+    (["evaluate", "none", "none.jsonl"], "none"),
+    (["evaluate", "none", "none.jsonl", "--samples", "0"], "--samples 0 must be at least 1"),
+    (["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"], "--out '/nowhere/at/all'"),
+    (["evaluate", "a", "b", "actor.path=c"], "actor.path is an argument of its own"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(given) for given, _ in REFUSED])
+def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, monkeypatch):
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr("parallel.runtime.process.end", end)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    shown = capfd.readouterr().err
+    assert ended.value.code == 2 and said in shown and shown.count("error: ") == 1, shown
+
+
+def test_a_rank_takes_no_options_of_the_launcher():
+    environment = environment_of_ranks() | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "verl_megatron", "train", "--ranks=2"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and "--ranks is for the command that starts ranks" in ended.stderr
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_anywhere_extends_a_shipped_one(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "base.yaml").write_text("defaults: [toy_cpu/grpo, _self_]\nactor: {lr: 2.0e-5}\n")
+    (tmp_path / "mine" / "own.yaml").write_text("defaults: [base, _self_]\nrun: {iterations: 7}\n")
+    monkeypatch.chdir(tmp_path)
+    _, settings = settings_of(["--config", "mine/own.yaml", "rollout.max_tokens=9"])
+    assert settings["run"]["iterations"] == 7 and settings["actor"]["lr"] == 2e-5
+    assert settings["algorithm"]["name"] == "grpo"  # of toy_cpu/grpo, which extends toy_cpu/group
+    assert settings["data"]["samples_per_prompt"] == 4 and settings["rollout"]["max_tokens"] == 9
+
+
+def test_own_settings_win_without_self(tmp_path):
+    (tmp_path / "own.yaml").write_text("defaults: [ppo_toy_cpu]\nrun: {iterations: 7}\n")
+    _, settings = settings_of(["--config", str(tmp_path / "own.yaml")])
+    assert settings["run"]["iterations"] == 7
+
+
+def test_a_recipe_that_is_extended_is_checked_as_well(tmp_path):
+    (tmp_path / "base.yaml").write_text("run:\n  seed: 3\n  seed: 4\n")
+    (tmp_path / "own.yaml").write_text("defaults: [base, _self_]\n")
+    with pytest.raises(ValueError, match="base.yaml, line 3: 'seed' stands there twice"):
+        settings_of(["--config", str(tmp_path / "own.yaml")])
+
+
+def test_a_recipe_is_copied_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "copy", "ppo_toy_cpu"]) == 0
+    assert (tmp_path / "ppo_toy_cpu.yaml").read_text() == (ROOT / "recipes/ppo_toy_cpu.yaml").read_text()
+    _, settings = settings_of(["--config", "ppo_toy_cpu.yaml"])
+    assert settings["actor"]["layout"] == "tp2pp2"
+    assert main(["recipes", "copy", "llama3_8b_grpo.sh", "scripts"]) == 0
+    assert (tmp_path / "scripts/launch/local.sh").is_file()
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_gets_the_fewest_ranks_that_its_layouts_need(monkeypatch):
+    config = TrainerConfig(actor=ModelConfig(layout="tp2pp2"), rollout=RolloutConfig(tp=1))
+    assert ranks_of(config) == 4
+    config.rollout.tp = 3
+    assert ranks_of(config) == 12
+    assert ranks_of(SFTConfig(actor=ModelConfig(layout="tp2dp3"))) == 6
+    assert ranks_of(SFTConfig(actor=ModelConfig(devices="0-4"))) == 5
+    assert ranks_of(SFTConfig(actor=ModelConfig(layout="nonsense"))) == 1  # the checks say why
+    monkeypatch.setattr(launching.device, "visible_gpus", lambda: 7)
+    assert ranks_of(SFTConfig(actor=ModelConfig(layout="tp2"))) == 6
+    assert ranks_of(SFTConfig(actor=ModelConfig(layout="tp8"))) == 8  # too many: the launcher says so
+
+
+def test_options_of_the_launcher_are_split_off():
+    given, rest = launcher_options(["--ranks", "3", "run.seed=2", "--dry-run", "--max-restarts=1"])
+    assert (given.ranks, given.max_restarts, rest) == (3, 1, ["run.seed=2", "--dry-run"])
+
+
+def test_a_dry_run_plans_for_the_ranks_that_are_needed(tmp_path):
+    settings = ["actor.path=llama3-1b", "data.train=", "data.validation="]
+    said = said_by(
+        "train", f"--config={ROOT}/recipes/ppo_toy_cpu.yaml", "--dry-run", *settings, folder=tmp_path
+    )
+    assert said.returncode == 0 and "dry run: 4 ranks, 4 a host" in said.stdout, said.stderr
+    more = said_by(
+        "train", "--config-name", "ppo_toy_cpu", "--ranks", "8", "--dry-run", *settings, folder=tmp_path
+    )
+    assert more.returncode == 0 and "dry run: 8 ranks, 8 a host" in more.stdout, more.stderr
+
+
+def test_benchmarks_are_modules_that_explain_themselves():
+    for benchmark in BENCHMARKS.values():
+        path = ROOT / "verl_megatron" / "benchmarks" / f"{benchmark.module.replace('.', '/')}.py"
+        assert '__name__ == "__main__"' in path.read_text()

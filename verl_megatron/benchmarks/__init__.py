@@ -1,0 +1,1 @@
+"""Programs that time parts of a run, or all of it: `verl-megatron benchmark NAME`."""

@@ -1,0 +1,1 @@
+"""The reshard against the link's own rates and other methods."""

@@ -1,0 +1,1 @@
+"""The whole way of weights between training and rollout, with a real vLLM."""

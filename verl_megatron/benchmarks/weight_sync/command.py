@@ -1,0 +1,244 @@
+"""Weight sync between training and rollout in both directions: time and memory.
+
+verl-megatron benchmark weight-sync --ranks 4 --shape llama3-8b --train tp2pp2 --rollout 2
+    --mode swap --offload all [--csv FILE]
+verl-megatron benchmark weight-sync --ranks 4 --hf FOLDER --load --train tp2pp2 --rollout 4
+    --mode swap --no-optimizer
+
+A Megatron-Core model and a vLLM engine share the same ranks. Weights are those of FOLDER, or random and a
+function of their position in the Hugging Face tensors. They are the same in every layout and mode, so runs
+with other modes print the same digest of the generated tokens.
+
+The calls are those of a training iteration, in its order, up to the log-probs of the generated tokens. Half
+of the repetitions synchronize the GPUs after every phase. The others do so only at both ends of each
+direction, as training does, so that copies to and from the host overlap with other work. Times are those of
+the slowest rank, memory that of the fullest. The exit status is 1 if a check fails.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel import device
+from parallel.layout import Layout
+from parallel.placement import described, place
+from parallel.rank_set import world
+from parallel.weights.architecture import Architecture, read_config
+from parallel.weights.shapes import shape
+from verl_megatron.benchmarks.case import add_model, model_folder, say
+from verl_megatron.benchmarks.output import write_csv
+from verl_megatron.benchmarks.weight_sync.measures import Clock, Memory, Row, table
+from verl_megatron.benchmarks.weight_sync.models import PROMPT_TOKENS, SyncCase, SyncedModels
+from verl_megatron.checks.folders import check_weights
+from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
+
+# Limit of a mean over tokens, times the square root of the number of layers. With random weights, 80
+# layers of a 70B model measured 0.31; 80 layers of width 512 in bfloat16 are 0.28 from the same in float32.
+# With other weights, the most likely tokens are several units apart.
+LOG_PROBS_APART = {torch.float32: 5e-4, torch.bfloat16: 0.06}
+
+
+# ---- measurement -------------------------------------------------------------------------------------------
+
+
+class Checks:
+    """Checks after every repetition, on every rank."""
+
+    def __init__(self, models: SyncedModels):
+        self.models, self.before_N = models, models.parameters.run()
+        self.tokens: list[list[list[int]]] = []  # of each repetition
+        self.apart = 0.0  # largest difference between log-probs of training and rollout
+        self.ways_back = self.changed = 0
+        self.vllm_has_weights = False
+
+    def after(self, tokens: list[list[int]], apart: float) -> None:
+        self.tokens.append(tokens)
+        self.apart = max(self.apart, apart)
+        self.ways_back += 1
+        self.changed += int((self.models.parameters.run() != self.before_N).sum())
+
+    def rows(self) -> list[Row]:
+        """Return the result's rows. Collective over the world."""
+        digests: list = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, [digest(tokens) for tokens in self.tokens])
+        different = {one for of_rank in digests for one in of_rank}
+        changed, lacking = (
+            world().all_max(torch.tensor([self.changed, int(not self.vllm_has_weights)])).tolist()
+        )
+        flat = [token for row in self.tokens[0] for token in row]
+        limit = LOG_PROBS_APART[self.models.engine.compute.dtype] * self.models.case.arch.num_layers**0.5
+        holds = {
+            "vLLM's weights are, element by element, those that training should have": not lacking,
+            f"Megatron's weights have the same bits after each of {self.ways_back} ways back": not changed,
+            f"the tokens are the same in each of {self.ways_back} repetitions and on every replica": len(
+                different
+            )
+            == 1,
+            f"{len(flat)} tokens were generated, {len(set(flat))} different ones": len(set(flat)) > 1,
+            f"their log-probs in training and in vLLM differ by {self.apart:.1e} on average, at "
+            f"most {limit:.0e}": self.apart <= limit,
+        }
+        return [
+            *(Row("check", name, "yes" if is_so else "NO", "") for name, is_so in holds.items()),
+            Row("digest", "all tokens", digests[0][0], ""),
+        ]
+
+
+def digest(tokens: list[list[int]]) -> str:
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+
+
+def measure(models: SyncedModels, repetitions: int) -> list[Row]:
+    """Run one uncounted repetition, then the given number of each kind."""
+    clock, memory, checks = Clock(), Memory(), Checks(models)
+    memory.note("trained, vLLM asleep")
+    for number in range(-1, 2 * repetitions):
+        clock.splits = number % 2 == 0 or number < 0
+        models.to_rollout(clock, memory)
+        if number < 0:
+            checks.vllm_has_weights = models.vllm_has_the_weights()
+        rows = models.generate(clock, memory)
+        models.to_train(clock, memory)
+        checks.after([row.token_ids for row in rows], models.log_probs_apart(rows, clock))
+        if number < 0:  # warm-up: libraries start and kernels are compiled
+            clock.milliseconds.clear()
+            memory.stages = {"trained, vLLM asleep": memory.stages["trained, vLLM asleep"]}
+    return [*clock.rows("phase"), *memory.rows(), *models.plan_rows(), *checks.rows()]
+
+
+# ---- command line ------------------------------------------------------------------------------------------
+
+
+def read_options() -> tuple[argparse.Namespace, SyncCase, dict]:
+    """Parse the command line, reject contradictory options early, and read the config.json."""
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        case, hf = _case(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options, case, hf
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model(parser, read="its weights are read with --load only")
+    parser.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
+    parser.add_argument("--train", default="tp2", help="Megatron's layout")
+    parser.add_argument(
+        "--rollout", type=int, default=2, help="vLLM's tensor-parallel size; the other ranks are replicas"
+    )
+    parser.add_argument("--mode", choices=["keep", "share", "swap"], default="keep", help="as reshard.mode")
+    parser.add_argument(
+        "--offload", choices=["none", "grads", "optimizer", "all"], default="none", help="as reshard.offload"
+    )
+    parser.add_argument(
+        "--optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="gradient buffers and Adam's state, made by one step",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="of each kind: phase by phase, and in one go"
+    )
+    parser.add_argument("--tokens", type=int, default=32, help="generated for each prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="that each replica answers")
+    parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
+    parser.add_argument(
+        "--verify",
+        choices=["sample", "all", "none"],
+        default="sample",
+        help="slices that each reshard verifies, as reshard.verify",
+    )
+    parser.add_argument("--window-mib", type=int, default=256, help="as reshard.window_mib")
+    parser.add_argument("--csv", type=Path)
+    return parser
+
+
+def _case(options: argparse.Namespace) -> tuple[SyncCase, dict]:
+    if options.offload != "none" and not options.optimizer:
+        raise ValueError(
+            f"--offload {options.offload} moves what the optimizer needs, and --no-optimizer leaves it out; "
+            "drop one of them"
+        )
+    if min(options.repetitions, options.tokens, options.prompts, options.rollout) < 1:
+        raise ValueError("--repetitions, --tokens, --prompts and --rollout have to be at least 1")
+    if options.load and (options.shape or options.layers):
+        raise ValueError("--load reads all weights of a folder; give --hf, and no --shape or --layers")
+    hf = shape(options.shape) if options.shape else read_config(options.hf)
+    arch = Architecture.from_hf(hf, source=options.shape or str(options.hf / "config.json"))
+    arch = replace(arch, num_layers=options.layers or arch.num_layers)
+    ranks = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
+    train, rollout = (
+        Layout.parse(options.train, ranks=ranks),
+        Layout.parse(f"tp{options.rollout}", ranks=ranks),
+    )
+    if PROMPT_TOKENS + options.tokens > arch.max_positions:
+        raise ValueError(
+            f"prompts of {PROMPT_TOKENS} tokens and --tokens {options.tokens} are more than the model's "
+            f"{arch.max_positions} positions; lower --tokens"
+        )
+    train, rollout = place(
+        arch, train, rollout, ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+    )
+    config = TrainerConfig(
+        data=DataConfig(max_prompt_tokens=PROMPT_TOKENS, prompts_per_iteration=options.prompts),
+        actor=ModelConfig(layout=options.train),
+        rollout=RolloutConfig(
+            tp=options.rollout,
+            max_tokens=options.tokens,
+            gpu_memory_utilization=options.utilization,
+            enforce_eager=options.eager,
+        ),
+        reshard=ReshardConfig(
+            mode=options.mode, window_mib=options.window_mib, verify=options.verify, offload=options.offload
+        ),
+    )
+    model, folder = options.shape or options.hf.resolve().name, str(options.hf) if options.load else None
+    if folder:
+        check_weights(folder, "lm")
+    return SyncCase(
+        model=model,
+        arch=arch,
+        train=train,
+        rollout=rollout,
+        trainable=options.optimizer,
+        config=config,
+        folder=folder,
+    ), hf
+
+
+def main() -> int:
+    options, case, hf = read_options()
+    device.initialize()
+    say(
+        f"{case.model} ({case.arch.num_layers} layers), {case.train} -> {case.rollout}, {options.mode}; "
+        f"order of ranks: {described(case.train, case.rollout)}"
+    )
+    built = Clock()
+    with model_folder(case.arch, hf) as folder:
+        case.config.actor.path = folder
+        models = SyncedModels(case, built)
+        rows = [*measure(models, options.repetitions), *built.rows("build")]
+        models.close()
+    if dist.get_rank() == 0:
+        print(table(rows), flush=True)
+        if options.csv:
+            write_csv(options.csv, case.columns(), rows)
+    dist.destroy_process_group()
+    return int(any(row.kind == "check" and row.value != "yes" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The command line: `verl-megatron COMMAND ...`, and `python -m verl_megatron COMMAND ...`.
+
+A command is a function `run(arguments) -> exit status | None` of a module here. It is imported when it is
+called, so that help is quick.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import verl_megatron
+from parallel.runtime.refusal import complain, nearest, short_repr
+
+PROGRAM = "verl-megatron"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and where it is defined."""
+
+    summary: str
+    module: str  # of this package
+    function: str = "run"
+
+    def load(self) -> Callable[[list[str]], int | None]:
+        """Import the module and return the command's function."""
+        return getattr(import_module(f"{__name__}.{self.module}"), self.function)
+
+
+COMMANDS = {
+    "quickstart": Command("from nothing to a trained model: toy job, fine-tuning, PPO, export", "quickstart"),
+    "recipes": Command("list, show or copy the recipes", "recipes"),
+    "train": Command("train a policy by PPO, GRPO or another algorithm", "training", "train"),
+    "sft": Command("fine-tune on demonstrations", "training", "sft"),
+    "dpo": Command("direct preference optimization on pairs", "training", "dpo"),
+    "reward-model": Command("train a reward model on pairs", "training", "reward_model"),
+    "generate": Command("write a model's responses to prompts", "evaluation", "generate"),
+    "evaluate": Command("score a model's responses to prompts", "evaluation", "evaluate"),
+    "plan": Command("find layouts that fit a number of GPUs", "plan"),
+    "reshard-plan": Command("show what a weight sync would move", "reshard_plan"),
+    "convert": Command("convert between Hugging Face folders and Megatron-Core checkpoints", "convert"),
+    "export": Command("write a run's checkpoint as Hugging Face folders", "export"),
+    "benchmark": Command("time a part of a run, or recipes on several numbers of ranks", "benchmark"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command named by the first argument, and return the exit status.
+
+    A ValueError is a user error: it is printed in one line, and the status is 2.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given else ""
+    if name in ("", "-h", "--help", "help"):
+        print(_help())
+        return 0 if name else 2
+    if name == "--version":
+        print(verl_megatron.__version__)
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise ValueError(
+                f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; "
+                f"commands are {', '.join(COMMANDS)}"
+            )
+        sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
+        return COMMANDS[name].load()(given[1:]) or 0
+    except ValueError as error:
+        complain(str(error))
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} COMMAND [ARGUMENTS]",
+            "",
+            "Reinforcement learning of language models with Megatron-Core and vLLM.",
+            "",
+            *lines,
+            "",
+            f"{PROGRAM} COMMAND --help explains a command.",
+        ]
+    )

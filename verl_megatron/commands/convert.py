@@ -1,0 +1,153 @@
+"""Converts between Hugging Face folders and Megatron-Core's distributed checkpoints, within a memory limit.
+
+verl-megatron convert hf-to-mcore SRC DST    for any tensor, pipeline and virtual pipeline parallelism
+verl-megatron convert mcore-to-hf SRC DST    from any layout; optimizer state is left out
+verl-megatron convert inspect PATH           contents of a folder of either kind
+verl-megatron convert verify A B             two folders of either kind, bit by bit; exit status 1 if a
+                                               tensor differs
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from parallel.convert import to_hugging_face, to_megatron
+from parallel.convert.compare import describe, differences
+from parallel.convert.to_hugging_face import CheckpointArguments
+from parallel.convert.workers import Budget
+from verl_megatron.commands.options import Options
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHOWN = 10
+
+
+def parser() -> argparse.ArgumentParser:
+    options = Options(description=__doc__)
+    commands = options.add_subparsers(dest="command", required=True)
+    to_mcore, to_hf, inspect, verify = (
+        commands.add_parser(name) for name in ("hf-to-mcore", "mcore-to-hf", "inspect", "verify")
+    )
+    for command in (to_mcore, to_hf):
+        command.add_argument("source", type=Path, metavar="SRC")
+        command.add_argument(
+            "target",
+            type=Path,
+            metavar="DST",
+            help="appears when it is complete; DST.partial until then, from which a second run goes on",
+        )
+        command.add_argument(
+            "--file-gib",
+            type=_positive,
+            default=1.0,
+            help="size of a file; what is lost at most when a run is cut short",
+        )
+    to_mcore.add_argument(
+        "--spec",
+        choices=["te", "local"],
+        default="te",
+        help="layer spec of the models that will load it; te's files are read by both",
+    )
+    to_hf.add_argument("--dtype", choices=list(DTYPES), help="of the tensors written; default: as stored")
+    inspect.add_argument("source", type=Path, metavar="PATH")
+    verify.add_argument("source", type=Path, metavar="A")
+    verify.add_argument("target", type=Path, metavar="B")
+    for command in (to_hf, inspect, verify):
+        command.add_argument(
+            "--template",
+            type=Path,
+            help=(
+                "Hugging Face folder with the checkpoint's config.json and tokenizer; default: hf in the "
+                "checkpoint"
+            ),
+        )
+    for command in (to_hf, verify):
+        command.add_argument(
+            "--skip-extra", action="store_true", help="leave out keys that the model does not have"
+        )
+    for command in (to_mcore, to_hf, verify):
+        command.add_argument(
+            "--memory-gib",
+            type=_positive,
+            default=4.0,
+            help=(
+                "for all buffers together; Python and torch take about 0.4 GiB beside it, which the "
+                "processes share"
+            ),
+        )
+        command.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes")
+    return options
+
+
+def run(arguments: list[str]) -> int:
+    command_line = parser()
+    options = command_line.parse_args(arguments)
+    try:
+        return COMMANDS[options.command](options)
+    except (ValueError, OSError) as error:
+        command_line.error(" ".join(str(error).split()))
+
+
+def _hf_to_mcore(options) -> int:
+    to_megatron.convert(
+        options.source,
+        options.target,
+        spec=options.spec,
+        budget=_budget(options),
+        file_bytes=int(options.file_gib * 2**30),
+    )
+    return 0
+
+
+def _mcore_to_hf(options) -> int:
+    source = CheckpointArguments(options.source, options.template, options.skip_extra)
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    checkpoint = to_hugging_face.convert(
+        source, options.target, dtype=dtype, budget=_budget(options), file_bytes=int(options.file_gib * 2**30)
+    )
+    if checkpoint.training_keys:
+        print(
+            f"left out {len(checkpoint.training_keys)} keys of training state, such as "
+            f"{checkpoint.training_keys[0]}"
+        )
+    if checkpoint.extra_keys:
+        print(
+            f"left out {len(checkpoint.extra_keys)} unknown keys: {', '.join(checkpoint.extra_keys[:SHOWN])}"
+        )
+    return 0
+
+
+def _inspect(options) -> int:
+    print(describe(CheckpointArguments(options.source, options.template, skip_extra=True)))
+    return 0
+
+
+def _verify(options) -> int:
+    source, target = (
+        CheckpointArguments(path, options.template, options.skip_extra)
+        for path in (options.source, options.target)
+    )
+    lines = differences(source, target, _budget(options))
+    print("\n".join(lines[:SHOWN]) if lines else "every tensor has the same bits")
+    if len(lines) > SHOWN:
+        print(f"and {len(lines) - SHOWN} more")
+    return 1 if lines else 0
+
+
+def _budget(options) -> Budget:
+    return Budget.of(int(options.memory_gib * 2**30), options.workers)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a number above 0")
+    return value
+
+
+COMMANDS = {"hf-to-mcore": _hf_to_mcore, "mcore-to-hf": _mcore_to_hf, "inspect": _inspect, "verify": _verify}
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""`generate` and `evaluate`: responses of a model folder to a file of prompts, without training."""
+
+import json
+from pathlib import Path
+
+from parallel.runtime.refusal import short_repr
+from verl_megatron.commands.options import Options
+
+GENERATE = """\
+verl-megatron generate MODEL PROMPTS --out FILE [--samples N] [--ranks N] [SECTION.SETTING=VALUE ...]
+
+Writes the responses of MODEL, a Hugging Face folder, to PROMPTS, a file as for training, as JSON lines.
+"""
+EVALUATE = """\
+verl-megatron evaluate MODEL PROMPTS [--reward FUNCTION] [--out FILE] [--samples N] [--ranks N] [SETTINGS]
+
+Prints the mean score of the responses of MODEL to PROMPTS. FUNCTION is built in, or FILE.py:NAME.
+"""
+COMMON = """\
+Settings are those of `verl-megatron train`, such as rollout.max_tokens=512 data.prompt_key=question.
+data.validation_temperature=0 is greedy and the default; with --samples above 1 give a higher one.
+"""
+
+
+def generate(arguments: list[str]) -> int:
+    """Write responses."""
+    return _run(arguments, scored=False)
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Score responses."""
+    return _run(arguments, scored=True)
+
+
+def _parser(*, scored: bool) -> Options:
+    parser = Options(description=(EVALUATE if scored else GENERATE) + "\n" + COMMON, usage=" ")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("prompts", metavar="PROMPTS")
+    if scored:
+        parser.add_argument("--reward", default="", metavar="FUNCTION", help="without it: match")
+    parser.add_argument(
+        "--out", required=not scored, default="", metavar="FILE", help="JSON lines of all samples"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses to each prompt (1)")
+    parser.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE")
+    return parser
+
+
+def _run(arguments: list[str], *, scored: bool) -> int:
+    from verl_megatron.launch.ranks import launcher_options, ranks_of, start
+
+    launched, rest = launcher_options(arguments)
+    given = _parser(scored=scored).parse_intermixed_args(rest)
+    if given.samples < 1:
+        raise ValueError(f"--samples {given.samples} must be at least 1; give a larger number")
+    if given.out and (Path(given.out).is_dir() or not Path(given.out).absolute().parent.is_dir()):
+        raise ValueError(
+            f"--out {short_repr(given.out)} cannot be written: name a file in a folder that exists"
+        )
+    values = {"actor.path": given.model, "data.validation": given.prompts}
+    values |= {"reward.function": given.reward} if scored and given.reward else {}
+    from verl_megatron.checks.problems import refuse
+    from verl_megatron.evaluation import Evaluation
+    from verl_megatron.launch.command_line import settings_of
+
+    named = [setting.split("=")[0] for setting in given.settings]
+    if taken := [name for name in values if name in named]:
+        raise ValueError(f"{taken[0]} is an argument of its own; leave the setting out")
+    texts = [f"{name}={json.dumps(value)}" for name, value in values.items()]
+    _, settings = settings_of([*given.settings, *texts])
+    evaluation = Evaluation(settings=settings, out=given.out, samples=given.samples, scored=scored)
+    ranks = launched.ranks or ranks_of(evaluation.config())
+    refuse(evaluation.problems(world_size=ranks))
+    start(
+        "verl_megatron.evaluation",
+        [json.dumps(vars(evaluation))],
+        ranks=ranks,
+        restarts=launched.max_restarts,
+    )

@@ -1,0 +1,278 @@
+"""Finds the layouts for a run on a number of GPUs, and predicts their memory and time per iteration.
+
+verl-megatron plan --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1]
+    [--samples-per-iteration 1024 --prompt 512 --response 1024] [--algorithm ppo]
+    [--best 10] [--json FILE] [SECTION.SETTING=VALUE ...]
+
+Needs neither a GPU nor weights. DIR needs a config.json only; NAME is one of the built-in shapes. Settings
+after the options are those of verl_megatron.train. With --compare OUTPUT_DIR there is no search: the plan of
+exactly these settings is shown next to that run's measurements.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.remote.models import is_remote, local_folder
+from parallel.weights.shapes import SHAPES, shape
+from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.checks.limits import check_values
+from verl_megatron.checks.overrides import structured
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.settings import check_planned
+from verl_megatron.commands.options import Options
+from verl_megatron.config import TrainerConfig
+from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
+from verl_megatron.planner import (
+    MACHINES,
+    Machine,
+    PlannedRun,
+    compare,
+    comparison_lines,
+    find_machine,
+    plan_memory,
+    plan_seconds,
+    search,
+    search_text,
+)
+from verl_megatron.planner.search import CHOSEN, Candidate, Search
+
+HOST_RANKS = 8
+MAX_GPUS = 2**12
+
+
+@cache
+def architecture(name: str) -> Architecture:
+    """Return the architecture of a folder or of a built-in shape."""
+    if name in SHAPES:
+        return Architecture.from_hf(shape(name), source=name)
+    if is_remote(name):
+        return read_architecture(local_folder(name, weights=False))
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"{name!r} is neither a folder nor a built-in shape; give a folder with a config.json or one of "
+            f"{', '.join(SHAPES)}"
+        )
+    return read_architecture(name)
+
+
+def _check_model(option: str, name: str) -> None:
+    """Raise ValueError, with the option that gave it, if `name` is given but not a model."""
+    try:
+        if name:
+            architecture(name)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def base_config(given: argparse.Namespace) -> TrainerConfig:
+    """Return the settings that all candidates share.
+
+    Raises:
+        ValueError: an unknown setting or an invalid value.
+    """
+    total, algorithm = given.samples_per_iteration, ALGORITHMS.get(given.algorithm, ALGORITHMS["ppo"])
+    samples = given.samples_per_prompt or (8 if algorithm.min_samples > 1 else 1)
+    if total % samples:
+        raise ValueError(
+            f"--samples-per-iteration {total} must be a multiple of --samples-per-prompt {samples}; "
+            "change one of them"
+        )
+    settings = {
+        "actor": {"path": given.model},
+        "critic": {"path": given.critic or given.model},
+        "data": {
+            "train": "",
+            "max_prompt_tokens": given.prompt,
+            "prompts_per_iteration": total // samples,
+            "samples_per_prompt": samples,
+        },
+        "rollout": {"max_tokens": given.response},
+        "algorithm": {
+            "name": given.algorithm,
+            "num_mini_batches": given.mini_batches,
+            "kl_coef": 0.0 if "teacher" in algorithm.needs else 0.01,
+        },
+    }
+    try:
+        overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(
+            f"settings {' '.join(given.settings)}: {error}; write SECTION.SETTING=VALUE"
+        ) from None
+    if unassigned := [setting for setting in given.settings if "=" not in setting]:
+        raise ValueError(f"settings {' '.join(unassigned)}: no value is given; write SECTION.SETTING=VALUE")
+    names = [setting.split("=")[0] for setting in given.settings]
+    if not given.compare and (chosen := [name for name in names if name in CHOSEN]):
+        raise ValueError(
+            f"{', '.join(chosen)}: this is what the search chooses; leave it out, or give --compare or a "
+            "recipe's --dry-run to plan one run"
+        )
+    config = structured(cast(DictConfig, overrides), TrainerConfig)
+    refuse(check_values(config))  # before the models are opened
+    for option, model in (
+        ("--model", config.actor.path),
+        ("--critic", config.critic.path),
+        ("reward.path", config.reward.path),
+        ("teacher.path", config.teacher.path),
+    ):
+        _check_model(option, model)
+    refuse(check_planned(config, architecture(config.actor.path), given.gpus))
+    return config
+
+
+def common_settings(config: TrainerConfig) -> list[str]:
+    """Return the settings that all recipe lines share: those that differ from the defaults, without files."""
+    found, usual = [], TrainerConfig()
+    for section in fields(config):
+        values, defaults = getattr(config, section.name), getattr(usual, section.name)
+        names = (setting.name for setting in fields(values) if setting.name not in ("path", "train"))
+        found += [
+            f"{section.name}.{name}={getattr(values, name)}"
+            for name in names
+            if getattr(values, name) != getattr(defaults, name)
+        ]
+    return found
+
+
+def compared(run: PlannedRun, machine: Machine, folder: Path) -> str:
+    """Return plan and measurements of a run; ValueError if `folder` contains none."""
+    if not (folder / METRICS_FILE).is_file():
+        raise ValueError(f"--compare {folder} holds no {METRICS_FILE}; name the run.output_dir of a run")
+    memory = plan_memory(run, machine)
+    return "\n".join(
+        comparison_lines(compare(memory, plan_seconds(run, machine, memory), read_metrics(folder)))
+    )
+
+
+def as_json(result: Search, machine: Machine) -> dict:
+    """Return all candidates that fit, and the reasons against the others; bytes and seconds."""
+    causes = {}
+    for cause, group in result.refused_by_cause().items():
+        causes[cause] = {
+            "candidates": len(group),
+            "nearest": {"settings": group[0].settings, "problem": asdict(group[0].problems[0])},
+        }
+    return {
+        "machine": asdict(machine),
+        "fitting": [_candidate(candidate) for candidate in result.fitting],
+        "refused": causes,
+    }
+
+
+def _candidate(candidate: Candidate) -> dict:
+    memory, time = candidate.memory, candidate.seconds
+    return {
+        "settings": candidate.settings,
+        "line": candidate.line,
+        "iteration_seconds": time.iteration,
+        "seconds": time.seconds,
+        "model_flops": time.flops,
+        "mfu": time.mfu(),
+        "peak_bytes": memory.peak_bytes,
+        "fullest_phase": memory.peak.fullest,
+        "host_bytes": memory.host_bytes,
+        "kv_cache_bytes": memory.kv_cache_bytes,
+        "memory": [{"ranks": kind.ranks, "phases": kind.phases} for kind in memory.kinds],
+    }
+
+
+def count(text: str) -> int:
+    """Argument type: an integer above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number above 0")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = Options(description=__doc__)
+    options.add_argument(
+        "--model",
+        required=True,
+        help=f"the actor: a folder with a config.json, or a built-in shape: {', '.join(SHAPES)}",
+    )
+    options.add_argument("--critic", default="", help="the critic, where it is not like the actor")
+    options.add_argument("--gpus", type=count, required=True, help="of all hosts together")
+    options.add_argument(
+        "--gpu",
+        default="h200",
+        help=f"{', '.join(MACHINES)}, or the .json file that verl-megatron benchmark calibrate wrote",
+    )
+    options.add_argument("--hosts", type=count, help=f"default: {HOST_RANKS} GPUs a host")
+    options.add_argument("--samples-per-iteration", type=count, default=1024, help="of all prompts together")
+    options.add_argument(
+        "--samples-per-prompt", type=count, help="default: 8 where they are compared, else 1"
+    )
+    options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
+    options.add_argument("--response", type=count, default=1024, help="tokens of a response")
+    options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
+    options.add_argument("--algorithm", default="ppo", help=", ".join(ALGORITHMS))
+    options.add_argument("--best", type=count, default=10, help="candidates that are shown")
+    options.add_argument("--json", type=Path, help="write all candidates that fit to this file")
+    options.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OUTPUT_DIR",
+        help="no search: the plan of exactly these settings beside the metrics.jsonl of a run of them",
+    )
+    options.add_argument(
+        "settings",
+        nargs="*",
+        metavar="SECTION.SETTING=VALUE",
+        help="other settings, such as algorithm.kl_coef=0 (no reference model) or reward.path=DIR",
+    )
+    return options
+
+
+def ranks_per_host(gpus: int, hosts: int | None) -> int:
+    if hosts and gpus % hosts:
+        raise ValueError(f"--hosts {hosts} must divide the {gpus} GPUs; choose a divisor or another --gpus")
+    if not hosts and gpus > HOST_RANKS and gpus % HOST_RANKS:
+        raise ValueError(
+            f"--gpus {gpus} are no whole hosts of {HOST_RANKS}; give --hosts, or a multiple of {HOST_RANKS}"
+        )
+    return gpus // hosts if hosts else min(HOST_RANKS, gpus)
+
+
+def run(arguments: list[str]) -> int:
+    options = parser()
+    given = options.parse_intermixed_args(arguments)
+    try:
+        if given.gpus > MAX_GPUS:
+            raise ValueError(
+                f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer"
+            )
+        if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
+            raise ValueError(f"--json {given.json} cannot be written: name a file in a folder that exists")
+        machine = find_machine(given.gpu)
+        config = base_config(given)
+        world = {
+            "world_size": given.gpus,
+            "ranks_per_host": ranks_per_host(given.gpus, given.hosts),
+            "read": architecture,
+        }
+        if given.compare:
+            print(compared(PlannedRun.of(config, **world), machine, given.compare))
+            return 0
+        result = search(config, machine=machine, **world)
+        print(search_text(result, best=given.best, machine=machine))
+        if result.fitting:
+            print(f"\nbeside {' '.join(common_settings(config))}")
+        if given.json:
+            given.json.write_text(json.dumps(as_json(result, machine), indent=1) + "\n")
+        return 0 if result.fitting else 1
+    except (ValueError, OSError) as error:
+        options.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Transfers of a reshard from Megatron's shards to vLLM's, computed without a GPU and without weights.
+
+verl-megatron reshard-plan --hf DIR_or_NAME --train tp8pp4 --rollout tp8 [--ranks 32] [--hosts 4]
+    [--rank-order plain] [--peer-memory] [--json FILE] [--png FILE]
+
+DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON, a list has one number per rank;
+`train_ranks` and `rollout_ranks` give the rank at each position of the layout, tp fastest, then cp, dp and
+pp.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel.reshard.plan import compile_plan
+from parallel.weights.shapes import SHAPES
+from verl_megatron.commands.options import Options
+from verl_megatron.planner.reshard.case import HOST_RANKS, MAX_RANKS, read_case
+from verl_megatron.planner.reshard.picture import draw
+from verl_megatron.planner.reshard.report import Rates, flows_of, report_of, table
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def number(kind: type, remedy: str) -> Callable[[str], float]:
+    """Argument type: a positive number, with an example of a valid one for the error."""
+
+    def read(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write {remedy}")
+        return value
+
+    return read
+
+
+def stages(text: str) -> tuple[int, ...]:
+    count = number(int, "layers of each stage such as 15,16,16,16")
+    return tuple(int(count(part)) for part in text.split(","))
+
+
+def parser() -> argparse.ArgumentParser:
+    options = Options(description=__doc__)
+    _add_layouts(options)
+    _add_transport(options)
+    options.add_argument("--json", type=Path, help="write all numbers to this file")
+    options.add_argument("--png", type=Path, help="draw who sends what to whom into this file")
+    return options
+
+
+def _add_layouts(options: argparse.ArgumentParser) -> None:
+    ranks = number(int, f"a whole number from 1 to {MAX_RANKS}")
+    options.add_argument(
+        "--hf", required=True, help=f"folder with a config.json, or a built-in shape: {', '.join(SHAPES)}"
+    )
+    options.add_argument("--train", required=True, help="Megatron's layout, such as tp8pp4 or tp4pp4vpp2")
+    options.add_argument(
+        "--rollout", required=True, help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks"
+    )
+    options.add_argument("--ranks", type=ranks, help="default: the smallest number that fits both layouts")
+    options.add_argument("--hosts", type=ranks, help=f"default: {HOST_RANKS} ranks a host")
+    options.add_argument(
+        "--rank-order",
+        default="auto",
+        choices=["auto", "plain"],
+        help="auto: ranks take the places that move least; plain: tp varies fastest",
+    )
+    options.add_argument(
+        "--stage-layers",
+        type=stages,
+        default=(),
+        help="layers of each pipeline stage, such as 15,16,16,16; default: all alike",
+    )
+
+
+def _add_transport(options: argparse.ArgumentParser) -> None:
+    rate = number(float, "bytes a second above 0, such as 50e9")
+    options.add_argument(
+        "--peer-memory",
+        action="store_true",
+        help="ranks of one host read each other's memory: neither messages nor staging between them",
+    )
+    options.add_argument(
+        "--dtype", default="bfloat16", choices=list(ELEMENT_BYTES), help="of the weights in both copies"
+    )
+    options.add_argument(
+        "--window-mib",
+        type=number(int, "a whole number of MiB above 0"),
+        default=256,
+        help="staging memory of one exchange",
+    )
+    for name, usual, what in (
+        ("--same-gpu-rate", Rates.same_gpu, "bytes copied a second on one GPU (half of read and written)"),
+        ("--same-host-rate", Rates.same_host, "bytes a second between GPUs of one host, each way"),
+        ("--other-host-rate", Rates.other_host, "bytes a second of a GPU to other hosts, each way"),
+    ):
+        options.add_argument(name, type=rate, default=usual, help=what)
+
+
+def run(arguments: list[str]) -> int:
+    command_line = parser()
+    options = command_line.parse_args(arguments)
+    gc.disable()  # a plan has a million records without reference cycles
+    try:
+        _check_files(options.json, options.png)
+        case = read_case(
+            hf=options.hf,
+            train=options.train,
+            rollout=options.rollout,
+            ranks=options.ranks,
+            hosts=options.hosts,
+            stage_layers=options.stage_layers,
+        )
+        case = case.placed() if options.rank_order == "auto" else case
+        shards = case.shards()
+        sizes = {"element_bytes": ELEMENT_BYTES[options.dtype], "window_bytes": options.window_mib << 20}
+        plan = compile_plan(
+            source=shards[0],
+            destination=shards[1],
+            host_of=case.host_of,
+            peer_memory=options.peer_memory,
+            **sizes,
+        )
+        flows = flows_of(plan)
+        rates = Rates(
+            same_gpu=options.same_gpu_rate,
+            same_host=options.same_host_rate,
+            other_host=options.other_host_rate,
+        )
+        report = report_of(case, plan, flows, shards, rates, peer_memory=options.peer_memory)
+        print(table(report))
+        if options.json:
+            options.json.write_text(
+                json.dumps(report | {"dtype": options.dtype, "peer_memory": options.peer_memory}, indent=1)
+                + "\n"
+            )
+        if options.png:
+            draw(case, flows, options.png)
+        return 0
+    except (ValueError, OSError) as error:
+        command_line.error(str(error))
+
+
+def _check_files(json_path: Path | None, png_path: Path | None) -> None:
+    """Check the output files before the computation."""
+    for option, path in (("--json", json_path), ("--png", png_path)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(
+                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a "
+                "folder that exists"
+            )
+        if path and option == "--png" and path.suffix != ".png":
+            raise ValueError(f"--png {path} must end in .png; rename it")
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

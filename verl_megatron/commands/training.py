@@ -1,0 +1,194 @@
+"""`train`, `sft`, `dpo` and `reward-model`: a run from its settings, on the ranks that it needs."""
+
+import gc
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OPTION ...] [SETTING=VALUE ...]"
+OPTIONS = """\
+options:
+  --config-name RECIPE   a shipped recipe, without .yaml
+  --config FILE          a recipe of yours; `defaults: [RECIPE, _self_]` in it extends a shipped one
+  --ranks N              processes on this host, each with a GPU if there are GPUs; without it as many
+                         GPUs as the layouts divide, on a CPU the fewest that they need
+  --max-restarts N       how often failed ranks start again from the newest checkpoint (0)
+  --dry-run              check and plan the run, and start nothing; --gpu NAME: the GPU it is planned for
+  --verify               repeat an iteration of the newest checkpoint and compare
+  --track_metrics        metrics go to the console and to every kind of file
+  --cfg job [--resolve]  print the settings
+  --help [SECTION]       this text, or the settings of one section"""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A command that trains."""
+
+    command: str
+    module: str  # that a rank runs
+    schema: str  # key of SCHEMAS
+    purpose: str
+    examples: tuple[str, ...]
+
+    @property
+    def plan(self) -> Callable[..., tuple[str, bool]]:
+        """Return the function that plans a run for a dry run."""
+        if self.schema == "train":
+            from verl_megatron.train import plan
+
+            return plan
+        from verl_megatron.config import SCHEMAS, SupervisedConfig
+        from verl_megatron.launch.supervised import plan
+
+        return partial(plan, schema=cast(type[SupervisedConfig], SCHEMAS[self.schema]))
+
+
+TRAIN = Training(
+    "train",
+    "verl_megatron.train",
+    "train",
+    "Trains a policy by PPO, GRPO or another algorithm. Rollouts come from vLLM on the same ranks.",
+    (
+        "--config-name grpo_8b actor.path=MODEL data.train=prompts.jsonl --dry-run",
+        "--config mine.yaml --ranks 4 run.iterations=100",
+    ),
+)
+SFT = Training(
+    "sft",
+    "verl_megatron.sft",
+    "sft",
+    "Fine-tunes a model on demonstrations.",
+    ("--config-name sft actor.path=MODEL data.train=demonstrations.jsonl",),
+)
+DPO = Training(
+    "dpo",
+    "verl_megatron.dpo",
+    "dpo",
+    "Direct preference optimization: trains a policy on pairs of a chosen and a rejected response.",
+    ("--config-name dpo_toy_cpu actor.path=MODEL data.train=pairs.jsonl",),
+)
+REWARD_MODEL = Training(
+    "reward-model",
+    "verl_megatron.reward_model",
+    "reward_model",
+    "Trains a reward model on pairs of a chosen and a rejected response.",
+    ("--config-name reward_model_toy_cpu reward.path=MODEL data.train=pairs.jsonl",),
+)
+
+
+def train(arguments: list[str]) -> int:
+    """Train a policy."""
+    return _run(TRAIN, arguments)
+
+
+def sft(arguments: list[str]) -> int:
+    """Fine-tune on demonstrations."""
+    return _run(SFT, arguments)
+
+
+def dpo(arguments: list[str]) -> int:
+    """Train on pairs without a reward model."""
+    return _run(DPO, arguments)
+
+
+def reward_model(arguments: list[str]) -> int:
+    """Train a reward model."""
+    return _run(REWARD_MODEL, arguments)
+
+
+def _run(training: Training, arguments: list[str]) -> int:
+    if (asked := _help_asked(arguments)) is not None:
+        print(help_text(training, asked))
+        return 0
+    from verl_megatron.launch.ranks import is_rank, launcher_options, ranks_of, start
+
+    if is_rank():
+        _as_a_rank(training.module, arguments)
+        return 0
+    given, rest = launcher_options(arguments)
+    gc.disable()  # imports and recipes make many permanent objects
+    from verl_megatron.checks.overrides import structured
+    from verl_megatron.config import SCHEMAS
+    from verl_megatron.launch.command_line import NO_ROOM, settings_of
+
+    known, settings = settings_of(rest)
+    if known.cfg or known.info:
+        return 0  # Hydra has printed it
+    ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings, once and before ranks start
+    if known.dry_run:
+        print(text)
+        return 0 if fits else NO_ROOM
+    del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
+
+
+def _as_a_rank(module: str, arguments: list[str]) -> None:
+    from verl_megatron.launch.ranks import LAUNCHER_OPTIONS
+
+    given = [argument.partition("=")[0] for argument in arguments]
+    if named := [name for name in LAUNCHER_OPTIONS if name in given]:
+        raise ValueError(f"{named[0]} is for the command that starts ranks, and this is one; leave it out")
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _help_asked(arguments: list[str]) -> str | None:
+    """Return the section after --help, "" for all of them, or None if no help is asked for."""
+    for place, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            following = arguments[place + 1 : place + 2]
+            return following[0] if following and not following[0].startswith("-") else ""
+        if argument.startswith("--help="):
+            return argument.partition("=")[2]
+    return None
+
+
+def help_text(training: Training, section: str = "") -> str:
+    """Return a command's help: purpose, options, recipes, settings and examples; or one section's settings.
+
+    Raises:
+        ValueError: the command has no such section.
+    """
+    from verl_megatron.launch.help import recipe_summaries, settings_help
+
+    settings = settings_help(training.schema, section)
+    if section:
+        return settings
+    recipes = [
+        f"  {name:<36}{summary}"
+        for name, summary in recipe_summaries().items()
+        if _trains(name) == training.schema
+    ]
+    examples = [f"  verl-megatron {training.command} {example}" for example in training.examples]
+    return "\n".join(
+        [
+            USAGE.format(command=training.command),
+            "",
+            training.purpose,
+            "",
+            OPTIONS,
+            "",
+            "recipes:",
+            *recipes,
+            "",
+            "settings, with default and values:",
+            "",
+            settings,
+            "",
+            "examples:",
+            *examples,
+        ]
+    )
+
+
+def _trains(recipe: str) -> str:
+    """Return the schema of a shipped recipe: its name begins with it, and all others are for RL."""
+    from verl_megatron.config import SCHEMAS
+
+    return next((name for name in SCHEMAS if recipe.startswith(name)), "train")

@@ -1,0 +1,173 @@
+"""Responses of a model folder to a file of prompts, and their scores: vLLM alone, on the ranks of a world.
+
+`verl-megatron generate` and `verl-megatron evaluate` start it as `python -m verl_megatron.evaluation JSON` on
+every rank; JSON holds the fields of `Evaluation`.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from parallel.runtime import process
+from verl_megatron.config import TrainerConfig
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import GivenPrompts, Prompt
+from verl_megatron.data.tokenizer import Tokenizer
+from verl_megatron.observe.metrics import Sums
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """What to generate, and where the samples go.
+
+    The model is actor.path, the prompts are those of data.validation, and reward.function scores them if it
+    is given. rollout.* and data.validation_temperature hold for the sampling.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)  # by section
+    out: str = ""  # JSON lines of all samples; empty: none are written
+    samples: int = 1  # responses to each prompt
+    scored: bool = True
+
+    def config(self) -> TrainerConfig:
+        """Return the settings as sections.
+
+        Raises:
+            ValueError: an unknown setting.
+        """
+        from verl_megatron.checks.overrides import structured
+
+        data = dict(self.settings.get("data", {}))
+        data["train"] = data.get("validation", "")  # is not read
+        config = structured(self.settings | {"data": data}, TrainerConfig)
+        config.rollout.sleep = False
+        return config
+
+    def problems(self, *, world_size: int) -> list[str]:
+        """Return all problems of the settings, the folder and the prompts' file; fill `inputs` of `read`."""
+        from parallel.weights.architecture import read_architecture
+        from verl_megatron.checks.folders import inspect_folders
+        from verl_megatron.checks.limits import check_values
+        from verl_megatron.checks.problems import problem_of
+        from verl_megatron.checks.rollout import check_rollout
+
+        config = self.config()
+        if problems := check_values(config):
+            return problems
+        if self.scored and not config.reward.function:
+            return ["reward.function is not given; name a built-in function or FILE.py:NAME"]
+        problems = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=True).problems
+        problems = problems or check_rollout(config, read_architecture(config.actor.path), world_size)
+        return problems or problem_of(self.read)
+
+    def read(self):
+        """Read tokenizer and prompts.
+
+        Raises:
+            ValueError: the tokenizer or the file cannot be used.
+        """
+        from parallel.weights.architecture import read_architecture
+        from verl_megatron.data.prompts import PromptDataset
+        from verl_megatron.data.tokenizer import load_tokenizer
+
+        config = self.config()
+        tokenizer = load_tokenizer(config.actor.path)
+        vocab_size = read_architecture(config.actor.path).vocab_size
+        return tokenizer, PromptDataset(config.data.validation, tokenizer, config.data, vocab_size=vocab_size)
+
+    def run(self) -> dict[str, float] | None:
+        """Generate, score and write; return the means on the first rank and None on others. Collective.
+
+        Raises:
+            ValueError: lists all problems of settings and files, before vLLM starts.
+        """
+        from parallel import device
+        from parallel.rank_set import agree, world
+        from verl_megatron.checks.problems import refuse
+        from verl_megatron.checks.versions import check_versions
+        from verl_megatron.rollout.sampler import Draw, Sampler
+        from verl_megatron.rollout.sampling import Sampling
+        from verl_megatron.rollout.vllm import VLLMActor
+        from verl_megatron.run import make_reward_pool
+
+        check_versions(vllm=True)
+        device.initialize()
+        ranks = world()
+        agree(lambda: refuse(self.problems(world_size=ranks.size)), ranks)
+        config, (tokenizer, dataset) = self.config(), self.read()
+        prompts = list(dataset)[: config.data.validation_samples or None]
+        engine = VLLMActor(
+            config.actor.path,
+            config.rollout.tp,
+            config=config.rollout,
+            max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
+            seed=config.run.seed,
+        )
+        pool = make_reward_pool(config, engine) if self.scored else None
+        sampler = Sampler(engine, tokenizer=tokenizer, pool=pool, seed=config.run.seed)
+        sampling = replace(
+            Sampling.from_config(config.rollout), temperature=config.data.validation_temperature
+        )
+        draw = Draw(num_prompts=len(prompts), samples_per_prompt=self.samples, sampling=sampling)
+        sums = Sums()
+        try:
+            batch = sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=0)
+            batch.rewards = sampler.score(batch, sums)
+        finally:
+            if pool is not None:
+                pool.close()
+        own = self._rows(batch, prompts, tokenizer)
+        self._add(own, batch, config.rollout.max_tokens, sums)
+        means = sums.reduce(ranks)
+        gathered = ranks.gather_object(own)
+        engine.close()
+        if gathered is None:
+            return None
+        rows = sorted((row for part in gathered for row in part), key=lambda row: row["sample"])
+        if self.out:
+            _write(Path(self.out), rows)
+        return {"prompts": len(prompts), "samples": len(rows)} | means
+
+    def _rows(self, batch: RolloutBatch, prompts: list[Prompt], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        """Return this rank's samples as they are written."""
+        rows = []
+        for b, sample in enumerate(batch.sample_id.tolist()):
+            prompt = prompts[sample // self.samples]
+            response = tokenizer.decode(batch.generated_ids[b][batch.response_mask[b]].tolist())
+            row = {"sample": sample, "prompt": prompt.text, "response": response, "answer": prompt.answer}
+            rows.append(row | ({"score": batch.required("rewards")[b].item()} if self.scored else {}))
+        return rows
+
+    def _add(self, rows: list[dict[str, Any]], batch: RolloutBatch, max_tokens: int, sums: Sums) -> None:
+        """Add this rank's samples to the sums that are printed as means."""
+        lengths = batch.response_mask.sum(1)
+        sums.add("response_tokens", lengths.sum(), len(lengths))
+        sums.add("cut", (lengths >= max_tokens).sum(), len(lengths))
+        if self.scored:
+            sums.add("score", sum(row["score"] for row in rows), len(rows))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+
+def main() -> None:
+    """Run the evaluation that the argument describes; user errors are printed once."""
+    from parallel.runtime.refusal import RefusalError, complain
+
+    evaluation = Evaluation(**json.loads(sys.argv[1]))
+    try:
+        means = evaluation.run()
+    except ValueError as error:
+        complain(str(error), agreed=isinstance(error, RefusalError))
+    if means is not None:
+        print(", ".join(f"{name} {value:.6g}" for name, value in means.items()), flush=True)
+    process.end(0)
+
+
+if __name__ == "__main__":
+    process.begin()
+    main()

@@ -1,0 +1,147 @@
+"""Writes a model of a published shape with random weights, and prompts for it, to measure speed.
+
+python tools/make_random.py OUT --shape llama3-8b [--layers 32] [--prompt-tokens 512] [--rows 4096]
+
+Nothing is downloaded.
+
+OUT/model         config.json, bfloat16 weights in several safetensors files with their index, tokenizer of
+                  the toy job
+OUT/train.jsonl   prompts of exactly --prompt-tokens tokens
+OUT/reward.py     `score`: share of vowels in the response, so that samples differ
+"""
+
+import argparse
+import json
+import random
+import shutil
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from parallel.weights.architecture import Architecture, read_architecture
+from parallel.weights.rules import hf_shapes
+from parallel.weights.shapes import SHAPES, shape
+from parallel.weights.writing import write_index
+from verl_megatron.examples.toy import make_rows, seed_of, write_tokenizer
+
+FILE_BYTES = 4 * 2**30
+# limits of the prompts, which take minutes, and of the model
+MOST_TOKENS, MOST_ROWS, MOST_LAYERS = 1_000_000, 1_000_000, 1000
+REWARD = '''def score(prompt, response, ground_truth, extra):
+    """Share of vowels."""
+    return sum(response.count(vowel) for vowel in "aeiou") / max(len(response), 1)
+'''
+
+
+def check_room(folder: Path, config: dict) -> None:
+    """Raise ValueError if the weights do not fit in `folder`, where they replace those of an earlier call."""
+    needed = torch.bfloat16.itemsize * sum(
+        map(prod, hf_shapes(Architecture.from_hf(config, source=str(folder))).values())
+    )
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free + sum(
+        file.stat().st_size for file in folder.glob("*.safetensors")
+    )
+    if free < needed:
+        raise ValueError(
+            f"{folder} has {free:,} bytes free and the random weights need {needed:,}; name another OUT (in "
+            "recipes SCRATCH) or fewer --layers"
+        )
+
+
+def write_weights(folder: Path, *, seed: int) -> None:
+    """Write normally distributed weights in files of about FILE_BYTES; norms are ones."""
+    arch = read_architecture(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    room, total = FILE_BYTES, 0
+    for name, size in hf_shapes(arch).items():
+        nbytes = torch.bfloat16.itemsize * prod(size)
+        if nbytes > room and files[-1]:
+            files.append({})
+            room = FILE_BYTES
+        files[-1][name] = size
+        room -= nbytes
+        total += nbytes
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for file, shapes in zip(names, files):
+        tensors = {}
+        for name, size in shapes.items():
+            tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
+            tensors[name] = (
+                tensor.fill_(1)
+                if name.endswith("norm.weight")
+                else tensor.normal_(0, arch.initializer_range, generator=generator)
+            ).cpu()
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    write_index(folder, {name: file for file, shapes in zip(names, files) for name in shapes}, total)
+
+
+def write_prompts(path: Path, tokenizer, *, rows: int, tokens: int, seed: int) -> None:
+    """Write random words, cut so that each prompt has exactly `tokens` tokens."""
+    rng, words = (
+        random.Random(seed),
+        [word for row in make_rows(seed)["train"][:200] for word in row["prompt"].split()],
+    )
+    with path.open("w") as file:
+        for _ in range(rows):
+            ids: list[int] = []
+            while len(ids) < tokens:
+                text = " ".join(rng.choice(words) for _ in range(tokens))
+                ids = tokenizer(text)["input_ids"][:tokens]
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+                while len(tokenizer(text)["input_ids"]) > tokens:
+                    text = text[:-1]
+            file.write(json.dumps({"prompt": text, "answer": ""}) + "\n")
+
+
+def make_random(given: argparse.Namespace) -> None:
+    """Write the whole job to `given.out`.
+
+    Raises:
+        ValueError: unreasonable sizes, or not enough disk space; nothing is written.
+    """
+    for option, value, low, high in (
+        ("--prompt-tokens", given.prompt_tokens, 1, MOST_TOKENS),
+        ("--rows", given.rows, 1, MOST_ROWS),
+        ("--layers", given.layers, 0, MOST_LAYERS),
+    ):
+        if not low <= value <= high:
+            raise ValueError(f"{option} {value} must be from {low} to {high}; choose another")
+    folder, config = given.out / "model", shape(given.shape, layers=given.layers)
+    check_room(folder, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    tokenizer = write_tokenizer(folder, [f"{row['prompt']} {row['response']}" for row in make_rows(1)["sft"]])
+    write_weights(folder, seed=given.seed)
+    write_prompts(
+        given.out / "train.jsonl", tokenizer, rows=given.rows, tokens=given.prompt_tokens, seed=given.seed
+    )
+    (given.out / "reward.py").write_text(REWARD)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=1024, help="prompts to write")
+    parser.add_argument("--seed", type=seed_of, default=1)
+    given = parser.parse_args(arguments)
+    try:
+        make_random(given)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+    except OSError as error:
+        parser.exit(2, f"error: {given.out} cannot be written ({error.strerror}); name a folder that can\n")
+    print(f"random {given.shape} and its prompts are in {given.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The ranks of a run on this host: how many it needs, and their start."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from parallel import device
+from parallel.runtime.refusal import short_repr
+from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.model_specs import layout_of, models_of
+
+MOST_LOCAL = 1024  # ranks of one host
+LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value
+OF_A_RANK = ("RANK", "LOCAL_RANK")  # environment variables that a launcher sets for each rank
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as a rank."""
+    return any(name in os.environ for name in OF_A_RANK)
+
+
+def suits(config: TrainerConfig | SupervisedConfig, ranks: int) -> bool:
+    """Whether the layouts of all models, and vLLM's replicas, divide this number of ranks."""
+    try:
+        for spec in models_of(config):
+            layout_of(spec.model, ranks)
+    except ValueError:
+        return False
+    return not isinstance(config, TrainerConfig) or not ranks % config.rollout.tp
+
+
+def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
+    """Return how many ranks to start: all GPUs of this host as far as the layouts divide them.
+
+    Without GPUs, the fewest that the layouts need. 1 if no number suits; checks then say why.
+    """
+    counts = range(1, MOST_LOCAL + 1)
+    fewest = next((count for count in counts if suits(config, count)), 1)
+    gpus = device.visible_gpus()
+    fitting = [count for count in range(fewest, gpus + 1) if suits(config, count)]
+    return max(fitting, default=fewest)
+
+
+def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split off --ranks and --max-restarts (0 if absent); return them and the other arguments.
+
+    Raises:
+        ValueError: a value that is no such number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in LAUNCHER_OPTIONS:
+        parser.add_argument(option, default="")
+    try:
+        given, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}; give a number after it") from None
+    for option, least in LAUNCHER_OPTIONS.items():
+        name = option[2:].replace("-", "_")
+        text = getattr(given, name)
+        if text and not (text.isdecimal() and least <= int(text[:7]) <= MOST_LOCAL):
+            raise ValueError(
+                f"{option} {short_repr(text)} must be a whole number from {least} to {MOST_LOCAL}; change it"
+            )
+        setattr(given, name, int(text or 0))
+    return given, rest
+
+
+def start(module: str, arguments: Sequence[str], *, ranks: int, restarts: int = 0) -> NoReturn:
+    """Replace this process by the launcher of `python -m module arguments` on `ranks` ranks of this host."""
+    launcher = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    launcher += ["--rdzv-id", "verl_megatron", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "parallel.runtime.launch", *launcher, "-m", module, *arguments]
+    if not device.is_gpu():
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling takes longer than it saves
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, command)
