@@ -177,6 +177,41 @@ def test_trls_demonstrations_and_pairs(tmp_path):
     assert pairs == pairs[:1] * len(FORMATS)
 
 
+def test_dotted_keys_go_into_objects_unless_a_column_has_that_name(tmp_path):
+    rows = [{"meta": {"question": {"text": "a"}, "truth": 5}, "meta.truth": 6}]
+    path = write(tmp_path / "rows.parquet", rows)
+    (prompt,) = prompts_of(path, prompt_key="meta.question.text", answer_key="meta.truth")
+    assert (prompt.text, prompt.answer) == ("a", 6)
+    with pytest.raises(
+        ValueError, match=r"row 1: no key 'meta.question.words' \(data.prompt_key\); the row has"
+    ):
+        prompts_of(path, prompt_key="meta.question.words")
+
+
+def test_values_of_other_types_become_those_of_json(tmp_path):
+    rows = {
+        "prompt": pa.array(["a", "b"]).dictionary_encode(),
+        "answer": pa.array([float("nan"), 2.5]),
+        "when": pa.array([datetime.datetime(2026, 1, 2), None]),
+        "price": pa.array([decimal.Decimal("1.50"), None]),
+        "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+        "image": pa.array([b"\xff", None]),
+        "deep": pa.array([[{"x": [float("nan")]}], None]),
+    }
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table(rows), path)
+    dataset = PromptDataset(path, TOKENIZER, DataConfig(train=path))
+    first, second = dataset
+    assert (first.answer, second.answer) == (None, 2.5)
+    assert first.extra == {
+        "when": "2026-01-02T00:00:00",
+        "price": "1.50",
+        "map": {"k": 1},
+        "deep": [{"x": [None]}],
+    }
+    assert dataset.notes == [f"{path}: columns of types that are not read: 'image' (binary)"]
+
+
 # ---- files that are refused ----------------------------------------------------------------------------
 
 
