@@ -364,3 +364,10 @@ def test_a_table_is_converted_in_parts(tmp_path, monkeypatch):
     for name in ("rows.parquet", "rows.arrow"):
         rows = list(find_files(str(write(tmp_path / name, TEXTS)))[0].rows())
         assert rows == list(enumerate(TEXTS, start=1))
+
+
+def test_a_full_disk_is_an_error_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(item_store, "IN_MEMORY", 100)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: open("/dev/full", "w+b", buffering=0))
+    with pytest.raises(ValueError, match="cannot be written .No space left on device.; set TMPDIR"):
+        prompts_of(write(tmp_path / "rows.csv", TEXTS))

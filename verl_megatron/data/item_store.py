@@ -1,12 +1,25 @@
 """Items of a data set, pickled: in memory while they are few, then in a temporary file without a name."""
 
+import contextlib
+import io
 import pickle
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, BinaryIO, cast, overload
 
 IN_MEMORY = 64 << 20  # bytes; more are written to a file in $TMPDIR, which ends with the process
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the copy of the data in {tempfile.gettempdir()} cannot be written ({error.strerror}); "
+            "set TMPDIR to a folder with more room"
+        ) from None
 
 
 class ItemStore(Sequence):
@@ -16,24 +29,33 @@ class ItemStore(Sequence):
     """
 
     def __init__(self):
-        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)
+        self._file: BinaryIO = io.BytesIO()
         self._ends = array("Q", [0])  # byte offsets
         self._is_at_end = True  # seeking flushes what is buffered
 
     def append(self, item: Any) -> None:
-        """Add an item at the end."""
+        """Add an item at the end; ValueError without room for it."""
         data = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-        try:
+        with _room():
+            if isinstance(self._file, io.BytesIO) and self._ends[-1] + len(data) > IN_MEMORY:
+                self._file = self._moved(self._file)
             if not self._is_at_end:
                 self._file.seek(self._ends[-1])
             self._file.write(data)
-        except OSError as error:
-            raise ValueError(
-                f"the data set's copy in {tempfile.gettempdir()} cannot be written ({error.strerror}); "
-                "set TMPDIR to a folder with more room"
-            ) from None
         self._is_at_end = True
         self._ends.append(self._ends[-1] + len(data))
+
+    def flush(self) -> None:
+        """Write what is buffered; ValueError without room for it."""
+        with _room():
+            self._file.flush()
+
+    @staticmethod
+    def _moved(memory: io.BytesIO) -> BinaryIO:
+        """Return a file with what was in memory, at its end."""
+        file = cast(BinaryIO, tempfile.TemporaryFile())
+        file.write(memory.getbuffer())
+        return file
 
     def __len__(self) -> int:
         return len(self._ends) - 1

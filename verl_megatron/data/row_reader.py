@@ -60,6 +60,7 @@ class RowReader(Sequence):
             raise ValueError(f"data file {name_of(path)} {error}") from None
         for file in self.files:
             self._read(file, None if max_rows is None else max_rows - len(self) - self.dropped)
+        self._items.flush()
         if not self._items and self.dropped != max_rows:  # otherwise later rows may be short enough
             why = (
                 f"all {self.dropped} rows are longer than data.{self.limit_name}={self.limit}"
