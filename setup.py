@@ -62,6 +62,8 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.10,<3"],  # faster layers on GPUs; used where it is installed
         "ray": ["ray[train]>=2.50,<3"],  # recipes/launch/ray.py
         "math": ["math-verify[antlr4_9_3]>=0.8,<0.10"],  # reward.function=math; Hydra needs antlr4 4.9
+        "wandb": ["wandb>=0.19,<1"],  # run.track_metrics=[console,jsonl,wandb]
+        "mlflow": ["mlflow-skinny>=2.14,<4"],  # run.track_metrics=[console,jsonl,mlflow]
         "docs": DOCS,  # mkdocs serve
         "dev": [
             "basedpyright>=1.31,<2",

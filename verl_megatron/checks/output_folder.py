@@ -8,12 +8,13 @@ from pathlib import Path
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import RunConfig
 
-_FOLDERS = ("checkpoint", "validation", "samples", "stacks", "tensorboard", "profile")
+_FOLDERS = ("checkpoint", "validation", "samples", "stacks", "tensorboard", "profile", "wandb")
 SETTINGS, STARTS, LOG = "config.yaml", "run.json", "run.log"  # the record of a run
 SETTINGS_BEGIN = "# Settings of start"  # first words of `config.yaml`
 _FILES = (
     *(SETTINGS, STARTS, LOG),
-    *("metrics.jsonl", "metrics.csv", "report.png", "report.html", "timeline.json", "timeline.png"),
+    *("metrics.jsonl", "metrics.csv", "tracking.json"),
+    *("report.png", "report.html", "timeline.json", "timeline.png"),
 )
 _WEIGHTS = re.compile(r"model.*\.safetensors|\.model.*\.partial")
 

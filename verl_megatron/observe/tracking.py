@@ -11,13 +11,22 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from verl_megatron.observe.destination import Destination, replace_text
+from verl_megatron.observe.services import MLflow, Wandb
+
 METRICS_FILE = "metrics.jsonl"
+# Parts of a console line, and codes of a terminal's colours.
+COLOURS = (
+    (re.compile(r"^step \d+/\d+"), "1"),
+    (re.compile(r"\b(?:reward|validation accuracy|loss) -?[\d.]+"), "32"),
+    (re.compile(r"\bfailed rewards [\d.]+%|\b[a-z ]+ (?:nan|-?inf)\b"), "31"),
+)
 
 
 def complete_lines(path: Path) -> list[bytes]:
@@ -73,23 +82,6 @@ def put_aside(path: Path, others: int) -> None:
     print(f"warning: {path} had {others} lines that are no rows of metrics; it is now {aside}", flush=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a killed run leaves the old or the new one."""
-    scratch = path.with_suffix(path.suffix + ".new")
-    scratch.unlink(missing_ok=True)
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Output location and step range of a sink."""
-
-    output_dir: Path
-    first_step: int  # rows of an earlier run at or after it are dropped
-    total_steps: int
-
-
 class Sink(Protocol):
     """A destination of metrics."""
 
@@ -129,8 +121,20 @@ def console_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
     return f"step {step}/{total_steps}: " + ", ".join(parts)
 
 
+def wants_colour(stream: Any) -> bool:
+    """Whether a stream is a terminal that shows colours; NO_COLOR turns them off (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def coloured(line: str) -> str:
+    """Return a console line with the step in bold, scores in green, and failures and NaN in red."""
+    for pattern, code in COLOURS:
+        line = pattern.sub(lambda found, code=code: f"\x1b[{code}m{found[0]}\x1b[0m", line)
+    return line
+
+
 class Console:
-    """A line per row, with the remaining time.
+    """A line per row, with the remaining time; in colours on a terminal.
 
     On a terminal a progress bar below shows that time; elsewhere it ends the line.
     """
@@ -159,7 +163,7 @@ class Console:
         if self._bar.disable and self._first < self._done < self._total:
             step_s = (time.monotonic() - self._started) / (self._done - self._first)
             line += f", {step_s * (self._total - self._done):.0f} s left"
-        self._bar.write(line)
+        self._bar.write(coloured(line) if wants_colour(sys.stdout) else line)
 
     def close(self) -> None:
         self._bar.close()
@@ -253,38 +257,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class Wandb:
-    """A Weights & Biases run named after the output folder."""
-
-    def __init__(self, to: Destination):
-        import wandb
-
-        self._run = wandb.init(project="verl_megatron", name=to.output_dir.name, dir=str(to.output_dir))
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MLflow:
-    """An MLflow run named after the output folder, on the configured tracking server."""
-
-    def __init__(self, to: Destination):
-        import mlflow
-
-        self._mlflow = mlflow
-        mlflow.set_experiment("verl_megatron")
-        mlflow.start_run(run_name=to.output_dir.name)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._mlflow.log_metrics(metrics, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
 
 
 class Report:
