@@ -1,6 +1,8 @@
 """Parquet, Arrow, CSV and JSON lines give the same prompts; what is wrong in a file is refused by name."""
 
 import csv
+import datetime
+import decimal
 import json
 from pathlib import Path
 
