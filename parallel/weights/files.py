@@ -1,6 +1,7 @@
 """Readers of Hugging Face folders: rectangles of tensors by byte range."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -67,6 +68,9 @@ class CheckpointFolder:
         return self
 
     def __exit__(self, *error) -> None:
+        for arrives, _ in self._arriving.values():
+            with contextlib.suppress(ValueError) if any(error) else contextlib.nullcontext():
+                arrives.forget()
         for file in self._files.values():
             file.__exit__(*error)
 
@@ -165,13 +169,26 @@ class CheckpointFolder:
                 + "\n".join(f"  - {problem}" for problem in problems)
             )
 
+    def announce(self, rows: Iterable[tuple[str, int, int]]) -> None:
+        """Say which rows [top, bottom) of which tensors will be read, in that order: they begin to arrive.
+
+        Tensors that the folder lacks are left out.
+        """
+        for name, top, bottom in rows if self._arriving else ():
+            if found := self._arriving.get(self._file_of.get(name, "")):
+                file, ranges = found
+                file.ask(*self._bytes_of(name, ranges[name], top, bottom))
+
     def _await(self, name: str, top: int, bottom: int) -> None:
         """Return once these rows of a tensor are in its file."""
         if found := self._arriving.get(self._file_of[name]):
             file, ranges = found
-            start, end = ranges[name]
-            row_bytes = (end - start) // max(1, self.shape(name)[0])
-            file.fetch(start + top * row_bytes, start + bottom * row_bytes)
+            file.fetch(*self._bytes_of(name, ranges[name], top, bottom))
+
+    def _bytes_of(self, name: str, place: tuple[int, int], top: int, bottom: int) -> tuple[int, int]:
+        start, end = place
+        row_bytes = (end - start) // max(1, self.shape(name)[0])
+        return start + top * row_bytes, start + bottom * row_bytes
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
@@ -205,6 +222,8 @@ def load_parameters(
             f"{folder.path} lacks tensors of the model that its config.json describes: {_listed(missing)}"
         )
     left = []
+    blocks = [block for parameter in parameters for block in parameter.blocks]
+    folder.announce((block.tensor, *block.rows) for block in blocks)
     with torch.no_grad():
         for parameter in parameters:
             if any(block.tensor in absent for block in parameter.blocks):

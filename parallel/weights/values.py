@@ -31,6 +31,8 @@ def not_finite(
     folder: CheckpointFolder, names: Iterable[str], dtypes: Iterable[torch.dtype]
 ) -> Iterator[str]:
     """Yield a problem for each tensor that holds NaN or an infinity, as stored or cast to one of `dtypes`."""
+    names = list(names)
+    folder.announce((name, 0, folder.shape(name)[0]) for name in names)
     for name in names:
         for part in folder.rows(name):
             extremes = torch.stack(part.aminmax()) if part.numel() else part

@@ -20,7 +20,7 @@ from verl_megatron.config import (
     get_trainer_config,
     name_here,
 )
-from verl_megatron.config.older_names import OLDER_NAMES, PLACES
+from verl_megatron.config.older_names import OLDER, OLDER_NAMES, PLACES
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
 from verl_megatron.rewards.callables import spec_of
@@ -34,7 +34,7 @@ SETTINGS = {
 }
 NAMES = {
     (project, name): row
-    for project, table in (("verl", VERL), ("TRL", TRL))
+    for project, table in (("verl", VERL), ("TRL", TRL), ("the older interface", OLDER))
     for rows in table.values()
     for row in rows
     for name in row.theirs
@@ -139,6 +139,8 @@ def test_each_name_is_answered_with_the_one_here(project, name):
         ({"critic": {"optim": {"lr": 1}}}, "critic.optim.lr of verl is called critic.lr here"),
         ({"num_generations": 8}, "num_generations of TRL is called data.samples_per_prompt here"),
         ({"learning_rate": 1e-5}, "learning_rate of TRL is called actor.lr here (and critic.lr)"),
+        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "is called engine.distributed_optimizer here"),
+        ({"checkpoint_config": {"keep_last_k": 3}}, "of the older interface is called run.keep_last_k here"),
         ({"beta": 0.1}, "beta of TRL is called algorithm.kl_coef here"),
         ({"rollout": {"pace": 1}}, "rollout.pace is no setting"),
         ({"trainer": {"pace": 1}}, "trainer is no section"),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,9 @@ def rows(name: str, top: int, bottom: int) -> Block:
 
 def read_all(folder: str | Path) -> dict[str, torch.Tensor]:
     with CheckpointFolder(folder) as files:
-        return {name: files.read(rows(name, 0, ROWS), torch.float32) for name in sorted(files.names)}
+        names = sorted(files.names)
+        files.announce((name, 0, ROWS) for name in names)
+        return {name: files.read(rows(name, 0, ROWS), torch.float32) for name in names}
 
 
 def assert_same(folder: str | Path, expected: Path) -> None:
@@ -90,6 +93,19 @@ def test_a_rank_fetches_its_own_bytes_only(server, model):
         assert torch.equal(torch.cat(list(files.rows("b.weight", 1000))), next(whole.rows("b.weight")))
     assert (folder / SHARDS[1]).exists() and not (folder / SHARDS[0]).exists()
     assert not server.repeated()
+
+
+def test_what_is_announced_arrives_before_it_is_read(server):
+    heard = []
+    with CheckpointFolder(local_folder(server.url)) as files, arriving.telling(heard.append):
+        files.announce([("a.weight", ROWS // 2, ROWS), ("no such tensor", 0, 1)])
+        deadline = time.monotonic() + 10
+        while server.bytes_of(SHARDS[0]) < ROWS * COLUMNS * 4 // 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not heard, "listeners are called by the thread that reads"
+        files.read(rows("a.weight", ROWS // 2, ROWS), torch.float32)
+        files.announce([("b.weight", 0, ROWS)])
+    assert 0 < server.bytes_of(SHARDS[0]) < ROWS * COLUMNS * 4 and sum(heard) >= ROWS * COLUMNS * 2
 
 
 def test_what_is_complete_is_not_fetched_again(server, model):
@@ -165,7 +181,7 @@ def test_answers_that_stay_short_are_one_error(server):
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"config.json": [404]}, "has no config.json; name the folder"),
+        ({"config.json": [404]}, "has no config.json that may be read; name the folder"),
         ({"config.json": [500] * 5}, "config.json cannot be read .status 500., tried 5 times"),
         ({"config.json": [401]}, "config.json: the server answers with status 401"),
         ({SHARDS[1]: [404]}, f"lacks {SHARDS[1]}; name a folder with"),

@@ -61,11 +61,12 @@ def row(theirs: str, ours: str = "", note: str = "") -> Row:
 
 @cache
 def _entries() -> tuple[_Entry, ...]:
-    from verl_megatron.config.trl_names import TRL  # both are made with `row`
+    from verl_megatron.config.older_names import OLDER  # all are made with `row`
+    from verl_megatron.config.trl_names import TRL
     from verl_megatron.config.verl_names import VERL
 
     found = []
-    for project, table in (("verl", VERL), ("TRL", TRL)):
+    for project, table in (("verl", VERL), ("TRL", TRL), ("the older interface", OLDER)):
         for rows in table.values():
             for entry in rows:
                 found += [_Entry(project, name, tuple(name.split(".")), entry) for name in entry.theirs]

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from parallel.runtime.refusal import nearest, short_repr
+from verl_megatron.config.names import Table, row
 
 PLACES = {
     "verl.RLTrainer": "verl_megatron.RLTrainer",
@@ -154,6 +155,27 @@ OLDER_NAMES = {
         gives="refused: `reshard.offload=all` offloads to host memory, nothing goes to disks",
         read=_offload_folder,
     ),
+}
+
+
+# The same for command lines and recipes, where these are no sections.
+OLDER: Table = {
+    "Older interface": (
+        row("actor_device_mapping actor_device_mapping.model", "`actor.devices`", "such as `cuda:0-3`"),
+        row("critic_device_mapping critic_device_mapping.model", "`critic.devices`", "such as `cuda:0-3`"),
+        row("reward_device_mapping reward_device_mapping.model", "`reward.devices`", "such as `cuda:0-3`"),
+        *(row(f"checkpoint_config.{name}", setting) for name, setting in CHECKPOINT.items()),
+        row("use_dynamic_batching", "", "always so; `rollout.max_num_seqs` is the limit"),
+        row(
+            "fsdp_config.sharding_strategy",
+            "`engine.distributed_optimizer`",
+            "it shards the optimizer; tp and pp of `actor.layout` shard weights",
+        ),
+        row("offload_folder", "`reshard.offload`", "to host memory, not to disks"),
+        row("dp_size tp_size pp_size", "`actor.layout`", "such as `tp2pp2dp2`"),
+        row("hybrid_engine", "", "vLLM is always on the actor's ranks"),
+        row("enable_recompute mixed_precision", "engine.recompute engine.dtype"),
+    )
 }
 
 

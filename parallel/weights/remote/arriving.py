@@ -8,13 +8,14 @@ a lock on its byte of NAME.parts gives each part to one of them. A killed proces
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from parallel.runtime.refusal import short_repr
@@ -22,16 +23,23 @@ from parallel.weights.json_files import parse_object
 from parallel.weights.remote.source import RemoteFile, open_source, shown
 
 PART_BYTES = 8 << 20  # of one request; whole pages, since readers map the file
-CONNECTIONS = 4  # at once, in each process
+CONNECTIONS = 8  # at once, in each process
+WHOLE, LOOK_AGAIN_S = -1, 0.05  # a file that comes in one stream, and how often its marks are looked at
 INCOMPLETE, PARTS, SOURCE = ".incomplete", ".parts", ".source"
 
 _opened: dict[tuple[int, int, int], "ArrivingFile"] = {}  # by process, device and inode
 _listeners: list[Callable[[int], None]] = []
 
 
+@functools.cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process: a forked child has none of its parent's."""
+    return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="weights")
+
+
 @contextlib.contextmanager
 def telling(listener: Callable[[int], None]) -> Iterator[None]:
-    """Call `listener` with the bytes of every part that this process fetches within the context."""
+    """Call `listener`, in the thread that reads, with the bytes that this process has fetched since."""
     _listeners.append(listener)
     try:
         yield
@@ -104,7 +112,24 @@ class ArrivingFile:
         self._source = open_source(self._url)
         self._data = os.open(beside(path, INCOMPLETE), os.O_RDWR)
         self._parts = os.open(beside(path, PARTS), os.O_RDWR)
-        self._one_at_a_time = threading.Lock()  # file locks do not separate the threads of a process
+        self._guard = threading.Lock()
+        self._asked: dict[int, Future[None]] = {}  # by part, or WHOLE
+        self._arrived = 0  # bytes of which no listener knows
+
+    def ask(self, start: int, end: int) -> None:
+        """Begin to fetch the bytes [start, end), behind what was asked for before, and return at once."""
+        with self._guard:
+            for part in self._missing(start, end):
+                key, act = (part, self._fetch_part) if self._has_ranges else (WHOLE, self._fetch_whole)
+                if key not in self._asked:
+                    self._asked[key] = _pool(os.getpid()).submit(act, key)
+
+    def forget(self) -> None:
+        """Give up what was asked for and has not begun, and wait for what has; errors as in `fetch`."""
+        with self._guard:
+            asked, self._asked = self._asked, {}
+        wait([future for future in asked.values() if not future.cancel()])
+        self._look_around()
 
     def fetch(self, start: int, end: int) -> None:
         """Return once the bytes [start, end) are there.
@@ -113,17 +138,31 @@ class ArrivingFile:
             ValueError: the server does not answer as it should, the disk is full, or the complete file is
                 not the one that its checksum describes.
         """
-        first, last = start // self._part_bytes, -(-end // self._part_bytes)
-        with self._one_at_a_time:
-            missing = [part for part in range(first, last) if not self._has(part)]
-            if missing and not self._has_ranges:
-                self._fetch_whole()
-            elif missing:
-                with ThreadPoolExecutor(min(CONNECTIONS, len(missing))) as pool:
-                    for num_bytes in pool.map(self._fetch_part, missing):
-                        _tell(num_bytes)
-            if b"\0" not in os.pread(self._parts, self._count, 0):
-                self._complete()
+        while missing := self._missing(start, end):
+            self.ask(start, end)
+            with self._guard:
+                key = missing[0] if self._has_ranges else WHOLE
+                future = self._asked.get(key)
+            if future is None:  # it has come in between
+                continue
+            try:
+                with contextlib.suppress(TimeoutError):
+                    future.result(timeout=None if self._has_ranges else LOOK_AGAIN_S)
+            finally:
+                with self._guard:
+                    if future.done():  # a part that failed may be asked for again
+                        self._asked.pop(key, None)
+            self._look_around()
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Tell listeners what has arrived since the last call, and give the file its name if that was all."""
+        with self._guard:
+            arrived, self._arrived = self._arrived, 0
+        for listener in _listeners if arrived else ():
+            listener(arrived)
+        if b"\0" not in os.pread(self._parts, self._count, 0):
+            self._complete()
 
     def fetch_header(self, most_bytes: int) -> None:
         """Fetch a safetensors file's table of tensors: 8 bytes with its length, and the table."""
@@ -136,23 +175,25 @@ class ArrivingFile:
     def _count(self) -> int:
         return -(-self.size // self._part_bytes)
 
+    def _missing(self, start: int, end: int) -> list[int]:
+        first, last = start // self._part_bytes, -(-end // self._part_bytes)
+        return [part for part in range(first, last) if not self._has(part)]
+
     def _has(self, part: int) -> bool:
         return os.pread(self._parts, 1, part) == b"\1"
 
-    def _fetch_part(self, part: int) -> int:
-        """Fetch a part, unless another process has done so; return the bytes that came."""
+    def _fetch_part(self, part: int) -> None:
         with self._locked(part):
-            if self._has(part):
-                return 0
+            if self._has(part):  # from another process
+                return
             start = part * self._part_bytes
             end = min(start + self._part_bytes, self.size)
             content = self._source.read(self.path.name, start, end, version=self._version)
             self._write(start, content)
             self._mark(part)
-            return len(content)
 
-    def _fetch_whole(self) -> None:
-        """Read a file from its start, for servers without ranges."""
+    def _fetch_whole(self, _: int) -> None:
+        """Read the file from its start, for servers without ranges."""
         with self._locked(self._count):
             marked = 0
 
@@ -163,10 +204,9 @@ class ArrivingFile:
                 there = self._count if arrived == self.size else arrived // self._part_bytes
                 for part in range(marked, there):
                     self._mark(part)
-                _tell(len(piece))
                 marked = max(marked, there)
 
-            if b"\0" in os.pread(self._parts, self._count, 0):
+            if b"\0" in os.pread(self._parts, self._count, 0):  # else it came from another process
                 self._source.copy(self.path.name, write)
 
     def _write(self, position: int, content: bytes) -> None:
@@ -175,6 +215,8 @@ class ArrivingFile:
             while view:
                 written = os.pwrite(self._data, view, position)
                 view, position = view[written:], position + written
+        with self._guard:
+            self._arrived += len(content)
 
     def _mark(self, part: int) -> None:
         with said_in_words(self.path):
@@ -219,8 +261,3 @@ class ArrivingFile:
         # process, where the kernel would take waiting threads for a deadlock.
         request = struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
         fcntl.fcntl(self._parts, fcntl.F_OFD_SETLKW, request)
-
-
-def _tell(num_bytes: int) -> None:
-    for listener in _listeners:
-        listener(num_bytes)

@@ -71,7 +71,7 @@ def fetch_folder(url: str, *, weights: bool = True) -> Path:
             present = _look(source, SMALL_FILES)
             if SMALL_FILES[0] not in present:
                 raise ValueError(
-                    f"{shown(url)} has no config.json; name the folder that holds the model's files"
+                    f"{shown(url)} has no config.json that may be read; name the folder of the model's files"
                 )
         except UnreachableError:
             if not before or (weights and not _is_complete(folder, before)):

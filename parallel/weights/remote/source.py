@@ -94,7 +94,7 @@ class Source:
     def _look(self, name: str) -> RemoteFile | None:
         try:
             info = self._system.info(f"{self._root}/{name}")
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # buckets that may not be listed say the latter
             return None
         version = next((str(info[key]) for key in VERSION if info.get(key)), "")
         return RemoteFile(size=int(info["size"]), version=version, has_ranges=True)
@@ -112,9 +112,11 @@ class Source:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return act()
-            except (UnreachableError, FileNotFoundError, PermissionError) as error:
-                reason = str(error) if isinstance(error, UnreachableError) else type(error).__name__
-                raise UnreachableError(f"{shown(self.url)}/{name}: {reason}") from None
+            except UnreachableError as error:
+                raise UnreachableError(f"{shown(self.url)}/{name}: {error}") from None
+            except (FileNotFoundError, PermissionError) as error:
+                reason = f"it cannot be read any more ({type(error).__name__})"
+                raise UnreachableError(f"{shown(self.url)}/{name}: {reason}; {RESUMES}") from None
             except ValueError:  # already in words: of the disk that `write` writes to
                 raise
             except Exception as error:  # each file system has errors of its own
