@@ -192,8 +192,8 @@ class ArrivingFile:
             self._write(start, content)
             self._mark(part)
 
-    def _fetch_whole(self, _: int) -> None:
-        """Read the file from its start, for servers without ranges."""
+    def _fetch_whole(self, part: int) -> None:
+        """Read the file from its start, for servers without ranges, whichever part is asked for."""
         with self._locked(self._count):
             marked = 0
 
