@@ -77,6 +77,8 @@ REFUSED = [
     (["benchmark", "nothing"], "'nothing' is no benchmark"),
     (["recipes", "show", "grpo_8"], "'grpo_8' is no recipe, did you mean \"grpo_8b\"?"),
     (["recipes", "copy"], "recipes copy needs a recipe's name"),
+    (["data", "chekc"], "data 'chekc' is no command"),
+    (["data", "check", "none.jsonl"], "data file none.jsonl does not exist"),
     (["evaluate", "none", "none.jsonl"], "none"),
     (["evaluate", "none", "none.jsonl", "--samples", "0"], "--samples 0 must be at least 1"),
     (["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"], "--out '/nowhere/at/all'"),

@@ -17,7 +17,7 @@ from tests.worlds import ROOT
 from verl_megatron.commands import COMMANDS as COMMANDS_OF_PROGRAM
 from verl_megatron.commands.benchmark import BENCHMARKS
 
-NEEDS = ("needs GPUs", "needs a cluster", "needs pandas")
+NEEDS = ("needs GPUs", "needs a cluster")
 TOY, RANDOM = (ROOT / "verl_megatron/examples" / name for name in ("toy.py", "random_weights.py"))
 # Pattern of a command -> tests that run its program, on a smaller case.
 RUN_BY = {
@@ -39,6 +39,10 @@ RUN_BY = {
     ),
     r"verl-megatron (evaluate|generate) ": (
         "tests/end_to_end/test_commands.py::test_a_model_is_asked_and_scored",
+    ),
+    r"verl-megatron data check ": (
+        "tests/unit/test_data_check.py::"
+        "test_it_shows_prompts_lengths_sources_duplicates_and_what_is_too_long",
     ),
     r"python tools/make_toy\.py ": (
         "tests/unit/test_make_toy.py::test_model_is_a_llama_folder_in_two_shards",

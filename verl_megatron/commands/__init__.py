@@ -41,6 +41,7 @@ COMMANDS = {
     "reshard-plan": Command("show what a weight sync would move", "reshard_plan"),
     "convert": Command("convert between Hugging Face folders and Megatron-Core checkpoints", "convert"),
     "export": Command("write a run's checkpoint as Hugging Face folders", "export"),
+    "data": Command("show what a run would read of a data file", "data"),
     "benchmark": Command("time a part of a run, or recipes on several numbers of ranks", "benchmark"),
 }
 

@@ -48,7 +48,7 @@ class RowReader(Sequence):
         self._config: Any = config
         self.columns: Columns
         self.dropped = 0  # rows that are too long
-        self.dropped_first: list[tuple[str, int]] = []  # place and tokens (at least) of the first of them
+        self.dropped_first: list[tuple[str, str]] = []  # place and length of the first of them
         self.cut = 0  # prompts whose trailing assistant turns were removed
         self.limit: int = getattr(config, self.limit_name)
         self._items, self.lengths = ItemStore(), array("I")
@@ -77,18 +77,22 @@ class RowReader(Sequence):
 
     @property
     def notes(self) -> list[str]:
-        """User messages about the parts of the file that were left out."""
+        """User messages about columns, and about the parts of the files that were left out."""
         limit = f"data.{self.limit_name}={self.limit}"
         dropped = f"{self.path}: {self.dropped} rows longer than {limit} left out (data.overlong=drop)"
         cut = (
             f"{self.path}: {self.cut} prompts ended in an assistant turn, which is an answer and was cut off"
         )
+        return self.column_notes + [dropped] * bool(self.dropped) + [cut] * bool(self.cut)
+
+    @property
+    def column_notes(self) -> list[str]:
+        """User messages about columns that were recognized or are not read."""
         named = {note: list(paths) for note, paths in self._recognized.items()}
         for file in self.files:
             for note in file.notes:
                 named.setdefault(note, []).append(file.path)
-        found = [f"{paths[0]}{' and others' * (len(paths) > 1)}: {note}" for note, paths in named.items()]
-        return found + [dropped] * bool(self.dropped) + [cut] * bool(self.cut)
+        return [f"{paths[0]}{' and others' * (len(paths) > 1)}: {note}" for note, paths in named.items()]
 
     def _read(self, file: DataFile, most: int | None) -> None:
         """Add the rows of a file, `most` of them at most."""
@@ -115,16 +119,20 @@ class RowReader(Sequence):
             self._items.append(item)
             self.lengths.append(length)
             self._numbers.append(number)
-        elif self._config.overlong == "drop":
-            self.dropped += 1
-            if len(self.dropped_first) < SHOWN:
-                self.dropped_first.append((f"{file.path}, {file.unit} {number}", length))
-        else:
-            length_said = f"{length} tokens" if item is not None else f"at least {length} tokens"
-            raise ValueError(
-                f"{length_said}, more than data.{self.limit_name}={self.limit};"
-                " raise the limit or set data.overlong=drop"
-            )
+            return
+        length_said = f"{length} tokens" if item is not None else f"at least {length} tokens"
+        if self._config.overlong != "drop":
+            raise ValueError(self.too_long(length_said))
+        self.dropped += 1
+        if len(self.dropped_first) < SHOWN:
+            self.dropped_first.append((f"{file.path}, {file.unit} {number}", length_said))
+
+    def too_long(self, length: str) -> str:
+        """Return the error of a row of that length, such as "300 tokens"."""
+        return (
+            f"{length}, more than data.{self.limit_name}={self.limit};"
+            " raise the limit or set data.overlong=drop"
+        )
 
     def _parse(self, row: dict) -> tuple[Any, int]:
         """Return a row's item and token count; no item if its character count alone exceeds the limit."""

@@ -66,11 +66,11 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
     found = _common(dataset.files, Columns(config, row), row) | {
         "rows": len(dataset) + dataset.dropped,
         "kept": len(dataset),
-        "notes": dataset.notes,
+        "notes": dataset.column_notes,
         "limit": limit,
         "too_long": {
             "rows": dataset.dropped,
-            "first": [{"row": place, "tokens": tokens} for place, tokens in dataset.dropped_first],
+            "first": [{"row": place, "length": length} for place, length in dataset.dropped_first],
         },
         "answers_cut_off": dataset.cut,
         "tokens": quantiles(dataset.lengths),
@@ -83,10 +83,8 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
         "refused": "",
     }
     if dataset.dropped and config.overlong == "error":
-        place, tokens = dataset.dropped_first[0]
-        found["refused"] = (
-            f"{place}: {tokens} tokens or more, more than {limit}; raise the limit or set data.overlong=drop"
-        )
+        place, length = dataset.dropped_first[0]
+        found["refused"] = f"{place}: {dataset.too_long(length)}"
     return found
 
 

@@ -1,0 +1,151 @@
+"""`verl-megatron data check`: what it shows is what a run reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.characters import characters
+from tests.tiny import tiny_architecture
+from verl_megatron.commands import data
+from verl_megatron.config import DataConfig
+from verl_megatron.data.prompts import PromptDataset
+
+TOKENIZER = characters()
+TURN = {"role": "assistant", "content": "ho"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with a tokenizer and a configuration."""
+    folder = tmp_path_factory.mktemp("model")
+    TOKENIZER.hf.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(tiny_architecture(vocab_size=128).to_hf()))
+    return str(folder)
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows_of_verl() -> list[dict]:
+    sources = ["gsm8k", "math", "gsm8k", "gsm8k", "math"]
+    return [
+        {
+            "data_source": source,
+            "prompt": user("hi" if number in (0, 3) else "hello there" * number),
+            "reward_model": {"ground_truth": f"truth {number}\x1b[31m"},
+        }
+        for number, source in enumerate(sources)
+    ]
+
+
+def test_it_shows_prompts_lengths_sources_duplicates_and_what_is_too_long(tmp_path, model, capsys):
+    path = write(tmp_path / "train.jsonl", [row | {"level": 1} for row in rows_of_verl()])
+    limit = "data.max_prompt_tokens=50"
+    assert data.run(["check", path, "--model", model, limit, "data.overlong=drop"]) == 0
+    text = capsys.readouterr().out
+    config = DataConfig(train=path, max_prompt_tokens=50, overlong="drop")
+    dataset = PromptDataset(path, TOKENIZER, config)
+    assert (
+        f"prompt ({len(dataset[0].prompt_token_ids)} tokens):\n{dataset[0].text}\nanswer: 'truth 0\\x1b[31m'"
+        in text
+    )
+    for line in (
+        f"{path}: JSON lines, prompts",
+        "  data.answer_key: reward_model.ground_truth",
+        "rows: 5, 4 kept",
+        f"  too long ({limit}): 1",
+        f"    {path}, line 5: 61 tokens",
+        "  duplicates, kept: 1",
+        f"    {path}, line 4, as {path}, line 1",
+        "  gsm8k: 3 (75.0%)",
+        f"---- {path}, line 2 ----",
+    ):
+        assert line in text.splitlines()
+    assert "\x1b" not in text
+    with pytest.raises(ValueError) as refused:
+        data.run(["check", path, "--model", model, limit])
+    with pytest.raises(ValueError) as of_a_run:
+        PromptDataset(path, TOKENIZER, DataConfig(train=path, max_prompt_tokens=50))
+    assert str(refused.value) == str(of_a_run.value)
+
+
+def test_json_has_the_same_and_special_tokens_are_visible(tmp_path, model, capsys):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "ab", "answer": 3, "more": None}])
+    assert data.run(["check", path, "--model", model, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["rows"], found["kept"], found["refused"]) == ("prompts", 1, 1, "")
+    assert found["files"] == [{"path": path, "format": "JSON lines"}]
+    assert found["tokens"]["50%"] == 3
+    assert found["examples"] == [
+        {
+            "row": f"{path}, line 1",
+            "prompt": {"tokens": 3, "text": "<s>ab"},
+            "answer": 3,
+            "extra": {"more": None},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "shown"),
+    [
+        ({"prompt": "ab", "response": "cd"}, "sft", {"prompt": "<s>ab", "response": "cd</s>"}),
+        ({"messages": [*user("hi"), TURN]}, "sft", {"prompt": "<user>hi<assistant>", "response": "ho</s>"}),
+        (
+            {"prompt": "ab", "chosen": "c", "rejected": "d"},
+            "pairs",
+            {"prompt": "<s>ab", "chosen": "c</s>", "rejected": "d</s>"},
+        ),
+        ({"messages": [*user("hi"), TURN], "solution": "5"}, "prompts", {"prompt": "<user>hi<assistant>"}),
+    ],
+)
+def test_the_columns_say_what_rows_are_for(tmp_path, model, capsys, row, kind, shown):
+    path = write(tmp_path / "rows.jsonl", [row])
+    data.run(["check", path, "--model", model, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    (example,) = found["examples"]
+    assert found["kind"] == kind
+    assert {name: example[name]["text"] for name in shown} == shown
+
+
+def test_without_a_model_there_are_rows_columns_and_characters(tmp_path, capsys):
+    path = write(tmp_path / "train.jsonl", rows_of_verl())
+    assert data.run(["check", path]) == 0
+    text = capsys.readouterr().out
+    assert "rows: 5\n" in text and "characters of a prompt: 0% 2," in text and "  math: 2 (40.0%)" in text
+    assert "answer: 'truth 2" in text and "--model FOLDER shows" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{path}", "data.prompt_key=question"], "line 1: no key 'question' (data.prompt_key)"),
+        (["{path}.gone"], "does not exist; name a .jsonl"),
+        (["{path}", "--kind", "sft"], "no key 'response'"),
+        (["{path}", "data.max_prompt_tokens=0"], "data.max_prompt_tokens=0 lies outside"),
+        (["{path}", "data.promptkey=a"], "data.promptkey is no setting"),
+        (["{path}", "data.train=other.jsonl"], "data.train is an argument of its own"),
+        (["{path}", "--model", "{path}"], "tokenizer folder"),
+        (["{empty}"], "has no rows"),
+    ],
+)
+def test_bad_input_is_one_error(tmp_path, model, arguments, said):
+    path = write(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "b"}])
+    empty = write(tmp_path / "empty.jsonl", [])
+    given = [argument.format(path=path, empty=empty) for argument in arguments]
+    with pytest.raises(ValueError) as error:
+        data.run(["check", *(given if "--model" in given else [*given, "--model", model])])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_subcommands_and_help(capsys):
+    assert data.run(["--help"]) == 0 and "data check FILE" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="data 'chekc' is no command"):
+        data.run(["chekc"])
