@@ -1,8 +1,9 @@
 """A whole run of any kind: locks, watchdog, SIGTERM, checkpoints, export and the files at its end."""
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class BaseTrainer:
     roles: Mapping[str, Role]
     watchdog: Watchdog
     preemption: Preemption
+    tracker: MetricsTracker | None = None  # on the first rank, once `make_tracker` was called
     record: RunRecord
 
     def __init__(self, config: Any, inspect: Callable[..., list[str]], *, vllm: bool):
@@ -87,6 +89,7 @@ class BaseTrainer:
         with (
             RunLock(self.output_dir, self.world),
             RunLog(self.output_dir, rank=rank, node=_node(rank)) as log,
+            self._closing_metrics(),  # once the record says how the run ended
             RunRecord(self.config, self.world, step=self._step_reached) as self.record,
             Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
             Preemption(grace_s=usual_grace_s()) as self.preemption,
@@ -109,6 +112,17 @@ class BaseTrainer:
                 return self.loop()
             finally:
                 self.close()
+
+    @contextlib.contextmanager
+    def _closing_metrics(self) -> Iterator[None]:
+        """Close the metrics' sinks of a run that fails, so that its report shows the failure."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the run's own error is the one to tell
+                if self.tracker is not None:
+                    self.tracker.close()
+            raise
 
     def _step_reached(self) -> int:
         """Return the completed iterations; 0 before the run is built."""
@@ -135,12 +149,13 @@ class BaseTrainer:
         run, step = self.config.run, self.state.step
         if not self.is_first:
             return None
-        return MetricsTracker(
+        self.tracker = MetricsTracker(
             self.output_dir,
             run.track_metrics,
             first_step=step + 1 if step else 0,
             total_steps=run.iterations,
         )
+        return self.tracker
 
     def is_due(self, interval: int) -> bool:
         """Whether the completed iteration is a multiple of `interval`."""

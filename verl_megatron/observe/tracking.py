@@ -335,6 +335,7 @@ class MetricsTracker:
             to.output_dir.mkdir(parents=True, exist_ok=True)
             self._sinks = [SINKS[name][0](to) for name in sinks if name in SINKS]
         self._folder = to.output_dir
+        self._is_open = True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row.
@@ -349,9 +350,11 @@ class MetricsTracker:
                 sink.write(step, metrics)
 
     def close(self) -> None:
-        """Flush and close every sink."""
-        for sink in self._sinks:
-            sink.close()
+        """Flush and close every sink; once is enough."""
+        if self._is_open:
+            self._is_open = False
+            for sink in self._sinks:
+                sink.close()
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,12 @@ LEAST_MEMORY, FILLING = (
     10,
 )  # iterations before memory is judged, without the first ones, which fill caches
 REWARD_WINDOW = 20  # iterations of a reward's level
+# Why a start ended, as run.json has it → name of the alarm and what helps.
+ENDS = {
+    "error": ("failed", "mend what the text names; run.log has the tracebacks, and the same command goes on"),
+    "stuck": ("stalled", "read stacks/ in the run's folder; the same command goes on from its checkpoint"),
+    "killed": ("killed", "read the end of run.log and the host's log; the same command goes on"),
+}
 SILENT_S = 300.0  # without a row of metrics before a run at work counts as stalled
 
 
@@ -62,15 +68,32 @@ def of_iterations(
     )
 
 
+def failed(run: RunRecord) -> Iterator[Alarm]:
+    """Starts that ended by an error, were stuck or killed: what `run.json` says of them."""
+    for start in run.starts:
+        is_last = start is run.starts[-1]
+        if start.reason not in ENDS or (start.reason == "killed" and is_last and run.state.was_killed):
+            continue
+        name, remedy = ENDS[start.reason]
+        yield Alarm(
+            name=name,
+            text=f"start {start.number} ended: {start.text or start.reason}".rstrip("."),
+            remedy=remedy,
+            first=start.step,
+            last=start.step,
+            is_over=not is_last,
+        )
+
+
 def stalled(run: RunRecord) -> Iterator[Alarm]:
     """Runs that stand still: by the watchdog's stacks, by a dead process, by the age of the last row."""
     state, step = run.state, run.last_step
-    if state.stalled_ranks:
+    if state.stalled_ranks and not any(start.reason == "stuck" for start in run.starts):
         ranks = ", ".join(map(str, state.stalled_ranks[:8])) + " …" * (len(state.stalled_ranks) > 8)
         yield Alarm(
             name="stalled",
             text=f"a rank made no progress and the run ended; there are stacks of ranks {ranks}",
-            remedy="read stacks/ in the run's folder; the same command goes on from the newest checkpoint",
+            remedy=ENDS["stuck"][1],
             first=step if state.stalled_last else None,
             last=step if state.stalled_last else None,
             is_over=not state.stalled_last,
@@ -79,7 +102,7 @@ def stalled(run: RunRecord) -> Iterator[Alarm]:
         yield Alarm(
             name="killed",
             text="the process that held the folder is gone and did not finish",
-            remedy="read the end of its output; the same command goes on from the newest checkpoint",
+            remedy=ENDS["killed"][1],
             first=step,
             last=step,
         )
@@ -285,6 +308,7 @@ def no_gradient(run: RunRecord) -> Iterator[Alarm]:
 
 Check = Callable[[RunRecord], Iterable[Alarm]]
 CHECKS: tuple[Check, ...] = (
+    failed,
     stalled,
     not_finite,
     above_limits,

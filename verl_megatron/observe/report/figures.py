@@ -1,6 +1,6 @@
 """Figures of a report: which metrics share a plot, under which section, in which unit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 LINES, STACKED = "lines", "stacked"
@@ -31,7 +31,7 @@ FIGURES = (
     Figure(
         section=LEARNING,
         title="Loss",
-        unit="loss",
+        unit="",
         metrics=("sft/loss", "dpo/loss", "reward_model/loss", "validation/loss"),
     ),
     Figure(
@@ -112,7 +112,7 @@ FIGURES = (
         unit="ratio",
         metrics=("policy/ratio_max", "policy/importance_weight", "policy/effective_sample_size"),
     ),
-    Figure(section=UPDATES, title="Policy loss", unit="loss", metrics=("policy/loss",)),
+    Figure(section=UPDATES, title="Policy loss", unit="", metrics=("policy/loss",)),
     Figure(
         section=UPDATES,
         title="Critic",
@@ -179,8 +179,16 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
     return [name] if name in known else []
 
 
-def label_of(key: str) -> str:
-    """Return what a legend calls a metric: its name without the prefix and the unit."""
+def labels_of(keys: Sequence[str]) -> list[str]:
+    """Return what the legend of a plot calls each of its metrics: the name, with the prefix if two share it."""
+    names = list(map(_name_of, keys))
+    return [
+        name if names.count(name) == 1 else f"{key.partition('/')[0].replace('_', ' ')}: {name}"
+        for key, name in zip(keys, names)
+    ]
+
+
+def _name_of(key: str) -> str:
     name = key.partition("/")[2] or key
     if key.startswith(("time/", "memory/")):
         name = name.removesuffix("_s").removesuffix("_mb")

@@ -94,6 +94,10 @@
   function alarmShapes(plot) {
     const keys = new Set(plot.curves.map(([key]) => key)), shapes = [];
     for (const number of plot.runs.filter(isShown)) {
+      for (const step of data.runs[number].resumed) {
+        shapes.push({type: "line", xref: "x", yref: "paper", x0: step + 0.5, x1: step + 0.5, y0: 0, y1: 1, layer: "below",
+          line: {width: 1, dash: "dot", color: variable("--quiet")}});
+      }
       const last = Math.max(...data.runs[number].steps.map((steps) => steps[steps.length - 1]));
       for (const alarm of data.runs[number].alarms.filter((each) => keys.has(each.metric))) {
         shapes.push({
@@ -157,7 +161,7 @@
     });
     element.style.height = `${Math.min(120 + 26 * ranks.length, 1200)}px`;
     Plotly.react(element, found, layout({
-      barmode: "overlay", hovermode: "closest", bargap: 0.25, xaxis: {title: {text: "seconds"}},
+      barmode: "overlay", hovermode: "closest", bargap: 0.25, xaxis: {title: {text: "seconds"}}, legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0},
       yaxis: {title: {text: "rank"}, autorange: "reversed", tickformat: "d", dtick: ranks.length > 32 ? undefined : 1},
     }), CONFIG);
     drawn.set(element, drawTimeline);
@@ -287,7 +291,7 @@
       const when = group.source === "validation" ? "validation" : `iteration ${group.samples[0].step}`;
       button.type = "button";
       button.append(make("span", "start", group.prompt.trim().replace(/\s+/g, " ").slice(0, 160)));
-      const spread = group.source === "validation" ? `score ${scores.map((score) => short(score, 3)).join(" → ")}` : `${scores.length} samples, mean score ${short(mean, 3)}`;
+      const spread = group.source === "validation" ? `score ${scores.map((score) => short(score, 3)).join(" → ")}` : `${scores.length} sample${scores.length > 1 ? "s" : ""}, mean score ${short(mean, 3)}`;
       button.append(make("span", "quiet", `${when} · ${spread}`));
       button.addEventListener("click", () => {
         current?.removeAttribute("aria-current");

@@ -13,11 +13,12 @@ from typing import Any
 
 from verl_megatron.observe.metrics import PhaseEvent
 from verl_megatron.observe.report.alarms import find_alarms, iterations_of
-from verl_megatron.observe.report.figures import STACKED, Figure, figures_of, label_of
+from verl_megatron.observe.report.figures import STACKED, Figure, figures_of, labels_of
 from verl_megatron.observe.report.record import RunRecord
 from verl_megatron.observe.report.rules import Alarm
 from verl_megatron.observe.report.samples import Group
-from verl_megatron.observe.report.summary import summary
+from verl_megatron.observe.report.starts import settings_apart
+from verl_megatron.observe.report.summary import facts, summary
 from verl_megatron.observe.report.thinning import thinned
 from verl_megatron.observe.timeline import Timeline
 from verl_megatron.observe.tracking import replace_text
@@ -51,6 +52,8 @@ def render(runs: Sequence[RunRecord]) -> str:
         iterations_of=iterations_of,
         num_alarms=sum(map(len, alarms)),
         summary=summary(runs),
+        facts=facts(runs),
+        apart=settings_apart([run.folder for run in runs]) if len(runs) > 1 else [],
         sections=sections,
         timelines=[number for number, run in enumerate(runs) if run.timeline],
         has_groups=any(run.groups for run in runs),
@@ -96,7 +99,7 @@ def _plot(figure: Figure, members: list[int], of_run: str) -> dict[str, Any]:
         "kind": figure.kind,
         "from_zero": figure.from_zero,
         "runs": members,
-        "curves": [[key, label_of(key)] for key in figure.metrics],
+        "curves": list(zip(figure.metrics, labels_of(figure.metrics))),
     }
 
 
@@ -111,6 +114,7 @@ def data_of(run: RunRecord, alarms: Sequence[Alarm]) -> dict[str, Any]:
         "name": run.name,
         "steps": list(places),
         "series": series,
+        "resumed": [start.resumed_from for start in run.starts if start.resumed_from],
         "alarms": [
             {"name": alarm.name, "metric": alarm.metric, "first": alarm.first, "last": alarm.last}
             for alarm in alarms

@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel.runtime import run_lock
 from verl_megatron.observe.report.samples import Group, read_groups
+from verl_megatron.observe.report.starts import Start, read_starts
 from verl_megatron.observe.timeline import TRACE_FILE, Timeline
 from verl_megatron.observe.tracking import METRICS_FILE, complete_lines, parsed_rows
 
@@ -56,9 +57,11 @@ class RunRecord:
     series: dict[str, Series]
     state: State = State()
     timeline: Timeline | None = None
+    starts: list[Start] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)  # samples by prompt
     notes: list[str] = field(default_factory=list)  # what could not be read
     total_steps: int | None = None
+    folder: Path | None = None
 
     @property
     def kind(self) -> str:
@@ -128,14 +131,17 @@ def record_of(
     """Return the record of a run with these rows of metrics, and what else its folder holds."""
     series, said = series_of(rows), list(notes)
     last_step = max((curve.steps[-1] for curve in series.values()), default=0)
+    starts = read_starts(folder, said)
     return RunRecord(
+        folder=folder,
         name=folder.resolve().name or str(folder),
         series=series,
         state=state,
         timeline=_timeline(folder, said),
         groups=read_groups(folder, last_step=last_step, notes=said),
         notes=said,
-        total_steps=total_steps,
+        starts=starts,
+        total_steps=total_steps or (starts[-1].iterations if starts else None),
     )
 
 

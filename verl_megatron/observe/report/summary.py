@@ -30,7 +30,8 @@ def state(run: RunRecord) -> str:
     """Return what is known of the run's process."""
     if run.state.at_work:
         return "at work"
-    return "killed" if run.state.was_killed else "ended"
+    said = run.starts[-1].reason if run.starts else ""
+    return said or ("killed" if run.state.was_killed else "ended")
 
 
 def change(run: RunRecord, metric: str, *, ends: int, best: Callable[[Sequence[float]], float] = max) -> str:
@@ -38,7 +39,7 @@ def change(run: RunRecord, metric: str, *, ends: int, best: Callable[[Sequence[f
     _, values = run.finite(metric)
     if not values:
         return ""
-    count = min(ends, max(len(values) // 2, 1))
+    count = min(ends, max(len(values) // 10, 1))
     first, last = median(values[:count]), median(values[-count:])
     if len(values) == 1:
         return number(last)
@@ -100,3 +101,10 @@ ROWS: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
     ("most memory", memory),
     ("weight sync", weight_sync),
 )
+
+
+def facts(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return the rows of the table about the last start of each run: command, versions, layouts."""
+    of_runs = [run.starts[-1].facts if run.starts else {} for run in runs]
+    titles = dict.fromkeys(title for known in of_runs for title in known)
+    return [(title, [known.get(title, "") for known in of_runs]) for title in titles]
