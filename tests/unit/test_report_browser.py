@@ -1,8 +1,9 @@
 """The report in a real browser, headless and without a network: how fast it opens, and what can be clicked.
 
-Set REPORT_SCREENSHOTS=FOLDER to keep pictures of it; docs/report.png is `report.png` of them.
+Set REPORT_SCREENSHOTS=FOLDER to keep pictures of it. With FOLDER=docs, docs/report.png is made anew.
 """
 
+import base64
 import os
 import shutil
 import time
@@ -31,6 +32,7 @@ TEN = (
     "entropy collapse",
     "reward falling",
 )
+PICTURES = os.environ.get("REPORT_SCREENSHOTS")
 LONGEST_S = 10.0  # bound of the test, for a machine at work; the aim is 2 s
 
 pytestmark = pytest.mark.skipif(
@@ -88,9 +90,10 @@ def texts(browser, selector: str) -> list[str]:
 
 
 def keep_picture(browser, name: str) -> None:
-    if folder := os.environ.get("REPORT_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        browser.save_screenshot(str(Path(folder) / f"{name}.png"))
+    """Keep a picture of what is on the screen, but not among the documents."""
+    if PICTURES and PICTURES != "docs":
+        Path(PICTURES).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(PICTURES) / f"{name}.png"))
 
 
 def errors_of(browser) -> list[str]:
@@ -216,3 +219,20 @@ def test_several_runs_an_empty_one_and_the_dark_page(browser, tmp_path):
     keep_picture(browser, "several")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert not errors_of(browser)
+
+
+@pytest.mark.skipif(not PICTURES, reason="makes a picture for the documents, with REPORT_SCREENSHOTS=docs")
+def test_the_picture_of_the_documents(browser, tmp_path):
+    rows = healthy_rows(300)
+    for name in ("zero-variance groups", "gap off its history", "gradient norm off its history"):
+        ILLNESSES[name](rows)
+    folder = write_run(tmp_path / "grpo-8b-math", rows)
+    write_report(folder / "report.html", [read_run(folder)])
+    browser.set_window_size(1280, 2000)
+    browser.get((folder / "report.html").as_uri())
+    wait(browser, "return document.querySelectorAll('.plot .main-svg').length >= 6")
+    part = {"x": 0, "y": 0, "width": 1280, "height": 1500, "scale": 0.8}
+    found = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": part})
+    picture = base64.b64decode(found["data"])
+    assert 20_000 < len(picture) <= 200_000
+    Path(PICTURES, "report.png").write_bytes(picture)

@@ -180,7 +180,7 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
 
 
 def labels_of(keys: Sequence[str]) -> list[str]:
-    """Return what the legend of a plot calls each of its metrics: the name, with the prefix if two share it."""
+    """Return what a legend calls each metric of a plot: its name, with the prefix if two share it."""
     names = list(map(_name_of, keys))
     return [
         name if names.count(name) == 1 else f"{key.partition('/')[0].replace('_', ' ')}: {name}"

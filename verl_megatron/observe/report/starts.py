@@ -67,13 +67,15 @@ def _facts(row: dict[str, Any]) -> dict[str, str]:
         value if isinstance(value := row.get(name), dict) else {}
         for name in ("versions", "git", "layouts", "settings_changed")
     )
-    hosts = [_text(host.get("name")) for host in row.get("hosts") or [] if isinstance(host, dict)]
+    listed = row.get("hosts")
+    hosts = [host for host in listed if isinstance(host, dict)] if isinstance(listed, list) else []
+    names = ", ".join(_text(host.get("name")) for host in hosts)
     commit = _text(git.get("commit")) + ", with changes" * (git.get("dirty") is True)
     facts = {
         "started": _text(row.get("started")),
         "ended": _text(row.get("ended")),
         "command": _text(row.get("launcher")) or _text(row.get("command")),
-        "ranks": f"{row.get('world_size')} on {', '.join(hosts)}" if hosts else "",
+        "ranks": f"{_whole(row.get('world_size'))} on {names}" if names else "",
         "layouts": ", ".join(f"{role} {layout}" for role, layout in layouts.items()),
         "versions": ", ".join(f"{name} {versions[name]}" for name in TOLD_VERSIONS if versions.get(name)),
         "commit": commit,

@@ -1,0 +1,44 @@
+"""Write the report of one or several runs as one HTML file, and print their alarms.
+
+    verl-megatron report outputs/toy/ppo
+    verl-megatron report outputs/toy/ppo outputs/toy/grpo --output compared.html
+
+Several runs share the plots. A run's folder has metrics.jsonl, which run.track_metrics=[jsonl] writes.
+"""
+
+from pathlib import Path
+
+from verl_megatron.commands.options import Options
+
+
+def run(arguments: list[str]) -> None:
+    """Write the report that the arguments ask for.
+
+    Raises:
+        ValueError: a folder is none of a run, the file cannot be written, or plotly is not installed.
+    """
+    from verl_megatron.observe.report.alarms import find_alarms, iterations_of
+    from verl_megatron.observe.report.page import REPORT_FILE, with_own_names, write_report
+    from verl_megatron.observe.report.record import read_run
+
+    options = Options(prog="verl-megatron report", description=__doc__)
+    options.add_argument("folders", nargs="+", metavar="DIR", help="run.output_dir of a run")
+    options.add_argument(
+        "--output", metavar="FILE", help="by default report.html in DIR, or here for several"
+    )
+    given = options.parse_args(arguments)
+    runs = with_own_names([read_run(folder) for folder in given.folders])
+    default = Path(given.folders[0]) / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
+    path = Path(given.output) if given.output else default
+    if path.is_dir():
+        raise ValueError(f"--output {path} is a folder; name a file")
+    try:
+        write_report(path, runs)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}); name another file with --output"
+        ) from None
+    for record in runs:
+        for alarm in find_alarms(record):
+            print(f"{record.name}: {alarm.name}, {iterations_of(alarm)}: {alarm.text}")
+    print(f"wrote {path}")
