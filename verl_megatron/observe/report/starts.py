@@ -104,8 +104,11 @@ def settings_apart(folders: Sequence[Path | None]) -> list[tuple[str, list[str]]
     found = [_settings(folder) if folder else {} for folder in folders]
     known = [settings for settings in found if settings]
     names = dict.fromkeys(name for settings in known for name in settings if name != "run.output_dir")
-    apart = [name for name in names if len({settings.get(name) for settings in known}) > 1]
-    return [(name, [settings.get(name, "") for settings in found]) for name in apart]
+    apart = []
+    for name in names:
+        if len({settings.get(name) for settings in known}) > 1:
+            apart.append((name, [settings.get(name, "") for settings in found]))
+    return apart
 
 
 def _settings(folder: Path) -> dict[str, str]:

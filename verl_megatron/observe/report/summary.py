@@ -1,6 +1,6 @@
 """The table at the top of a report: what became of each run, in a few numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from verl_megatron.observe.report.alarms import number
 from verl_megatron.observe.report.record import RunRecord
@@ -34,8 +34,10 @@ def state(run: RunRecord) -> str:
     return said or ("killed" if run.state.was_killed else "ended")
 
 
-def change(run: RunRecord, metric: str, *, ends: int, best: Callable[[Sequence[float]], float] = max) -> str:
-    """Return the level of a metric at the start and at the end, and its best value."""
+def change(
+    run: RunRecord, metric: str, *, ends: int, best: Callable[[Sequence[float]], float] | None = max
+) -> str:
+    """Return the level of a metric at the start and at the end, and its best value if there is such a thing."""
     _, values = run.finite(metric)
     if not values:
         return ""
@@ -43,7 +45,7 @@ def change(run: RunRecord, metric: str, *, ends: int, best: Callable[[Sequence[f
     first, last = median(values[:count]), median(values[-count:])
     if len(values) == 1:
         return number(last)
-    return f"{number(first)} → {number(last)} (best {number(best(values))})"
+    return f"{number(first)} → {number(last)}" + (f" (best {number(best(values))})" if best else "")
 
 
 def loss(run: RunRecord) -> str:
@@ -92,13 +94,16 @@ ROWS: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
     ("loss", loss),
     ("validation", lambda run: change(run, "validation/accuracy", ends=1)),
     ("validation loss", lambda run: change(run, "validation/loss", ends=1, best=min)),
-    ("response length, tokens", lambda run: change(run, "rollout/response_tokens_mean", ends=ENDS)),
-    ("an iteration", iteration_time),
+    (
+        "response length, tokens",
+        lambda run: change(run, "rollout/response_tokens_mean", ends=ENDS, best=None),
+    ),
+    ("time of an iteration", iteration_time),
     (
         "generation",
         lambda run: typical(run, "rollout/throughput_tokens_per_sec", factor=1.0, unit="tokens/s"),
     ),
-    ("most memory", memory),
+    ("peak memory", memory),
     ("weight sync", weight_sync),
 )
 
@@ -107,4 +112,8 @@ def facts(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the rows of the table about the last start of each run: command, versions, layouts."""
     of_runs = [run.starts[-1].facts if run.starts else {} for run in runs]
     titles = dict.fromkeys(title for known in of_runs for title in known)
-    return [(title, [known.get(title, "") for known in of_runs]) for title in titles]
+    return [(title, _column(title, of_runs)) for title in titles]
+
+
+def _column(title: str, of_runs: Sequence[Mapping[str, str]]) -> list[str]:
+    return [known.get(title, "") for known in of_runs]
