@@ -4,6 +4,7 @@ A command is a function `run(arguments) -> exit status | None` of a module here.
 called, so that help is quick.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given else ""
-    if name in ("", "-h", "--help", "help"):
-        print(_help())
-        return 0 if name else 2
-    if name == "--version":
-        print(verl_megatron.__version__)
-        return 0
     try:
+        if name in ("", "-h", "--help", "help"):
+            print(_help(), flush=True)
+            return 0 if name else 2
+        if name == "--version":
+            print(verl_megatron.__version__, flush=True)
+            return 0
         if name not in COMMANDS:
             raise ValueError(
                 f"{short_repr(name)} is no command{nearest(name, COMMANDS)}; "
@@ -68,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
         return COMMANDS[name].load()(given[1:]) or 0
+    except BrokenPipeError:  # the reader of the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ValueError as error:
         complain(str(error))
 
