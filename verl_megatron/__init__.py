@@ -6,6 +6,7 @@ Public names are imported lazily, on first use.
 import importlib
 
 from parallel.runtime.refusal import speak_once
+from parallel.runtime.unusable import hide_companions
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,8 @@ _MODULES = {
     "MetricsTracker": "observe.tracking",
 }
 __all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # names are resolved late
+
+hide_companions()
 
 
 def __getattr__(name: str):
