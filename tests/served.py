@@ -20,6 +20,8 @@ class Served:
         self.folder, self.url = folder, f"http://127.0.0.1:{port}"
         self.has_ranges = True
         self.faults: dict[str, list[int]] = {}  # by file: statuses of the next answers; 0 is one cut short
+        self.open = threading.Event()  # cleared, it holds back answers of more than a byte
+        self.open.set()
         self.answered: list[tuple[str, int, int]] = []  # file, first byte, bytes of each answer
         self._lock = threading.Lock()
 
@@ -86,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not asked:
             about.pop("Content-Range")
         body = content[start:end]
+        if len(body) > 1:
+            served.open.wait(30)
         served.answered.append((name, start, len(body)))
         return self._answer(206 if asked else 200, body, cut=fault == 0, **about)
 

@@ -10,6 +10,8 @@ from tests.fuzz.case import ACCEPTED, EITHER, REFUSED, Case, Mutation
 from tests.fuzz.job import Job
 from verl_megatron.checks.limits import inside
 from verl_megatron.config import RENAMED, SCHEMAS
+from verl_megatron.config.trl_names import TRL
+from verl_megatron.config.verl_names import VERL
 
 # Values as a command line gives them, by what is wrong with them.
 OF_ANOTHER_TYPE = {
@@ -139,6 +141,7 @@ def mutations() -> list[Mutation]:
             for old, new in RENAMED.items()
             if new in names
         ]
+        found += [partial(name_of_others, program=program, names=names)] * 40
         found += [partial(two_at_once, program=program)] * 30 + [partial(harmless, program=program)] * 160
     return found
 
@@ -191,6 +194,22 @@ def bad_value(job: Job, rng: random.Random, *, program: str, setting: str, value
 def former_name(job: Job, rng: random.Random, *, program: str, old: str, new: str) -> Case:
     given = f"{old}={rng.choice(('0', '1', 'te'))}"
     return Case(name=given, expected=REFUSED, names=(old, new), act=job.dry_run(given, program=program))
+
+
+def name_of_others(job: Job, rng: random.Random, *, program: str, names: set[str]) -> Case:
+    """A setting of verl or TRL, in full or without its first section."""
+    tables = [row for table in (VERL, TRL) for rows in table.values() for row in rows]
+    given = rng.choice([name for row in tables for name in row.theirs])
+    if given.count(".") > 1 and rng.random() < 0.3:
+        given = given.partition(".")[2]
+    section, _, setting = given.partition(".")
+    is_ours = given in names or f"{section}.{setting.partition('.')[0]}" in names
+    return Case(
+        name=f"{given}=1",
+        expected=EITHER if is_ours else REFUSED,
+        names=() if is_ours else (given.split(".")[0],),
+        act=job.dry_run(f"{given}=1", program=program),
+    )
 
 
 def too_long(job: Job, rng: random.Random, *, program: str, setting: str, kind: Any) -> Case:

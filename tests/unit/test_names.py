@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from tests.job_files import write_job
+from tests.worlds import ROOT
 from verl_megatron import RLTrainer
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.ranks import not_started, ranks_needed
@@ -102,6 +103,14 @@ def test_older_arguments_with_wrong_values_are_refused(given, message):
 def test_older_arguments_that_change_nothing_are_accepted():
     harmless = dict(trust_remote_code=False, offload_folder=None, fsdp_config=None, use_dynamic_batching=True)
     assert TrainerConfig(**harmless) == TrainerConfig()
+
+
+def test_the_page_has_no_other_name_that_is_not_there():
+    """Settings, links and commands of the page are tried with those of all pages; here the metrics."""
+    page = (ROOT / "docs" / "python.md").read_text().partition("Others:")[2]
+    source = "".join(path.read_text() for path in (ROOT / "verl_megatron").rglob("*.py"))
+    metrics = re.findall(r"`((?:rollout|reward|train|memory)/\w+)`", page)
+    assert len(metrics) == 4 and all(name in source for name in metrics)
 
 
 # ---- settings of verl and TRL ------------------------------------------------------------------------------

@@ -127,6 +127,23 @@ def test_a_broken_download_goes_on_where_it_ended(server, model):
     assert not server.repeated()
 
 
+def test_a_killed_process_leaves_what_it_had_and_no_lock(server, model):
+    path = Path(local_folder(server.url)) / SHARDS[0]
+    file = arriving.arriving(path)
+    file.fetch(0, 2 * PART)
+    server.open.clear()
+    reader = start_reader(path)
+    with CheckpointFolder(model) as whole:  # meanwhile
+        expected = whole.read(rows("a.weight", 0, ROWS), torch.float32)
+    time.sleep(0.3)  # it holds the locks of the parts that it waits for
+    reader.kill()
+    reader.wait()
+    server.open.set()
+    with CheckpointFolder(path.parent) as files:
+        assert torch.equal(files.read(rows("a.weight", 0, ROWS), torch.float32), expected)
+    assert (SHARDS[0], 0) not in server.repeated() and (SHARDS[0], PART) not in server.repeated()
+
+
 READER = """
 import sys
 from parallel.weights.remote import arriving
@@ -140,16 +157,22 @@ print("complete" if path.exists() else "missing")
 """
 
 
+def start_reader(path: Path) -> subprocess.Popen:
+    """A process that fetches a file, once it has begun."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    reader = subprocess.Popen([sys.executable, "-c", READER, str(path)], **pipes)
+    assert reader.stdout.readline() == "ready\n"
+    reader.stdin.write("go\n")
+    reader.stdin.flush()
+    return reader
+
+
 def test_two_processes_share_one_download(server, model):
     path = Path(local_folder(server.url)) / SHARDS[0]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", READER, str(path)]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    readers = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    assert [reader.stdout.readline() for reader in readers] == ["ready\n"] * 2
-    for reader in readers:
-        reader.stdin.write("go\n")
-        reader.stdin.flush()
+    server.open.clear()
+    readers = [start_reader(path) for _ in range(2)]
+    server.open.set()
     assert [reader.communicate(timeout=30)[0] for reader in readers] == ["complete\n"] * 2
     assert not server.repeated() and path.read_bytes() == (model / SHARDS[0]).read_bytes()
 

@@ -47,7 +47,7 @@ def fetch_snapshot(name: str, *, weights: bool = True) -> Path:
                 if not cached or _is_whole(folder, weights=weights):
                     return folder
             except Exception as error:  # of the hub's client, of its HTTP library, of the disk
-                reason = f"{type(error).__name__}: {reason_of(error)}"
+                reason = reason_of(error.__cause__ or error)
     command = ["hf", "download", repo, *(["--revision", revision] if revision else [])]
     raise ValueError(
         f"there is no folder {short_repr(name)}, and as a model of the Hugging Face hub it cannot be fetched "
