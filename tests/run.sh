@@ -4,7 +4,7 @@
 #
 #   bash tests/run.sh                  everything
 #   bash tests/run.sh -k NAME          lint and some tests: arguments go to pytest
-#   bash tests/run.sh long [FOLDER]    an hour of kills, stops (FAULTS.md) and bad inputs on a CPU;
+#   bash tests/run.sh long [FOLDER]    an hour of kills, stops (FAULTS.md), bad inputs and layouts on a CPU;
 #                                      FOLDER keeps their output
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +22,7 @@ if (($# == 0)) && ! has_gpus; then "$PYTHON" -m basedpyright --pythonpath "$PYTH
 if [[ ${1:-} == long ]]; then
   FOLDER=${2:-$(mktemp -d)} status=0
   "$PYTHON" -m pytest -ra -m long tests/distributed tests/end_to_end || status=$?
+  EVERY_LAYOUT=1 "$PYTHON" -m pytest -ra tests/parity || status=$?
   "$PYTHON" -m tests.end_to_end.kill_worker "$FOLDER/forked" --moments 60 \
     --settings run.async_save=true || status=$?
   "$PYTHON" -m tests.end_to_end.signals_worker "$FOLDER/signals" --kills 50 --stops 12 || status=$?
@@ -56,7 +57,8 @@ if has_gpus; then
   run tests/unit tests/architecture tests/gpu "$@"
 else
   run -n auto tests/unit tests/architecture "$@" # side by side; the other tests start several processes each
-  run tests/distributed tests/parity tests/end_to_end tests/gpu "$@"
+  run -n 2 tests/distributed tests/parity "$@" # of few processes, which often wait for each other
+  run tests/end_to_end tests/gpu "$@"
 fi
 ((any)) || status=5
 exit "$status"

@@ -101,6 +101,7 @@ def test_the_ways_are_measured_and_the_tokens_the_same_in_every_mode_and_layout(
     assert 0 < float(kept["memory", "back in training: the process's peak"]["value"]) < 8
 
 
+@pytest.mark.long
 def test_virtual_stages_and_replicas_swap_a_folders_weights(tmp_path):
     """Each stage holds two chunks, twice; vLLM is two replicas. Their weights are the folder's."""
     write_hf(tmp_path, "qwen2", num_hidden_layers=4, **SIZES)

@@ -15,6 +15,7 @@ from tests.parity.world import (
     check,
     run_checks,
     shared_folder,
+    thinned,
     write_once,
 )
 from verl_megatron.config import EngineConfig
@@ -43,10 +44,10 @@ def check_layouts() -> None:
     """Losses, gradient norms and weights do not depend on layout, packing or the optimizer's sharding."""
     folder = shared_folder()
     for head, family, layers, layouts in (
-        ("lm", "qwen2_tied_yarn", 4, LAYOUTS),
-        ("lm", "qwen3", 4, LAYOUTS),
-        ("token", "llama_tied_llama3", 4, LAYOUTS),
-        ("lm_token", "qwen2_tied_yarn", 4, LAYOUTS),
+        ("lm", "qwen2_tied_yarn", 4, thinned(LAYOUTS, 0, every=2)),
+        ("lm", "qwen3", 4, thinned(LAYOUTS, 1, every=2)),
+        ("token", "llama_tied_llama3", 4, thinned(LAYOUTS, 0, every=2)),
+        ("lm_token", "qwen2_tied_yarn", 4, thinned(LAYOUTS, 1, every=2)),
         ("lm", "qwen3", 8, DEEP),
     ):
         path = folder / f"{head}_{family}_{layers}"

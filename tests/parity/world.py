@@ -1,9 +1,11 @@
 """What the workers of this folder share. Importing it joins the world that torchrun started."""
 
 import math
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,17 @@ from tests.tiny import make_hf, write_hf
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.packing import balance, micro_batches
 
+T = TypeVar("T")
 logging.disable_progress_bar()
 device.initialize()
+
+
+def thinned(layouts: Sequence[T], place: int, *, every: int) -> Sequence[T]:
+    """Return every `every`-th layout for the family at `place` of a list, so that families share them all.
+
+    With EVERY_LAYOUT in the environment, as in `tests/run.sh long`, each family gets all of them.
+    """
+    return layouts if os.environ.get("EVERY_LAYOUT") else layouts[place % every :: every]
 
 
 def say(*what: object) -> None:
