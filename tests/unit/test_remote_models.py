@@ -22,7 +22,7 @@ from parallel.weights.shard import Block
 from tests.job_files import write_job
 from tests.served import COMMIT, serving
 from tests.worlds import ROOT
-from verl_megatron.checks.remote import fetch_models
+from verl_megatron.checks.remote import different_versions, fetch_models
 from verl_megatron.config import TrainerConfig
 
 PART = 4096
@@ -241,6 +241,19 @@ def test_a_file_that_changes_on_the_server_is_fetched_anew(server, model):
     assert_same(local_folder(server.url), model)
 
 
+def test_hosts_with_different_versions_are_named(server, model):
+    def fetched():
+        config = TrainerConfig()
+        config.actor.path = server.url
+        return fetch_models(config)
+
+    first = fetched()
+    assert different_versions([first, fetched(), first]) == different_versions([[], []]) == []
+    save_file({"b.weight": torch.ones(ROWS, COLUMNS)}, model / SHARDS[1])
+    (problem,) = different_versions([first, first, fetched()])
+    assert problem.startswith(f"actor.path='{server.url}' is not the same on all hosts: ")
+
+
 def test_checksums_of_the_server_are_compared(server, model):
     digests = {name: hashlib.sha256((model / name).read_bytes()).hexdigest() for name in SHARDS}
     (model / "SHA256SUMS").write_text(f"{'0' * 64}  {SHARDS[0]}\n{digests[SHARDS[1]]} *{SHARDS[1]}\n")
@@ -353,8 +366,7 @@ def test_a_model_in_the_hubs_cache_is_found(monkeypatch, tmp_path, model):
     model.rename(home / "snapshots" / commit)
     config = TrainerConfig()
     config.actor.path = "Qwen/Tiny"
-    notes = fetch_models(config)
-    assert config.actor.path == str(home / "snapshots" / commit) and notes == [
-        f"actor.path='Qwen/Tiny' is {config.actor.path}"
-    ]
+    (found,) = fetch_models(config)
+    assert config.actor.path == str(home / "snapshots" / commit) and found.version == commit
+    assert str(found) == f"actor.path='Qwen/Tiny' is {config.actor.path}"
     assert len(read_all(config.actor.path)) == 2

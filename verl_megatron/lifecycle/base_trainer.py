@@ -17,7 +17,7 @@ from parallel.runtime.watchdog import Watchdog
 from parallel.weights.remote.arriving import telling
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.ranks import not_started
-from verl_megatron.checks.remote import fetch_models
+from verl_megatron.checks.remote import different_versions, fetch_models
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.lifecycle.arrivals import Arrivals
 from verl_megatron.lifecycle.progress import Progress
@@ -66,8 +66,10 @@ class BaseTrainer:
         machine: Machine | None = machine_here()
         world_size = self.world.size
         agree(lambda: refuse(not_started(config, world_size=world_size)), self.world)
-        for note in agree(lambda: fetch_models(config), self.world):
-            self.say(note)
+        fetched = agree(lambda: fetch_models(config), self.world)
+        refuse(different_versions(self.world.all_gather_object(fetched)))
+        for model in fetched:
+            self.say(str(model))
         agree(
             lambda: refuse(inspect(config, world_size=world_size, machine=machine, inputs=self.inputs)),
             self.world,

@@ -97,6 +97,12 @@ def complete(folder: Path) -> None:
             file.fetch(0, file.size)
 
 
+def digest_of(folder: Path) -> str:
+    """Return a digest of sizes and versions of all files of a cache's folder."""
+    files = sorted((name, remote.size, remote.version) for name, remote in _read_about(folder).items())
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
 def _look(source: Source, names: Iterable[str]) -> Known:
     """Return those of the files that are there."""
     names = list(names)

@@ -1,8 +1,9 @@
 """Local folders for model paths of all kinds: folders, hub names and URLs."""
 
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from parallel.weights.remote.folder import complete, fetch_folder
+from parallel.weights.remote.folder import complete, digest_of, fetch_folder
 from parallel.weights.remote.hub import fetch_snapshot, is_hub_name
 
 
@@ -29,3 +30,10 @@ def local_folder(name: str, *, weights: bool = True, whole: bool = False) -> str
             complete(folder)
         return str(folder)
     return str(fetch_snapshot(name, weights=weights)) if is_hub_name(name) else name
+
+
+def version_of(name: str, folder: str) -> str:
+    """Return what differs between versions of a model's files: of its local `folder`, or "" for a path."""
+    if "://" in name and urlsplit(name).scheme != "file":
+        return digest_of(Path(folder))
+    return Path(folder).name if folder != name else ""  # the hub's folder is called as its commit
