@@ -55,7 +55,7 @@ def different_versions(models_by_rank: Sequence[Sequence[FetchedModel]]) -> list
         if other := next((model for model in others if model.version != first.version), None):
             problems.append(
                 f"{first.given} is not the same on all hosts: {first.folder} on {first.host}, and "
-                f"{other.folder} on {other.host} is of another version; name a revision (OWNER/NAME@REVISION), "
-                "or remove the older one from that host's cache"
+                f"{other.folder} on {other.host} is of another version; name a revision, as "
+                "OWNER/NAME@REVISION, or remove the older one from that host's cache"
             )
     return problems

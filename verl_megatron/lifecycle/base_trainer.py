@@ -67,7 +67,8 @@ class BaseTrainer:
         world_size = self.world.size
         agree(lambda: refuse(not_started(config, world_size=world_size)), self.world)
         fetched = agree(lambda: fetch_models(config), self.world)
-        refuse(different_versions(self.world.all_gather_object(fetched)))
+        everywhere = self.world.all_gather_object(fetched)
+        agree(lambda: refuse(different_versions(everywhere)), self.world)
         for model in fetched:
             self.say(str(model))
         agree(
