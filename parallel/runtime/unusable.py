@@ -1,7 +1,7 @@
 """Packages that are installed but cannot work here, hidden from those that would import them.
 
-vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which are usually built for CUDA. With torch's
-CPU build their import fails, and takes transformers along. Only the standard library is imported.
+vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which are usually built for CUDA. With the
+CPU build of torch their import fails, and takes transformers along. Only the standard library is imported.
 """
 
 import sys

@@ -37,7 +37,7 @@ def state(run: RunRecord) -> str:
 def change(
     run: RunRecord, metric: str, *, ends: int, best: Callable[[Sequence[float]], float] | None = max
 ) -> str:
-    """Return the level of a metric at the start and at the end, and its best value if there is such a thing."""
+    """Return the level of a metric at the start and at the end, and its best value if it has one."""
     _, values = run.finite(metric)
     if not values:
         return ""
