@@ -70,6 +70,9 @@ def test_whole_run_leaves_what_it_promises(whole_run, toy):
     log = (folder / "run.log").read_text()
     assert " rank 0: step 4/4: " in log and "vLLM: KV cache of" in log
     assert all(line in log for line in whole_run.ended.stdout.splitlines() if line.startswith("step "))
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "4 of 4" in page and "while the run was at work" not in page
+    check_samples(folder / "samples")
     for step in (0, 4):
         rows = [
             json.loads(line) for line in (folder / f"validation/step_{step}.jsonl").read_text().splitlines()
@@ -83,6 +86,17 @@ def test_whole_run_leaves_what_it_promises(whole_run, toy):
     assert before.keys() == after.keys() and not any(
         torch.equal(before[name], after[name]) for name in before
     )
+
+
+def check_samples(folder: Path) -> None:
+    """Samples of the first and of the last iteration, with log-probs on which two engines agree."""
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1.jsonl", "step_4.jsonl"]
+    for line in (folder / "step_4.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        assert row["prompt"].startswith("sort ") and row["group"] < 2 and len(row["tokens"]) <= 8
+        assert "".join(row["tokens"]).replace("</s>", "").strip() == row["response"].strip()
+        pairs = zip(row["logprobs"], row["rollout_logprobs"], strict=True)
+        assert row["logprobs"] and all(abs(ours - theirs) < 1e-4 for ours, theirs in pairs), row
 
 
 def test_metrics_have_their_keys(whole_run):

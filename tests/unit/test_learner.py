@@ -91,8 +91,8 @@ def scored_batch() -> RolloutBatch:
     return batch
 
 
-def learn(*, step: int, reference: bool = False, **settings):
-    """One iteration; the actor's engine, the trained table and the metrics."""
+def learn(*, step: int, reference: bool = False, batch: RolloutBatch | None = None, **settings):
+    """One iteration; the actor's engine and the metrics."""
     config = AlgorithmConfig(name="grpo", **settings)
     engines = {"actor": SimpleEngine(0)} | ({"reference": SimpleEngine(1)} if reference else {})
     roles = {
@@ -107,7 +107,7 @@ def learn(*, step: int, reference: bool = False, **settings):
         residency=SimpleNamespace(enter_training=lambda engine: None),
         clock=PhaseTimer(),
     )
-    batch = scored_batch()
+    batch = scored_batch() if batch is None else batch
     table = SampleTable.gather(batch, world(), num_mini_batches=config.num_mini_batches)
     metrics = learner.learn(batch, table, Sums(), step=step)
     return engines["actor"], metrics
@@ -136,3 +136,18 @@ def test_reused_log_probs_change_no_bit(epochs, num_mini_batches, settings):
     checked, checked_metrics = learn(step=50, **settings)
     assert torch.equal(checked.weight_T, expected.weight_T) and checked.num_inferred == 9
     assert checked_metrics.pop("policy/reuse_error") == 0.0 and checked_metrics == expected_metrics
+
+
+def test_the_samples_get_the_log_probs_that_the_update_computed():
+    given, plain = scored_batch(), scored_batch()
+    learn(step=2, batch=given)
+    learn(step=2, batch=plain, reuse_logprobs=False)
+    assert torch.equal(given.logprobs, plain.logprobs) and given.logprobs.any()
+
+
+def test_prompts_whose_samples_have_one_score_are_counted():
+    batch = scored_batch()
+    assert learn(step=2, batch=batch)[1]["rollout/zero_variance_fraction"] == 0
+    batch = scored_batch()
+    batch.rewards[3:6] = -0.5
+    assert learn(step=2, batch=batch)[1]["rollout/zero_variance_fraction"] == 1 / 3

@@ -12,6 +12,7 @@ import yaml
 
 from tests.reported_runs import HOSTILE, ILLNESSES, SEPARATORS, healthy_rows, write_run
 from verl_megatron.commands import COMMANDS, main
+from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.observe.report import page
 from verl_megatron.observe.report.alarms import find_alarms
 from verl_megatron.observe.report.figures import figures_of
@@ -258,6 +259,17 @@ def test_the_file_is_there_after_the_first_row_and_complete_at_the_end(tmp_path)
     (run,) = data_in((tmp_path / "report.html").read_text(encoding="utf-8"))["runs"]
     assert run["steps"] == [[1, 2]] and run["series"]["reward/mean"] == [0, [0.5, 0.75]]
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_run_that_fails_leaves_a_report_of_its_failure(tmp_path):
+    trainer = BaseTrainer.__new__(BaseTrainer)
+    with pytest.raises(RuntimeError, match="out of luck"), trainer._closing_metrics():
+        trainer.tracker = MetricsTracker(tmp_path, ["report"], total_steps=3)
+        trainer.tracker.log(1, {"reward/mean": 0.5})
+        (tmp_path / "run.json").write_text(json.dumps(starts_of(("error", "out of luck"))))
+        raise RuntimeError("out of luck")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "while the run was at work" not in html and "<h4>failed</h4>" in html and "out of luck" in html
 
 
 def test_writing_takes_a_bounded_share_of_the_time(tmp_path):
