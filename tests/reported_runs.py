@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -201,3 +202,30 @@ def plant_stall(folder: Path) -> None:
         (folder / "stacks" / f"rank_{rank}.txt").write_text("Current thread (most recent call first)\n")
     long_ago = time.time() - 600
     os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
+
+
+def starts_of(*ends: tuple[str, str]) -> list[dict]:
+    """What `run.json` has of starts that ended so."""
+    return [
+        {
+            "number": number,
+            "started": "2026-01-01T00:00:00Z",
+            "exit": {"reason": reason, "text": text, "step": 10 * number} if reason else None,
+            "command": "python -m verl_megatron train",
+            "iterations": 60,
+            "resumed_from": 10 * (number - 1) or None,
+            "world_size": 4,
+            "layouts": {"actor": "tp2pp2"},
+            "hosts": [{"name": "worker-0", "ranks": [0, 1, 2, 3]}],
+            "versions": {"torch": "2.13.0", "other": "1"},
+            "git": {"commit": "abc", "dirty": True},
+            "settings_changed": {"actor.lr": [1e-6, 2e-6]} if number > 1 else {},
+        }
+        for number, (reason, text) in enumerate(ends, 1)
+    ]
+
+
+def data_in(html: str) -> dict:
+    """The JSON that the page's script reads."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(text)

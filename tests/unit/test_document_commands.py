@@ -56,7 +56,7 @@ RUN_BY = {
         "test_conversions_are_measured_beside_cp_and_an_exceeded_cap_is_an_error",
     ),
     r"verl-megatron report ": (
-        "tests/unit/test_report.py::test_the_command_writes_a_page_and_prints_alarms",
+        "tests/unit/test_report_command.py::test_the_command_writes_a_page_and_prints_alarms",
     ),
     r"verl-megatron plan .* --gpu machine\.json": (
         "tests/unit/test_planner_tools.py::test_calibration_on_two_ranks_is_a_machine_that_plans_read",
