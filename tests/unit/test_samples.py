@@ -63,8 +63,8 @@ def test_a_character_of_several_tokens_belongs_to_the_first_and_half_a_one_is_ma
 def recorded_batch() -> RolloutBatch:
     """Two prompts of two samples; the first response has a tool's answer `+` in it, the last one is cut."""
     prompts = [list(map(ord, prompt)) for prompt in ("ab", "ab", "cde", "cde")]
-    responses = [[*map(ord, response), 2] for response in ("x+y", "xy", "z")] + [list(map(ord, "zz"))]
-    logprobs = [[-1.0 - 0.25 * at for at in range(len(response))] for response in responses]
+    responses = [[*map(ord, response), 2] for response in ("x+y", "xy", "z")] + [[*map(ord, "zz")]]
+    logprobs = [[-1.0, -1.25, -1.5, -1.75][: len(response)] for response in responses]
     batch = RolloutBatch.from_lists([0, 1, 2, 3], prompts, responses, logprobs)
     batch.response_mask[0, 3] = False
     batch.logprobs = batch.rollout_logprobs + 0.5 * batch.response_mask
