@@ -57,7 +57,7 @@ OWNERS = {
 LAYERS = (
     ("__main__",),
     ("commands",),
-    ("benchmarks",),
+    ("benchmarks", "doctor"),
     ("train", "sft", "dpo", "reward_model", "evaluation", "utils"),
     ("launch",),
     ("trainer", "supervised"),

@@ -18,3 +18,19 @@ def converted(tmp_path_factory) -> Path:
 def mcore(converted, tmp_path) -> Path:
     """A copy of that checkpoint to damage."""
     return shutil.copytree(converted / "mcore", tmp_path / "mcore")
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    """For the doctor: a machine without GPUs, whatever this one has."""
+    from tests.planted_machine import without_gpus
+
+    return without_gpus(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def gpu_case(tmp_path, monkeypatch):
+    """For the doctor: a machine with two GPUs."""
+    from tests.planted_machine import with_gpus
+
+    return with_gpus(tmp_path, monkeypatch)

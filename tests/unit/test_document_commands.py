@@ -21,6 +21,10 @@ NEEDS = ("needs GPUs", "needs a cluster")
 TOY, RANDOM = (ROOT / "verl_megatron/examples" / name for name in ("toy.py", "random_weights.py"))
 # Pattern of a command -> tests that run its program, on a smaller case.
 RUN_BY = {
+    r"verl-megatron doctor": (
+        "tests/unit/test_doctor.py::test_a_real_run_has_stable_keys",
+        "tests/unit/test_doctor_system.py::test_a_recipe_that_fits",
+    ),
     r"bash recipes/quickstart\.sh$": (
         "tests/unit/test_recipes.py::test_the_quickstart_looks_at_all_settings_before_it_trains",
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",  # its recipe

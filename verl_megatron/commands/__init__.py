@@ -44,6 +44,7 @@ COMMANDS = {
     "convert": Command("convert between Hugging Face folders and Megatron-Core checkpoints", "convert"),
     "export": Command("write a run's checkpoint as Hugging Face folders", "export"),
     "data": Command("show what a run would read of a data file", "data"),
+    "doctor": Command("look at this machine: what is wrong, and what to do about it", "doctor"),
     "benchmark": Command("time a part of a run, or recipes on several numbers of ranks", "benchmark"),
 }
 
