@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from parallel.runtime.refusal import short_repr
-from parallel.weights.remote.models import is_remote, local_folder, version_of
+from parallel.weights.remote.models import is_remote, local_folder, shown, version_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 
@@ -35,7 +35,7 @@ def fetch_models(config: TrainerConfig | SupervisedConfig) -> list[FetchedModel]
         path = getattr(section, "path", "")
         if not isinstance(path, str) or not is_remote(path):  # wrong types are reported by other checks
             continue
-        given = f"{field.name}.path={short_repr(path)}"
+        given = f"{field.name}.path={short_repr(shown(path))}"
         try:
             section.path = local_folder(path)
             version = version_of(path, section.path)

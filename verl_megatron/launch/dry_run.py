@@ -14,7 +14,7 @@ from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import compile_plan
 from parallel.runtime.refusal import short_repr
-from parallel.weights.remote.models import is_remote, local_folder
+from parallel.weights.remote.models import is_remote, local_folder, shown
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic
@@ -148,7 +148,7 @@ def _fetched(role: str, name: str) -> str:
     try:
         return local_folder(name, weights=False)
     except ValueError as error:
-        raise ValueError(f"{role}.path={short_repr(name)}: {error}") from None
+        raise ValueError(f"{role}.path={short_repr(shown(name))}: {error}") from None
 
 
 def _is_folder(name: str) -> bool:
@@ -171,7 +171,7 @@ def _layouts(run: PlannedRun, settings: Settings) -> list[str]:
         heads = ", with the critic's value head" if role.head == "lm_token" else ""
         lines.append(
             f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, "
-            f"from {own or settings['actor']['path']}{heads}"
+            f"from {shown(own or settings['actor']['path'])}{heads}"
         )
     return [*lines, f"  {'rollout':<10}{run.replicas} x tp{run.config.rollout.tp}"]
 

@@ -5,6 +5,9 @@ from urllib.parse import unquote, urlsplit
 
 from parallel.weights.remote.folder import complete, digest_of, fetch_folder
 from parallel.weights.remote.hub import fetch_snapshot, is_hub_name
+from parallel.weights.remote.source import shown
+
+__all__ = ["is_remote", "local_folder", "shown", "version_of"]
 
 
 def is_remote(name: str) -> bool:
