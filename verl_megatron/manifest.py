@@ -65,7 +65,9 @@ def _is_kl(value: Any) -> bool:
 
 def _is_cursor(value: Any) -> bool:
     names = {"epoch", "position", "num_prompts", "seed", "shuffle"}
-    if not (isinstance(value, dict) and value.keys() == names and type(value["seed"]) is int):
+    if not (isinstance(value, dict) and names <= value.keys() <= names | {"mixture"}):
+        return False
+    if type(value["seed"]) is not int or not is_count(value.get("mixture", 0)):
         return False
     if abs(value["seed"]) >= 2**64:
         return False

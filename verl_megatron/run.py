@@ -132,7 +132,12 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         tokenizer=inputs.tokenizer,
         source=TrainingPrompts(
             inputs.train,
-            PromptCursor(num_prompts=len(inputs.train), seed=config.run.seed, shuffle=config.data.shuffle),
+            PromptCursor(
+                num_prompts=len(inputs.train),
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+                shares=inputs.train.shares,
+            ),
         ),
         draw=_draw_of(config),
         keep_group=has_variance if config.algorithm.dynamic_sampling else None,

@@ -80,6 +80,17 @@ BAD_CSV = (
     b"prompt,answer\n" + b'"' * 100_000,
     b"\0\0\0\0",
 )
+# Weights of two files, as texts behind their names.
+WEIGHTS = (
+    (("", ""), ACCEPTED),
+    ((":0.7", ":0.3"), ACCEPTED),
+    ((":2", ":5e1"), ACCEPTED),
+    ((":1", ""), REFUSED),
+    ((":0", ":1"), REFUSED),
+    ((":nan", ":1"), REFUSED),
+    ((":-1", ":1"), REFUSED),
+    ((":a", ":b"), REFUSED),
+)
 
 
 def mutations() -> list[Mutation]:
@@ -88,6 +99,7 @@ def mutations() -> list[Mutation]:
         found += [partial(same_rows, name=name, columns=columns) for columns in COLUMNS]
         found += [partial(wrong, name=name, what=what) for what in WRONG]
         found += [partial(changed, name=name)] * 4 + [partial(cut, name=name)] * 2
+    found += [partial(weights, texts=texts, expected=expected) for texts, expected in WEIGHTS]
     return found + [partial(bad_csv, content=content) for content in BAD_CSV]
 
 
@@ -125,3 +137,15 @@ def cut(job: Job, rng: random.Random, *, name: str) -> Case:
 def bad_csv(job: Job, rng: random.Random, *, content: bytes) -> Case:
     path = job.write("data.csv", content)
     return _case(job, rng, repr(content[:40]), path, expected=REFUSED, names=(str(path),))
+
+
+def weights(job: Job, rng: random.Random, *, texts: tuple[str, str], expected: str) -> Case:
+    names = rng.sample(list(WRITERS), 2)
+    paths = [job.write(name, WRITERS[name](job.rows("train"))) for name in names]
+    given = ",".join(f"{path}{text}" for path, text in zip(paths, texts))
+    return Case(
+        name=f"files with weights {texts}",
+        expected=expected,
+        names=("data.train",) if expected == REFUSED else (),
+        act=job.dry_run(f"data.train=[{given}]"),
+    )

@@ -2,14 +2,20 @@
 
 import json
 import time
+from bisect import bisect_right
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 
 from tests.characters import characters
-from verl_megatron.config import DataConfig, SFTDataConfig
+from verl_megatron.checks.overrides import structured
+from verl_megatron.config import DataConfig, SFTDataConfig, TrainerConfig
 from verl_megatron.data.json_lines import read_rows
+from verl_megatron.data.mixture import order_of, places_of
 from verl_megatron.data.prompts import DemonstrationDataset, PromptCursor, PromptDataset
+from verl_megatron.launch.command_line import settings_of
+from verl_megatron.manifest import _is_cursor
 
 TOKENIZER = characters()
 
@@ -195,3 +201,86 @@ def test_a_cursor_of_other_data_is_refused(other):
     state = PromptCursor(num_prompts=10, seed=5).state_dict()
     with pytest.raises(ValueError, match=next(iter(other))):
         PromptCursor(**{"num_prompts": 10, "seed": 5, **other}).load_state_dict(state)
+
+
+# ---- several files by weight -------------------------------------------------------------------------------
+
+SHARES = [(0.5, 40), (2, 300), (0.1, 7), (1, 553), (0.4, 100)]  # weights and items of five sources
+
+
+def sources_of(drawn: list[int]) -> list[int]:
+    """How many were drawn of each source of SHARES."""
+    ends = list(accumulate(count for _, count in SHARES))
+    counts = Counter(bisect_right(ends, item) for item in drawn)
+    return [counts[source] for source in range(len(SHARES))]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_epochs_draw_each_source_by_its_weight_and_its_items_equally_often(shuffle):
+    cursor = PromptCursor(num_prompts=1000, seed=1, shuffle=shuffle, shares=SHARES)
+    drawn = cursor.draw(10_000)
+    assert sources_of(drawn) == [1250, 5000, 250, 2500, 1000] == [10 * places for places in places_of(SHARES)]
+    times, first = Counter(drawn), 0
+    for _, count in SHARES:
+        of_source = [times[item] for item in range(first, first + count)]
+        assert max(of_source) - min(of_source) <= 1
+        first += count
+    if shuffle:
+        assert drawn[:1000] != drawn[1000:2000] and drawn[:1000] != sorted(drawn[:1000])
+    else:
+        assert all(abs(got - 100 * share) <= 2 for got, share in zip(sources_of(drawn[:100]), WANTED))
+
+
+WANTED = [weight / 4 for weight, _ in SHARES]
+
+
+@pytest.mark.parametrize("drawn", [0, 7, 1000, 2345])
+def test_a_cursor_over_several_sources_goes_on_exactly(drawn):
+    cursor = PromptCursor(num_prompts=1000, seed=5, shares=SHARES)
+    cursor.draw(drawn)
+    state = json.loads(json.dumps(cursor.state_dict()))
+    resumed = PromptCursor(num_prompts=1000, seed=5, shares=SHARES)
+    resumed.load_state_dict(state)
+    assert resumed.draw(2500) == cursor.draw(2500)
+    assert _is_cursor(state) and not _is_cursor(state | {"mixture": -1}) and not _is_cursor(state | {"x": 1})
+    for other in ([], [(1, 1000)], [*SHARES[:4], (0.5, 100)]):
+        with pytest.raises(ValueError, match="other weights in data.train"):
+            PromptCursor(num_prompts=1000, seed=5, shares=other).load_state_dict(state)
+
+
+def test_an_order_without_shuffling_alternates():
+    assert order_of([(1, 2), (1, 2)], seed=0, epoch=0, shuffle=False) == [0, 2, 1, 3]
+    assert order_of([(3, 2), (1, 2)], seed=0, epoch=1, shuffle=False) == [1, 0, 3, 1]
+
+
+def test_files_have_weights(tmp_path):
+    for name, count in (("a", 3), ("b", 5)):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "answer": ""} for n in range(count)])
+    given = f"[{tmp_path}/a.jsonl:0.75,{tmp_path}/b.jsonl:0.25]"
+    config = structured(settings_of([f"data.train={given}"])[1], TrainerConfig).data
+    assert config.train == given[1:-1]
+    dataset = PromptDataset(config.train, TOKENIZER, config)
+    assert dataset.shares == [(0.75, 3), (0.25, 5)]
+    cursor = PromptCursor(num_prompts=len(dataset), seed=1, shares=dataset.shares)
+    drawn = Counter(dataset[index].text[0] for index in cursor.draw(800))
+    assert drawn == {"a": 600, "b": 200}
+    assert PromptDataset(config.train, TOKENIZER, config, max_rows=2).shares == [(0.75, 2), (0.25, 2)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ((":0.5", ""), "b.jsonl' no weight, and others have one; give all of them one, or none"),
+        ((":0", ":1"), "a.jsonl' the weight 0; give a number above 0"),
+        ((":nan", ":1"), "the weight nan"),
+        ((":-1", ":1"), "the weight -1"),
+        ((":1e-9", ":1"), "weight 1e-09 of data.train is less than one prompt in an epoch of 2"),
+        ((":x", ":1"), "a.jsonl:x' no weight"),
+    ],
+)
+def test_wrong_weights_are_refused(tmp_path, weights, said):
+    paths = [write(tmp_path / f"{name}.jsonl", [{"prompt": "a", "answer": ""}]) for name in "ab"]
+    train = ",".join(path + weight for path, weight in zip(paths, weights))
+    with pytest.raises(ValueError) as error:
+        PromptDataset(train, TOKENIZER, DataConfig(train=train))
+    assert said in str(error.value)

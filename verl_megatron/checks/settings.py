@@ -18,7 +18,7 @@ from verl_megatron.checks.problems import problem_of
 from verl_megatron.checks.rollout import check_rollout
 from verl_megatron.checks.versions import require
 from verl_megatron.config import MISSING, DPOConfig, EngineConfig, RunConfig, SupervisedConfig, TrainerConfig
-from verl_megatron.data.formats.sources import NAME_ONE, source_problem
+from verl_megatron.data.formats.sources import NAME_ONE, has_weights, source_problem
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import ModelSpec, models_of
 from verl_megatron.observe.tracking import check_sinks
@@ -118,6 +118,11 @@ def _check_run(run: RunConfig, data: Any) -> list[str]:
         path = getattr(data, name)
         if path not in ("", MISSING) and (problem := source_problem(path)):
             problems.append(f"data.{name}={short_repr(path)} {problem}")
+    if data.validation and has_weights(data.validation):
+        problems.append(
+            f"data.validation={short_repr(data.validation)} has weights, and validation takes every prompt "
+            "once; leave them out"
+        )
     if run.validate_interval > 0 and not data.validation:
         problems.append(
             f"run.validate_interval={run.validate_interval} has nothing to validate on; "

@@ -117,6 +117,8 @@ def _text(kind: str, found: dict[str, Any]) -> str:
     lines.append(f"rows: {found['rows']:,}{kept}")
     if "too_long" in found:
         lines += _left_out(found)
+    for number, one in enumerate(found.get("weights", []), start=1):
+        lines.append(f"  path {number}: {one['rows']:,} rows, weight {one['weight']:g}")
     for unit in ("tokens", "characters"):
         if values := found.get(unit):
             of = "of a prompt" if kind == "prompts" or unit == "characters" else "of a row"

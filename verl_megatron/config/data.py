@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from verl_megatron.config.section import COUNT, MISSING, POSITIVE, SHARE, Section, setting
 
 _FILES = ".jsonl, .parquet, .arrow, .csv or .tsv file, a folder of shards, or a list of them"
+_WEIGHTED = f"{_FILES}, with weights or without: [a.jsonl:0.7,b.parquet:0.3]"
 
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
     """Prompts: rows with at least a prompt and the ground truth for its reward."""
 
-    train: str = setting(MISSING, _FILES, many=True)
+    train: str = setting(MISSING, _WEIGHTED, many=True)
     validation: str = setting("", f"{_FILES}; empty: no validation", many=True)
     prompt_key: str = setting("prompt", "a string, or a list of chat messages; dots go into objects")
     answer_key: str = setting("answer", "ground truth passed to the reward; dots go into objects")
@@ -35,7 +36,7 @@ class DataConfig(Section):
 class SupervisedDataConfig(Section):
     """What all data files of supervised training have in common."""
 
-    train: str = setting(MISSING, _FILES, many=True)
+    train: str = setting(MISSING, _WEIGHTED, many=True)
     validation: str = setting("", f"{_FILES}; empty: no validation", many=True)
     max_tokens: int = setting(
         2048, "maximum length of a prompt together with a response", within="[2, 1000000000]"

@@ -9,6 +9,7 @@ from typing import Any
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, SFTDataConfig
 from verl_megatron.data.chat import Message, Messages, are_turns, split_answer, text_of
+from verl_megatron.data.mixture import Share, digest_of, order_of
 from verl_megatron.data.row_reader import RowReader
 from verl_megatron.data.tokenizer import Tokenizer
 
@@ -128,11 +129,14 @@ class DemonstrationDataset(RowReader):
 class PromptCursor:
     """Draws prompt indices epoch by epoch.
 
-    Each epoch is a permutation determined by (seed, epoch), so the position is two integers.
+    Each epoch is a permutation determined by (seed, epoch), so the position is two integers. With `shares`,
+    weights of several sources, an epoch has as many prompts of each as its weight says (`mixture`).
     """
 
-    def __init__(self, *, num_prompts: int, seed: int, shuffle: bool = True):
+    def __init__(self, *, num_prompts: int, seed: int, shuffle: bool = True, shares: Sequence[Share] = ()):
         assert num_prompts > 0
+        self.shares = list(shares)
+        self.mixture = digest_of(self.shares)
         self.num_prompts = num_prompts
         self.seed = seed
         self.shuffle = shuffle
@@ -141,6 +145,9 @@ class PromptCursor:
     def _go_to(self, *, epoch: int, position: int) -> None:
         self.epoch = epoch
         self.position = position
+        if self.shares:
+            self._order = order_of(self.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            return
         self._order = list(range(self.num_prompts))
         if self.shuffle:
             random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
@@ -164,13 +171,13 @@ class PromptCursor:
             "num_prompts": self.num_prompts,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
-        }
+        } | ({"mixture": self.mixture} if self.shares else {})
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume from `state`.
 
         Raises:
-            ValueError: it was saved with a different number of prompts, seed or shuffle.
+            ValueError: it was saved with a different number of prompts, seed, shuffle or weights.
         """
         for name in ("num_prompts", "seed", "shuffle"):
             if state[name] != int(getattr(self, name)):
@@ -178,6 +185,11 @@ class PromptCursor:
                     f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))};"
                     " resume with the same data, run.seed and data.shuffle"
                 )
+        if state.get("mixture", 0) != self.mixture:
+            raise ValueError(
+                "the saved data position is of other weights in data.train, or of none; "
+                "resume with the same data.train"
+            )
         self._go_to(epoch=state["epoch"], position=state["position"])
 
 

@@ -5,14 +5,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.columns import Columns
-from verl_megatron.data.formats.sources import DataFile, find_files
+from verl_megatron.data.formats.sources import DataFile, find_files, parts_of
 from verl_megatron.data.item_store import ItemStore
 from verl_megatron.data.json_lines import name_of
+from verl_megatron.data.mixture import Share, places_of
 from verl_megatron.data.tokenizer import Tokenizer
 
 SHOWN = 10  # rows that are left out, of which the places are kept
@@ -26,7 +27,7 @@ class RowReader(Sequence):
     Args:
         path: what `data.train` says: a file, a folder, or several, separated by commas.
         vocab_size: of the model; token ids must be below it. None: unknown.
-        max_rows: number of rows to read at most. None: all.
+        max_rows: number of rows to read at most of each path that `path` names. None: all.
     """
 
     limit_name: str  # the setting that limits the tokens of a row
@@ -50,6 +51,7 @@ class RowReader(Sequence):
         self.dropped = 0  # rows that are too long
         self.dropped_first: list[tuple[str, str]] = []  # place and length of the first of them
         self.cut = 0  # prompts whose trailing assistant turns were removed
+        self._is_whole = True  # all rows were looked at
         self.limit: int = getattr(config, self.limit_name)
         self._items, self.lengths = ItemStore(), array("I")
         self._numbers, self._starts = array("I"), []  # row of each item; items before each file
@@ -58,10 +60,16 @@ class RowReader(Sequence):
             self.files = find_files(str(path))
         except ValueError as error:
             raise ValueError(f"data file {name_of(path)} {error}") from None
+        left, part = max_rows, 0
         for file in self.files:
-            self._read(file, None if max_rows is None else max_rows - len(self) - self.dropped)
+            if file.part != part:
+                left, part = max_rows, file.part
+            read = self._read(file, left)
+            left = None if left is None else left - read
+            self._is_whole = self._is_whole and left != 0
         self._items.flush()
-        if not self._items and self.dropped != max_rows:  # otherwise later rows may be short enough
+        self.shares = self._shares()
+        if not self._items and self._is_whole:  # otherwise later rows may be short enough
             why = (
                 f"all {self.dropped} rows are longer than data.{self.limit_name}={self.limit}"
                 if self.dropped
@@ -94,9 +102,25 @@ class RowReader(Sequence):
                 named.setdefault(note, []).append(file.path)
         return [f"{paths[0]}{' and others' * (len(paths) > 1)}: {note}" for note, paths in named.items()]
 
-    def _read(self, file: DataFile, most: int | None) -> None:
-        """Add the rows of a file, `most` of them at most."""
-        is_first = True
+    def _shares(self) -> list[Share]:
+        """Return the weights of the named paths with the items of each; empty without weights."""
+        parts = parts_of(str(self.path))
+        if len(parts) == 1 or parts[0].weight is None:
+            return []
+        counts = [0] * len(parts)
+        for file, start, end in zip(self.files, self._starts, [*self._starts[1:], len(self)]):
+            counts[file.part] += end - start
+        for part, count in zip(parts, counts):
+            if not count and self._is_whole:
+                raise ValueError(f"data file {part.path} has a weight and no rows to train on; leave it out")
+        shares = [(cast(float, part.weight), count) for part, count in zip(parts, counts)]
+        if self._is_whole:
+            places_of(shares)
+        return shares
+
+    def _read(self, file: DataFile, most: int | None) -> int:
+        """Add the rows of a file, `most` of them at most; return how many there were."""
+        is_first, read = True, 0
         self._starts.append(len(self))
         for number, row in islice(file.rows(), most):
             if is_first:
@@ -107,6 +131,8 @@ class RowReader(Sequence):
                 self._add(row, file, number)
             except ValueError as error:
                 raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
+            read += 1
+        return read
 
     def place(self, index: int) -> str:
         """Return file and row of an item, such as "train.jsonl, line 3"."""

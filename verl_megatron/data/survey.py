@@ -73,6 +73,7 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
             "first": [{"row": place, "length": length} for place, length in dataset.dropped_first],
         },
         "answers_cut_off": dataset.cut,
+        "weights": [{"weight": weight, "rows": count} for weight, count in dataset.shares],
         "tokens": quantiles(dataset.lengths),
         "duplicates": _duplicates(dataset),
         "data_sources": _shares(getattr(item, "extra", {}).get("data_source") for item in dataset),

@@ -63,7 +63,10 @@ class SupervisedTrainer(BaseTrainer):
         self.trained = self.roles[specs[0].name]
         self.frozen = {name: role for name, role in self.roles.items() if role is not self.trained}
         self.cursor = PromptCursor(
-            num_prompts=len(self.inputs.train), seed=config.run.seed, shuffle=config.data.shuffle
+            num_prompts=len(self.inputs.train),
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            shares=self.inputs.train.shares,
         )
         self.clock = PhaseTimer(device.synchronize_stream, around=self.watchdog.operation)
         trainable = {specs[0].name: self.trained}

@@ -5,6 +5,7 @@ the suffix.
 """
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class DataFile:
 
     path: str
     kind: str  # JSON, CSV, TSV, PARQUET, ARROW or STREAM
+    part: int = 0  # of the paths that the setting names, which one it belongs to
     notes: list[str] = field(default_factory=list)  # about what is not read, once rows have been
 
     @property
@@ -57,30 +59,70 @@ def source_problem(text: str) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the paths that a setting names."""
+
+    path: str
+    weight: float | None = None  # share of the prompts, relative to the others'; None: no part has one
+
+
 def find_files(text: str) -> list[DataFile]:
     """Return the files that a setting names, in the order in which they are read.
 
     Args:
-        text: path of a file or folder, or several, separated by commas.
+        text: path of a file or folder, or several, separated by commas, each with a weight (`:0.7`) or none.
 
     Raises:
         ValueError: a clause ("does not exist; ...") about the first of them that is no data.
     """
-    parts = split_names(text)
+    parts = parts_of(text)
     found: list[DataFile] = []
-    for part in parts:
+    for number, part in enumerate(parts):
         try:
-            found += _files_of(part)
+            files = _files_of(part.path)
         except ValueError as error:
-            raise ValueError(
-                f"names {short_repr(part)}, which {error}" if len(parts) > 1 else str(error)
-            ) from None
+            several = f"names {short_repr(part.path)}, which {error}"
+            raise ValueError(several if len(parts) > 1 else str(error)) from None
+        for file in files:
+            file.part = number
+        found += files
     return found
 
 
-def split_names(text: str) -> list[str]:
-    """Return the paths that a setting names."""
-    return [text] if "," not in text or _exists(text) else [part.strip() for part in text.split(",")]
+def parts_of(text: str) -> list[Part]:
+    """Return the paths that a setting names, with their weights; ValueError (a clause) for wrong weights."""
+    names = [text] if "," not in text or _exists(text) else [name.strip() for name in text.split(",")]
+    parts = [_part(name) for name in names]
+    bare = next((part.path for part in parts if part.weight is None), None)
+    if bare is not None and any(part.weight is not None for part in parts):
+        raise ValueError(
+            f"gives {short_repr(bare)} no weight, and others have one; give all of them one, or none"
+        )
+    return parts
+
+
+def has_weights(text: str) -> bool:
+    """Whether a setting gives its files weights, right or wrong ones."""
+    try:
+        return parts_of(text)[0].weight is not None
+    except ValueError:
+        return True
+
+
+def _part(name: str) -> Part:
+    path, colon, written = name.rpartition(":")
+    if not (colon and path) or _exists(name):
+        return Part(name)
+    try:
+        weight = float(written)
+    except ValueError:
+        return Part(name)
+    if not 0 < weight < math.inf:
+        raise ValueError(
+            f"gives {short_repr(path)} the weight {short_repr(written)[1:-1]}; give a number above 0"
+        )
+    return Part(path, weight)
 
 
 def _exists(path: str) -> bool:
