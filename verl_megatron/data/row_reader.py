@@ -1,8 +1,9 @@
 """Rows of data files as items to train on: what all kinds of data sets have in common."""
 
+import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from verl_megatron.data.json_lines import name_of
 from verl_megatron.data.mixture import Share, places_of
 from verl_megatron.data.tokenizer import Tokenizer
 
+SLOW_S = 3  # seconds after which there is a progress bar
 SHOWN = 10  # rows that are left out, of which the places are kept
 
 
@@ -122,7 +124,7 @@ class RowReader(Sequence):
         """Add the rows of a file, `most` of them at most; return how many there were."""
         is_first, read = True, 0
         self._starts.append(len(self))
-        for number, row in islice(file.rows(), most):
+        for number, row in _shown(islice(file.rows(), most), file.path):
             if is_first:
                 self.columns, is_first = Columns(self._config, row), False
                 if self.columns.note:
@@ -185,3 +187,12 @@ class RowReader(Sequence):
                 f"the tokenizer in {self._tokenizer.hf.name_or_path} gives token {max(ids)},"
                 f" and the model has vocab_size={self._vocab_size}; use the model's own tokenizer"
             )
+
+
+def _shown(rows: Iterator[tuple[int, dict]], path: str) -> Iterator[tuple[int, dict]]:
+    """Yield the rows, with a progress bar on the first rank's terminal once they take a while."""
+    from tqdm import tqdm
+
+    disable = None if os.environ.get("RANK", "0") == "0" else True  # None: where stderr is no terminal
+    name = short_repr(Path(path).name)[1:-1]
+    return iter(tqdm(rows, desc=f"reading {name}", unit=" rows", delay=SLOW_S, leave=False, disable=disable))
