@@ -1,12 +1,7 @@
 """Packages that are installed but cannot work here, hidden from those that would import them.
 
-<<<<<<< HEAD
-vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which are usually built for CUDA. With the
-CPU build of torch their import fails, and takes transformers along. Only the standard library is imported.
-=======
-vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which are usually built for CUDA. With
+vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which are usually built for CUDA. Beside
 torch's CPU build their import fails, and takes transformers along. Only the standard library is imported.
->>>>>>> e0afff8 (lint: two long lines)
 """
 
 import sys

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.end_to_end.conftest import settings_of
 from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.observe.tracking import read_metrics
@@ -39,9 +41,11 @@ def test_a_model_is_asked_and_scored(toy, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
     asked = [json.loads(line)["prompt"] for line in (toy / "val.jsonl").read_text().splitlines()[:5]]
     assert [row["prompt"] for row in rows[::2]] == asked == [row["prompt"] for row in rows[1::2]]
-    assert all(row["score"] == len(row["response"]) / 10 for row in rows)
-    mean = sum(row["score"] for row in rows) / len(rows)
-    assert "prompts 5, samples 10" in ended.stdout and f"score {mean:.6g}" in ended.stdout
+    scores = [len(row["response"]) / 10 for row in rows]
+    assert [row["score"] for row in rows] == pytest.approx(scores)
+    said = dict(part.rsplit(" ", 1) for part in ended.stdout.splitlines()[-1].split(", "))
+    assert said["prompts"] == "5" and said["samples"] == "10"
+    assert float(said["score"]) == pytest.approx(sum(scores) / len(scores), rel=1e-5)
 
     greedy = command("generate", model, prompts, "--out", str(tmp_path / "written.jsonl"), *few)
     assert greedy.returncode == 0, greedy.stdout + greedy.stderr
