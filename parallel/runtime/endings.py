@@ -23,7 +23,7 @@ def leave(listener: Listener) -> None:
 
 
 def tell(reason: str, text: str) -> None:
-    """Call the listeners: the process ends now. Reasons are `stuck`, `stopped` and `interrupted`."""
+    """Call the listeners: the process ends now. Reasons are `stuck`, `stopped`, `error` and `interrupted`."""
     for listener in list(_listeners):
         # Whatever is wrong with a record, the process has to end.
         with contextlib.suppress(Exception):

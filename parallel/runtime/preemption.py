@@ -101,7 +101,7 @@ class Preemption:
             place = f" ({line.filename}:{line.lineno})" if line else ""
             _say(f"{_who()}: after SIGTERM came {type(error).__name__}: {error}{place}")
             sys.stdout.flush()
-            endings.tell("stopped", f"after SIGTERM came {type(error).__name__}: {error}")
+            endings.tell("error", f"after SIGTERM came {type(error).__name__}: {error}")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _restore(self) -> None:

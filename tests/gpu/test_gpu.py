@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.worlds import run_world
+from verl_megatron.doctor.finding import Case
+from verl_megatron.doctor.gpus import check_cuda_ipc, check_gpus
 
 GPUS = torch.cuda.device_count()
 RANKS = next((n for n in (4, 2, 1) if n <= GPUS), 1)  # of what runs on any number
@@ -80,3 +82,11 @@ def test_versions():
 def test_a_dead_peer_is_an_error_on_all_others():
     output = run_world("tests/distributed/versions_worker.py", 4, "dying", timeout=300)
     assert output.count("saw that a peer is gone") == 3, output
+
+
+@needs(1)
+def test_the_doctor_finds_these_gpus_well(tmp_path):
+    """torch computes on each, and a process reads another one's GPU memory."""
+    case = Case(folder=tmp_path)
+    found = [each for check in (check_gpus, check_cuda_ipc) for each in check(case)]
+    assert [each.status for each in found] == ["ok"] * 3, found

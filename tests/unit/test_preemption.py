@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from parallel.runtime import preemption
+from parallel.runtime import endings, preemption
 from parallel.runtime.preemption import EXIT_STATUS, Preemption, usual_grace_s
 from tests.processes import eventually
 
@@ -138,12 +138,15 @@ def test_an_error_after_sigterm_goes_with_it(capfd):
         with Preemption() as request:
             ready()
             assert eventually(request._asked.is_set)
+            endings.listen(lambda reason, text: print("recorded as", reason, flush=True))
             raise RuntimeError("connection closed by peer")
 
     with forked(run) as pid:
         os.kill(pid, signal.SIGTERM)
         assert end_of(pid) == -signal.SIGTERM
-    assert "after SIGTERM came RuntimeError: connection closed by peer (" in capfd.readouterr().err
+    said = capfd.readouterr()
+    assert "after SIGTERM came RuntimeError: connection closed by peer (" in said.err
+    assert said.out == "recorded as error\n"
 
 
 @pytest.mark.parametrize("grace_s", [0, -1, float("nan")])
