@@ -13,6 +13,7 @@ from verl_megatron.data.pairs import READERS
 from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
+from verl_megatron.rewards.pool import columns_problem
 
 SAMPLE_ROWS = 1000  # read from each data file in a dry run
 
@@ -95,4 +96,8 @@ def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, in
                 setattr(inputs, name, data)
             except ValueError as error:
                 problems.append(str(error))
+                continue
+            if isinstance(config, TrainerConfig) and len(data):
+                problem = columns_problem(config.reward.function, data[0].extra)
+                problems += [f"{problem} ({path})"] * bool(problem)
     return problems

@@ -144,3 +144,13 @@ def test_only_the_first_rows_are_read_in_a_dry_run(folder):
         file.write((json.dumps({"prompt": "w3", "answer": 1}) + "\n") * SAMPLE_ROWS + "no JSON\n")
     assert inspect_run(config_of(TrainerConfig, folder), world_size=2, rows=SAMPLE_ROWS) == []
     assert "line 1011" in inspect_run(config_of(TrainerConfig, folder), world_size=2)[0]
+
+
+def test_a_reward_of_lists_needs_its_columns(folder):
+    reward = folder / "mine.py"
+    reward.write_text("def score(completions, topic): return [1.0]\n")
+    config = config_of(TrainerConfig, folder)
+    config.reward.function = f"{reward}:score"
+    first, second = inspect_run(config, world_size=2)
+    assert "takes the argument 'topic', and the data have no such column; they have 'response'" in first
+    assert "train.jsonl" in first and "validation.jsonl" in second

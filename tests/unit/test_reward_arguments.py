@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from verl_megatron.rewards.arguments import bound
-from verl_megatron.rewards.pool import RewardPool, check_reward
+from verl_megatron.rewards.arguments import bound, columns_of
+from verl_megatron.rewards.pool import RewardPool, check_reward, columns_problem
 
 EXTRA = {"data_source": "gsm8k", "extra_info": {"index": 3}, "level": 2}
 CALL = ("the prompt", "the response", "the truth", EXTRA, None)
@@ -96,6 +96,19 @@ def test_functions_of_lists_get_lists_of_one():
         bound(lambda completions: 1.0)(*CALL)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'difficulty'"):
         bound(lambda completions, difficulty: [1.0])(*CALL)
+
+
+def test_a_column_that_a_function_of_lists_takes_has_to_be_in_the_data(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions, answer, level, topic, bonus=1, **kwargs):\n    return [1.0]\n")
+    spec = f"{path}:score"
+    assert check_reward(spec) == []
+    assert columns_problem(spec, {"level": 1, "topic": 2, "x": 3}) == ""
+    assert columns_problem(spec, {"level": 1, "x": 3}) == (
+        f"reward.function='{spec}' takes the argument 'topic', and the data have no such column; "
+        "they have 'level', 'x'"
+    )
+    assert columns_problem("match", {}) == "" and columns_of(bound(ours)) == []
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def bound(function: Callable[..., Any]) -> Call:
     return _by_position(function)
 
 
+def columns_of(call: Call) -> list[str]:
+    """Return the columns of the data that a call needs: arguments of a function of lists without a default."""
+    if not (isinstance(call, functools.partial) and call.func is _call_batched):
+        return []
+    function, names, _ = call.args
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    parameters = inspect.signature(function).parameters
+    given = {*TRL, *ANSWERS, *fixed}
+    return [
+        name for name in names if parameters[name].default is inspect.Parameter.empty and name not in given
+    ]
+
+
 def _position_problem(signature: inspect.Signature, names: list[str]) -> str:
     """Return why a function cannot be called with OURS by position, or ""."""
     taken = " ".join(str(signature).split())

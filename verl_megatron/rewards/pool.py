@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -37,6 +37,7 @@ _MAIN = (
     "import sys; sys.path[:] = {path!r}; from verl_megatron.rewards.worker import main; "
     "main({spec!r}, connection={connection}, parent={parent}, output_bytes={output})"
 )
+_COLUMNS: dict[str, list[str]] = {}  # that reward files need, by their spec
 _LONGEST_S = 1e6  # longest socket timeout
 _LONGEST_ANSWER = 1 << 20  # bytes
 _GRACE_S = 5.0  # for a worker's processes to exit after its connection closes
@@ -78,11 +79,21 @@ def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
         return [str(error)]
     try:
         worker.wait(timeout_s)
+        _COLUMNS[spec] = worker.columns
     except ValueError as error:
         return [str(error)]
     finally:
         worker.end()
     return []
+
+
+def columns_problem(spec: str, columns: Collection[str]) -> str:
+    """Return which argument of a checked reward no column of the data gives; empty if there is none."""
+    missing = next((name for name in _COLUMNS.get(spec, []) if name not in columns), "")
+    return missing and (
+        f"reward.function={short_repr(spec)} takes the argument {short_repr(missing)}, and the data have no such "
+        f"column; they have {', '.join(map(short_repr, sorted(columns)[:20])) or 'none besides prompt and answer'}"
+    )
 
 
 class RewardPool:
@@ -294,6 +305,7 @@ class _Worker:
 
     def __init__(self, spec: str, *, output_bytes: int):
         self.refused = ""  # why it has no own namespaces
+        self.columns: list[str] = []  # of the data that the function needs
         self._setting = f"reward.function={short_repr(spec)}"
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
@@ -326,7 +338,7 @@ class _Worker:
         else:
             if "problem" in answer:
                 raise ValueError(answer["problem"])
-            self.refused = answer["refused"]
+            self.refused, self.columns = answer["refused"], answer["columns"]
             return
         raise ValueError(f"{self._setting}: importing the file {problem}; {OUT_OF_TOP_LEVEL}")
 

@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from typing import Any, NoReturn, cast
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.rewards.arguments import Call
+from verl_megatron.rewards.arguments import Call, columns_of
 from verl_megatron.rewards.functions import described, load_reward
 from verl_megatron.rewards.sandbox import enter
 
@@ -47,6 +47,7 @@ def main(spec: str, *, connection: int, parent: int, output_bytes: int) -> NoRet
     answer: Any = {"refused": refused}
     try:
         function = load_reward(spec)
+        answer["columns"] = columns_of(function)
     except ValueError as error:
         answer = {"problem": str(error)}
     except BaseException as error:  # a file with attributes that raise
