@@ -53,7 +53,7 @@ def bound(function: Callable[..., Any]) -> Call:
 
 
 def columns_of(call: Call) -> list[str]:
-    """Return the columns of the data that a call needs: arguments of a function of lists without a default."""
+    """Return the columns that a function of lists needs: arguments without a default."""
     if not (isinstance(call, functools.partial) and call.func is _call_batched):
         return []
     function, names, _ = call.args

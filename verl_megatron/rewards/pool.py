@@ -90,9 +90,10 @@ def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
 def columns_problem(spec: str, columns: Collection[str]) -> str:
     """Return which argument of a checked reward no column of the data gives; empty if there is none."""
     missing = next((name for name in _COLUMNS.get(spec, []) if name not in columns), "")
+    shown = ", ".join(map(short_repr, sorted(columns)[:20])) or "none besides prompt and answer"
     return missing and (
-        f"reward.function={short_repr(spec)} takes the argument {short_repr(missing)}, and the data have no such "
-        f"column; they have {', '.join(map(short_repr, sorted(columns)[:20])) or 'none besides prompt and answer'}"
+        f"reward.function={short_repr(spec)} takes the argument {short_repr(missing)}, and the data have no "
+        f"such column; they have {shown}"
     )
 
 
