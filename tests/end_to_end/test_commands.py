@@ -3,11 +3,8 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.end_to_end.conftest import settings_of
 from tests.worlds import ROOT, environment_of_ranks
@@ -25,13 +22,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
-
-
 def test_a_run_starts_the_ranks_that_it_needs(toy, tmp_path):
     small = [
         "run.iterations=1",
@@ -44,16 +34,6 @@ def test_a_run_starts_the_ranks_that_it_needs(toy, tmp_path):
     ended = command("train", *settings_of(toy, tmp_path / "run", *small))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(read_metrics(tmp_path / "run")) == 1 and "actor dp2" in ended.stdout
-
-    out = tmp_path / "exported"
-    exported = command("export", str(tmp_path / "run"), "--dtype", "fp32", "--out", str(out))
-    assert exported.returncode == 0, exported.stdout + exported.stderr
-    for name in ("actor", "critic"):
-        own, again = weights_of(tmp_path / "run" / name), weights_of(out / name)
-        assert own.keys() == again.keys() and all(own[key].equal(again[key]) for key in own), name
-        assert (out / name / "tokenizer_config.json").is_file()
-    missing = command("export", str(tmp_path / "run"), "--step", "7")
-    assert missing.returncode == 2 and "--step 7" in missing.stderr and "checkpoints 1" in missing.stderr
 
 
 def test_a_model_is_asked_and_scored(toy, tmp_path):
@@ -73,8 +53,3 @@ def test_a_model_is_asked_and_scored(toy, tmp_path):
     said = dict(part.rsplit(" ", 1) for part in ended.stdout.splitlines()[-1].split(", "))
     assert said["prompts"] == "5" and said["samples"] == "10"
     assert float(said["score"]) == pytest.approx(sum(scores) / len(scores), rel=1e-5)
-
-    greedy = command("generate", model, prompts, "--out", str(tmp_path / "written.jsonl"), *few)
-    assert greedy.returncode == 0, greedy.stdout + greedy.stderr
-    written = [json.loads(line) for line in (tmp_path / "written.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in written] == asked and "score" not in written[0]

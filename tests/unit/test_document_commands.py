@@ -34,7 +34,11 @@ RUN_BY = {
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",
         "tests/end_to_end/test_commands.py::test_a_run_starts_the_ranks_that_it_needs",
     ),
+    r"verl-megatron export ": (
+        "tests/end_to_end/test_first_run.py::test_the_model_is_asked_and_a_checkpoint_exported",
+    ),
     r"verl-megatron train --config mine": (
+        "tests/end_to_end/test_first_run.py::test_the_plan_and_the_run_are_those_of_the_recipe",
         "tests/unit/test_commands.py::test_a_recipe_anywhere_extends_a_shipped_one",
     ),
     r"verl-megatron sft ": ("tests/end_to_end/test_sft.py::test_sft_lowers_the_loss_under_any_layout",),
