@@ -34,8 +34,8 @@ RUN_BY = {
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",
         "tests/end_to_end/test_commands.py::test_a_run_starts_the_ranks_that_it_needs",
     ),
-    r"verl-megatron export ": (
-        "tests/end_to_end/test_first_run.py::test_the_model_is_asked_and_a_checkpoint_exported",
+    r"bash tools/install\.sh$": (
+        "tests/unit/test_install.py::test_an_installation_that_fails_is_begun_anew",
     ),
     r"verl-megatron train --config mine": (
         "tests/end_to_end/test_first_run.py::test_the_plan_and_the_run_are_those_of_the_recipe",
