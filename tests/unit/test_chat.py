@@ -8,6 +8,7 @@ import pytest
 from tests.characters import LOOP, TEMPLATE, characters
 from verl_megatron.config import DataConfig, SFTDataConfig
 from verl_megatron.data.chat import RENDER_S, split_answer
+from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 
 TOKENIZER = characters()
@@ -74,6 +75,47 @@ def test_the_assistant_turn_is_the_response_as_the_template_writes_it(tmp_path, 
         *ids("ho"),
         2,
     ]  # and not the line end that the template writes before the next turn
+
+
+CONVERSATION = [USER, ANSWER, {"role": "user", "content": "yo"}, {"role": "assistant", "content": "he"}]
+
+
+def test_every_assistant_turn_of_a_conversation_is_imitated(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": CONVERSATION})
+    keys = {"prompt_key": "messages", "response_key": "messages"}
+    (row,) = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, **keys))
+    assert row.prompt_token_ids == ids("<user>hi<assistant>")
+    between = ids("\n<user>yo<assistant>")
+    assert row.response_token_ids == [*ids("ho"), 2, *between, *ids("he"), 2]
+    assert row.is_target == [True] * 3 + [False] * len(between) + [True] * 3
+    whole = TOKENIZER.hf.apply_chat_template(CONVERSATION)["input_ids"]
+    assert row.prompt_token_ids + row.response_token_ids == whole[:-1]  # without the last line end
+
+    batch = RolloutBatch.from_lists([0], [row.prompt_token_ids], [row.response_token_ids])
+    batch.set_targets(0, row.is_target)
+    told = [token for token, own in zip(batch.generated_ids[0].tolist(), batch.response_mask[0]) if own]
+    assert told == [*ids("ho"), 2, *ids("he"), 2]
+
+    (last,) = DemonstrationDataset(path, TOKENIZER, SFTDataConfig(train=path, imitated_turns="last", **keys))
+    assert last.is_target is None and last.response_token_ids == [*ids("he"), 2]
+    assert last.prompt_token_ids == [*ids("<user>hi<assistant>ho"), 2, *between]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (TEMPLATE.replace("</s>", "~"), "ends assistant turn 1 without a stop token"),
+        (
+            TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '..' }}"),
+            "writes assistant turn 1 differently once other turns follow",
+        ),
+    ],
+)
+def test_turns_that_cannot_be_imitated_where_they_stand_are_refused(tmp_path, template, said):
+    path = write(tmp_path / "a.jsonl", {"prompt": CONVERSATION})
+    with pytest.raises(ValueError, match=f"{said}.*set data.imitated_turns=last"):
+        DemonstrationDataset(path, characters(template), SFTDataConfig(train=path))
+    assert DemonstrationDataset(path, characters(template), SFTDataConfig(train=path, imitated_turns="last"))
 
 
 def test_a_response_ends_in_one_token_that_stops_generation(tmp_path):

@@ -55,6 +55,9 @@ class SFTDataConfig(SupervisedDataConfig):
 
     prompt_key: str = setting("prompt", "a string, or a list of chat messages")
     response_key: str = setting("response", "a string, or one assistant turn")
+    imitated_turns: str = setting(
+        "all", "which assistant turns of chat messages have a loss", choices=("all", "last")
+    )
     samples_per_step: int = setting(256, "demonstrations per optimizer step", within="[1, 1000000]")
 
 

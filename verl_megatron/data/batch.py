@@ -57,6 +57,11 @@ class RolloutBatch:
         """Return samples `index` [B'] int64, in that order."""
         return RolloutBatch(**{name: value[index] for name, value in self.tensors().items()})
 
+    def set_targets(self, b: int, is_target: Sequence[bool]) -> None:
+        """Say which response tokens of sample `b` are the model's own; all are, until then."""
+        first = int(self.lengths[b]) - len(is_target)
+        self.response_mask[b, first : first + len(is_target)] = torch.tensor(is_target)
+
     @property
     def lengths(self) -> Tensor:
         """Tokens of prompt and response, [B] int64."""

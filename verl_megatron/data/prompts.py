@@ -27,10 +27,15 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Demonstration:
-    """A prompt and its target response, which ends in the end-of-sequence token."""
+    """A prompt and its target response, which ends in the end-of-sequence token.
+
+    With several assistant turns the response begins with the first one, and `is_target` is false for the
+    tokens between them.
+    """
 
     prompt_token_ids: list[int]
     response_token_ids: list[int]
+    is_target: list[bool] | None = None  # of each response token; None: all are
 
     def samples(self) -> list[tuple[list[int], list[int]]]:
         """Return prompt and response of the samples to train on: one."""
@@ -90,13 +95,29 @@ class DemonstrationDataset(RowReader):
 
     def _parse(self, row: dict) -> tuple[Demonstration | None, int]:
         prompt, answers = split_answer(self.columns.value(row, "prompt_key"))
-        before, behind = self._tokenizer.demonstration_text(prompt, self._response(row, answers))
+        response = self._response(row, answers)
+        if self._config.imitated_turns == "all" and _has_earlier_answers(prompt):
+            return self._parse_conversation(prompt, response)
+        before, behind = self._tokenizer.demonstration_text(prompt, response)
         if (fewest := self._fewest_tokens(before, behind)) > self.limit:
             return None, fewest
         ids, response_ids = self._encoded(before, behind, is_chat=not isinstance(prompt, str))
         return Demonstration(prompt_token_ids=ids, response_token_ids=response_ids), len(ids) + len(
             response_ids
         )
+
+    def _parse_conversation(
+        self, prompt: Messages, response: str | Message
+    ) -> tuple[Demonstration | None, int]:
+        """Return messages with several assistant turns as one demonstration, and its tokens."""
+        answer = {"role": "assistant", "content": response} if isinstance(response, str) else response
+        turns = self._tokenizer.conversation_text(prompt, answer)
+        if (fewest := self._fewest_tokens(*turns[-1])) > self.limit:
+            return None, fewest
+        ids, response_ids, is_target = self._tokenizer.encode_conversation(turns)
+        self._check_tokens(ids + response_ids)
+        item = Demonstration(prompt_token_ids=ids, response_token_ids=response_ids, is_target=is_target)
+        return item, len(ids) + len(response_ids)
 
     def _response(self, row: dict, answers: Messages) -> str | Message:
         """Return the target response of a row, as text or assistant turn; every row must have one."""
@@ -124,6 +145,12 @@ class DemonstrationDataset(RowReader):
         if not isinstance(response, str):
             raise ValueError(f"{short_repr(key)} must be a string, got {short_repr(response)}")
         return response
+
+
+def _has_earlier_answers(prompt: object) -> bool:
+    """Whether messages have an assistant turn that follows another turn."""
+    turns = prompt[1:] if isinstance(prompt, list) else []
+    return any(isinstance(message, dict) and message.get("role") == "assistant" for message in turns)
 
 
 class PromptCursor:

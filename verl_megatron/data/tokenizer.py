@@ -100,6 +100,28 @@ class Tokenizer:
             raise ValueError("with a response, the prompt must be messages that end in a user turn")
         return continuation(self.hf, messages, answer)
 
+    def conversation_text(self, messages: Messages, answer: Message) -> list[tuple[str, str]]:
+        """Return the text before each assistant turn that follows another turn, and the text of that turn.
+
+        Args:
+            messages: the turns before `answer`, the last assistant turn.
+
+        Raises:
+            ValueError: as in `demonstration_text`, or the template writes earlier turns differently once
+                others follow.
+        """
+        turns: list[tuple[str, str]] = []
+        for at, message in enumerate([*messages, answer]):
+            if at and isinstance(message, dict) and message.get("role") == "assistant":
+                before, behind = self.demonstration_text(messages[:at], message)
+                if turns and not before.startswith("".join(turns[-1])):
+                    raise ValueError(
+                        f"the chat template writes assistant turn {len(turns)} differently once other turns "
+                        "follow, so it cannot be imitated where it stands; set data.imitated_turns=last"
+                    )
+                turns.append((before, behind))
+        return turns
+
     def _checked(self, messages: Messages) -> Messages:
         template = self.hf.chat_template
         if isinstance(messages, list) and messages and not template:
@@ -153,6 +175,47 @@ class Tokenizer:
         if whole[: len(ids)] != ids:  # a token spans the boundary; the prompt's tokens are fixed
             return ids, self.encode_response(behind)
         return ids, self._ended(whole[len(ids) :])
+
+    def encode_conversation(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[int], list[bool]]:
+        """Return the token ids before the first assistant turn, those from there on, and which are targets.
+
+        Args:
+            turns: of `conversation_text`.
+
+        Raises:
+            ValueError: a turn that is not the last does not end in a stop token, or a token spans the
+                boundary of a turn.
+        """
+        ids = self.encode_text(turns[0][0], is_chat=True)
+        told, is_target = list(ids), []  # all tokens so far, and which of those after `ids` are targets
+        for number, (before, behind) in enumerate(turns, start=1):
+            told = self._continued(told, before)
+            is_target += [False] * (len(told) - len(ids) - len(is_target))
+            answer = self._continued(told, before + behind)[len(told) :]
+            spoken = self._ended_within(answer, number) if number < len(turns) else self._ended(answer)
+            told += spoken
+            is_target += [True] * len(spoken)
+        return ids, told[len(ids) :], is_target
+
+    def _continued(self, ids: list[int], text: str) -> list[int]:
+        """Return the token ids of `text`, which begin with `ids`."""
+        whole = self._encode(text, add_special_tokens=False)
+        if whole[: len(ids)] != ids:
+            raise ValueError(
+                "a token spans the boundary of an assistant turn, so the turns cannot be imitated where they "
+                "stand; set data.imitated_turns=last"
+            )
+        return whole
+
+    def _ended_within(self, ids: list[int], number: int) -> list[int]:
+        """Return an earlier assistant turn up to its stop token."""
+        end = next((at for at, token in enumerate(ids) if token in self.stop_token_ids), None)
+        if end is None:
+            raise ValueError(
+                f"the chat template ends assistant turn {number} without a stop token, so its end cannot be "
+                "imitated; set data.imitated_turns=last"
+            )
+        return ids[: end + 1]
 
     def _ended(self, ids: list[int]) -> list[int]:
         stops = self.stop_token_ids

@@ -244,8 +244,7 @@ def _batch_of(samples: Sequence[Generation], *, group_size: int, policy_version:
     )
     for b, sample in enumerate(samples):
         if sample.is_sampled is not None:
-            first = len(sample.prompt_token_ids)
-            batch.response_mask[b, first : first + len(sample.token_ids)] = torch.tensor(sample.is_sampled)
+            batch.set_targets(b, sample.is_sampled)
     batch.group_id = batch.sample_id // group_size
     batch.policy_version = torch.full_like(batch.sample_id, policy_version)
     batch.is_cut = torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool)

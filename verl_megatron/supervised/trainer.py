@@ -159,10 +159,14 @@ def spread(
 ) -> tuple[RolloutBatch, SampleTable]:
     """Distribute entries of a data set over the ranks; return this rank's samples and the table of all."""
     ids, prompts, responses = [], [], []
-    for number in range(world.rank, len(items), world.size):
+    own = range(world.rank, len(items), world.size)
+    for number in own:
         for place, (prompt, response) in enumerate(items[number].samples()):
             ids.append(number * samples_per_item + place)
             prompts.append(prompt)
             responses.append(response)
     batch = RolloutBatch.from_lists(ids, prompts, responses)
+    for b, item in enumerate(items[number] for number in own):
+        if isinstance(item, Demonstration) and item.is_target is not None:
+            batch.set_targets(b, item.is_target)
     return batch, SampleTable.gather(batch, world, num_mini_batches=1, unit=samples_per_item)
