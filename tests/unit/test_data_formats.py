@@ -252,7 +252,7 @@ BAD = {
     "twice.parquet": (lambda path: parquet.write_table(TWICE, path), "'prompt' stands twice"),
     "null.parquet": (
         lambda path: write(path, [{"prompt": None, "answer": ""}]),
-        "row 1: a prompt must be a string",
+        "row 1: column 'prompt': a prompt must be a string",
     ),
     "number.parquet": (lambda path: write(path, [{"prompt": 3, "answer": ""}]), "got 3"),
     "bytes.parquet": (lambda path: write(path, [{"prompt": b"a", "answer": ""}]), "no key 'prompt'"),
@@ -282,7 +282,7 @@ BAD = {
         lambda path: path.write_text("prompt,,answer\na,b,c\n"),
         "column 2 of the header has no name",
     ),
-    "header.csv": (lambda path: path.write_text("a,b\nc,d\n"), "no key 'prompt'"),
+    "header.csv": (lambda path: path.write_text("a,b\nc,d\n"), "'b'; the first line of the file must name"),
     "nothing.csv": (lambda path: path.write_text(""), "no header"),
     "bare.csv": (lambda path: path.write_text("prompt,answer\n"), "it has no rows"),
     "wide.csv": (lambda path: path.write_text("prompt,answer\n\na,b,c\n"), "line 3: 3 cells, and the header"),

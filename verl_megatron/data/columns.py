@@ -22,9 +22,11 @@ class Columns:
     Args:
         config: a section with settings such as `prompt_key`.
         first: the first row of the file, which shows what columns there are.
+        hint: what to say of a file without a column, such as where its columns are named.
     """
 
-    def __init__(self, config: Section, first: Mapping[str, Any]):
+    def __init__(self, config: Section, first: Mapping[str, Any], *, hint: str = ""):
+        self._hint = hint
         self.keys: dict[str, str] = {
             name: getattr(config, name) for name in config.__dataclass_fields__ if name.endswith("_key")
         }
@@ -55,7 +57,7 @@ class Columns:
             names = ", ".join(map(short_repr, islice(row, 20))) or "no keys"
             raise ValueError(
                 f"no key {short_repr(self.keys[setting])} (data.{setting}); "
-                f"the row has {names}{', ...' * (len(row) > 20)}"
+                f"the row has {names}{', ...' * (len(row) > 20)}{self._hint}"
             )
         return value
 

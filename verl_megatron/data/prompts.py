@@ -66,13 +66,15 @@ class PromptDataset(RowReader):
     def _parse(self, row: dict) -> tuple[Prompt | None, int]:
         config, tokenizer = self._config, self._tokenizer
         columns = self.columns
-        prompt, given = split_answer(columns.value(row, "prompt_key"))
+        value = columns.value(row, "prompt_key")
         answer = columns.value(row, "answer_key") if config.answer_key else None
-        text = tokenizer.prompt_text(prompt)
-        if (fewest := self._fewest_tokens(text)) > self.limit:
-            return None, fewest
-        ids = tokenizer.encode_text(text, is_chat=not isinstance(prompt, str))
-        self._check_tokens(ids)
+        with self._column("prompt_key"):
+            prompt, given = split_answer(value)
+            text = tokenizer.prompt_text(prompt)
+            if (fewest := self._fewest_tokens(text)) > self.limit:
+                return None, fewest
+            ids = tokenizer.encode_text(text, is_chat=not isinstance(prompt, str))
+            self._check_tokens(ids)
         self.cut += bool(given)
         used = (columns.keys["prompt_key"], columns.keys["answer_key"])
         extra = {key: value for key, value in row.items() if key not in used}

@@ -1,5 +1,6 @@
 """Rows of data files as items to train on: what all kinds of data sets have in common."""
 
+import contextlib
 import os
 from array import array
 from bisect import bisect_right
@@ -11,7 +12,7 @@ from typing import Any, cast
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.columns import Columns
-from verl_megatron.data.formats.sources import DataFile, find_files, parts_of
+from verl_megatron.data.formats.sources import JSON, DataFile, find_files, parts_of
 from verl_megatron.data.item_store import ItemStore
 from verl_megatron.data.json_lines import name_of
 from verl_megatron.data.mixture import Share, places_of
@@ -54,6 +55,7 @@ class RowReader(Sequence):
         self.dropped_first: list[tuple[str, str]] = []  # place and length of the first of them
         self.cut = 0  # prompts whose trailing assistant turns were removed
         self._is_whole = True  # all rows were looked at
+        self._is_table = False  # the file read last has columns
         self.limit: int = getattr(config, self.limit_name)
         self._items, self.lengths = ItemStore(), array("I")
         self._numbers, self._starts = array("I"), []  # row of each item; items before each file
@@ -123,10 +125,11 @@ class RowReader(Sequence):
     def _read(self, file: DataFile, most: int | None) -> int:
         """Add the rows of a file, `most` of them at most; return how many there were."""
         is_first, read = True, 0
+        self._is_table = file.kind != JSON
         self._starts.append(len(self))
         for number, row in _shown(islice(file.rows(), most), file.path):
             if is_first:
-                self.columns, is_first = Columns(self._config, row), False
+                self.columns, is_first = Columns(self._config, row, hint=file.hint), False
                 if self.columns.note:
                     self._recognized.setdefault(self.columns.note, []).append(file.path)
             try:
@@ -165,6 +168,16 @@ class RowReader(Sequence):
     def _parse(self, row: dict) -> tuple[Any, int]:
         """Return a row's item and token count; no item if its character count alone exceeds the limit."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _column(self, setting: str) -> Iterator[None]:
+        """Name the column in what is wrong with a value of a table."""
+        try:
+            yield
+        except ValueError as error:
+            if not self._is_table:
+                raise
+            raise ValueError(f"column {short_repr(self.columns.keys[setting])}: {error}") from None
 
     def _fewest_tokens(self, *texts: str) -> int:
         """Lower bound of the texts' tokens: tokenizing 10 MB only to find it too long takes seconds."""

@@ -41,6 +41,11 @@ class DataFile:
         """What the numbers of `rows` count."""
         return "line" if self.kind in (JSON, CSV, TSV) else "row"
 
+    @property
+    def hint(self) -> str:
+        """What to say of a column that is not there."""
+        return "; the first line of the file must name its columns" if self.kind in (CSV, TSV) else ""
+
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield numbers (from 1) and rows; ValueError, with the file's name, for one that cannot be read."""
         if self.kind == JSON:
