@@ -70,19 +70,28 @@ install_torch_for_cpu() { # the CPU build where an index has it, so that no CUDA
 
 pip_install() { "$PYTHON" -m pip install --disable-pip-version-check --no-input "$@"; }
 
+install_package() { # pip's arguments: by uv where it is there, which is quicker
+  if command -v uv >/dev/null && uv pip install --python "$PYTHON" "$@"; then return; fi
+  pip_install "$@"
+}
+
+install_locked() { # pip's arguments: the versions that were tested, or newer ones where an index lacks one of them
+  install_package "$@" -c "$ROOT/tools/locked-cpu.txt" || install_package "$@"
+}
+
 install_all() {
   local extras=$1 torch
   [[ $PURPOSE == dev ]] && extras+=,dev
   if [[ $extras == cpu* ]]; then
     step "torch for CPU" install_torch_for_cpu
-    step "the package with vLLM and Megatron-Core" pip_install -e "$ROOT[$extras]"
+    step "the package with vLLM and Megatron-Core" install_locked -e "$ROOT[$extras]"
     # vLLM's CPU build asks for them, but their CUDA builds break its imports.
     step "removing packages that need CUDA" "$PYTHON" -m pip uninstall -y torchvision torchaudio torchcodec triton
   else
     torch=$("$PYTHON" -c 'import torch; print(torch.__version__ if torch.version.cuda else "")' 2>/dev/null || true)
     # An installed torch for CUDA stays; vLLM's version follows it
     echo "torch==${torch:-2.11.0}" >"$VENV/torch.txt"
-    step "the package with vLLM and Megatron-Core for GPUs" pip_install -e "$ROOT[$extras]" -c "$VENV/torch.txt"
+    step "the package with vLLM and Megatron-Core for GPUs" install_package -e "$ROOT[$extras]" -c "$VENV/torch.txt"
   fi
 }
 
