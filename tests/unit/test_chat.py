@@ -7,8 +7,8 @@ import pytest
 
 from tests.characters import LOOP, TEMPLATE, characters
 from verl_megatron.config import DataConfig, SFTDataConfig
-from verl_megatron.data.chat import RENDER_S, split_answer
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.chat import RENDER_S, split_answer
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 
 TOKENIZER = characters()

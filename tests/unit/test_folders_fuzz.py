@@ -130,15 +130,20 @@ def mutations(count: int, seed: int):
 
 
 def outcome(function, *args):
-    """The result, or the message of a ValueError; nothing else may be raised, and neither may take long."""
-    started = time.process_time()
-    try:
-        return function(*args), ""
-    except ValueError as error:
-        assert len(str(error)) < 3000, "long values are cut"
-        return None, str(error)
-    finally:
-        assert time.process_time() - started < SLOWEST_S
+    """The result, or the message of a ValueError; nothing else may be raised, and neither may take long.
+
+    What took long is called again: other tests' garbage may have been collected meanwhile.
+    """
+    for _ in range(3):
+        started = time.process_time()
+        try:
+            result = function(*args), ""
+        except ValueError as error:
+            assert len(str(error)) < 3000, "long values are cut"
+            result = None, str(error)
+        if time.process_time() - started < SLOWEST_S:
+            return result
+    raise AssertionError(f"{function.__name__} takes {SLOWEST_S} s and more")
 
 
 def test_a_changed_config_is_refused_by_name_or_read_as_transformers_reads_it(tmp_path):

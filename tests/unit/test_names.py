@@ -218,7 +218,7 @@ def test_a_run_of_several_ranks_says_how_to_start_them(tmp_path, monkeypatch):
     assert ranks_needed(config) == 16
     main = importlib.import_module("__main__")
     monkeypatch.setattr(main, "__spec__", None)
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "my run.py"))
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "my run.py"), raising=False)
     monkeypatch.setattr("sys.argv", ["x", "--fast"])
     monkeypatch.chdir(tmp_path)
     (problem,) = not_started(config, world_size=1)

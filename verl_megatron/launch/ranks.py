@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from parallel import device
 from parallel.runtime.refusal import short_repr
+from verl_megatron.checks.ranks import ranks_needed
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.model_specs import layout_of, models_of
 
@@ -34,13 +35,14 @@ def suits(config: TrainerConfig | SupervisedConfig, ranks: int) -> bool:
 def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
     """Return how many ranks to start: all GPUs of this host as far as the layouts divide them.
 
-    Without GPUs, the fewest that the layouts need. 1 if no number suits; checks then say why.
+    Without GPUs, the fewest that the layouts need. 1 if the layouts cannot be read; checks then say why.
     """
-    counts = range(1, MOST_LOCAL + 1)
-    fewest = next((count for count in counts if suits(config, count)), 1)
+    try:
+        fewest = ranks_needed(config)
+    except ValueError:
+        return 1
     gpus = device.visible_gpus()
-    fitting = [count for count in range(fewest, gpus + 1) if suits(config, count)]
-    return max(fitting, default=fewest)
+    return max((count for count in range(fewest, gpus + 1) if suits(config, count)), default=fewest)
 
 
 def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
