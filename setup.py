@@ -44,6 +44,7 @@ setup(
         "omegaconf>=2.3,<2.4",
         "pyarrow>=17,<27",
         "jinja2>=3.1",
+        "math-verify[antlr4_9_3]>=0.8,<0.10",  # reward.function=math; Hydra needs antlr4 4.9
         "matplotlib>=3.8",
         "megatron-core>=0.16,<0.20",
         "networkx>=3.0",
@@ -61,7 +62,6 @@ setup(
         "gpu": ["vllm>=0.20,<0.33", "megatron-core>=0.19,<0.20"],
         "te": ["transformer-engine[pytorch]>=2.10,<3"],  # faster layers on GPUs; used where it is installed
         "ray": ["ray[train]>=2.50,<3"],  # recipes/launch/ray.py
-        "math": ["math-verify[antlr4_9_3]>=0.8,<0.10"],  # reward.function=math; Hydra needs antlr4 4.9
         "wandb": ["wandb>=0.19,<1"],  # run.track_metrics=[console,jsonl,wandb]
         "mlflow": ["mlflow-skinny>=2.14,<4"],  # run.track_metrics=[console,jsonl,mlflow]
         "docs": DOCS,  # mkdocs serve

@@ -177,5 +177,5 @@ def test_math_without_its_package_is_refused_with_the_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert check_reward("math") == [
         "reward.function=math needs the package math-verify, which is not installed; "
-        "pip install 'verl-megatron[math]'"
+        "pip install 'math-verify[antlr4_9_3]'"
     ]

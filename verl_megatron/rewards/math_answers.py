@@ -5,7 +5,7 @@ import importlib.util
 import logging
 from typing import Any
 
-INSTALL = "pip install 'verl-megatron[math]'"
+INSTALL = "pip install 'math-verify[antlr4_9_3]'"
 
 
 def missing() -> str:
