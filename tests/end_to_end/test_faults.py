@@ -94,7 +94,7 @@ BAD_SETTINGS = {
     "no model": (1, ["actor.path={}/absent"], ["absent does not exist", "give the path"]),
     "no critic": (1, ["critic.path={}/absent"], ["absent does not exist", "give the path"]),
     "no reward": (1, ["reward.function=matches"], ["reward.function='matches'", "choose"]),
-    "too few ranks": (1, ["actor.layout=tp2pp2"], ["tp2pp2", "4 ranks are needed", "torchrun --nproc_per_node 4"]),
+    "too few ranks": (1, ["actor.layout=tp2pp2"], ["tp2pp2", "4 ranks are needed", "torchrun"]),
     "heads": (4, ["actor.layout=tp4"], ["tp=4", "6 attention heads", "divide"]),
     "layers": (
         4,
