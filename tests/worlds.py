@@ -1,9 +1,14 @@
-"""Start a small world of gloo processes: one worker script, one process per rank, output on failure."""
+"""Run a worker script on a small world of processes, one per rank, and return its output."""
 
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from parallel import device
+from tests.forked import Server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,14 +26,21 @@ def environment_of_ranks() -> dict[str, str]:
 
 
 def run_world(
-    worker: str | Path, nproc: int, *args: object, timeout: float = 240, env: dict[str, str] | None = None
+    worker: str | Path,
+    nproc: int,
+    *args: object,
+    timeout: float = 240,
+    env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> str:
-    """Run `worker` (a path, relative to the repository's root or absolute) on `nproc` processes of torchrun.
+    """Run `worker` (a path, relative to the repository's root or absolute) on `nproc` processes.
 
     Args:
         args: handed to the worker as command-line arguments, the same for each process.
         timeout: seconds after which every process of the world is killed and the test fails.
         env: added to the environment.
+        fresh: start new interpreters with torchrun, as on GPUs, instead of forking ranks that have imported
+            everything.
 
     Returns:
         stdout and stderr of all processes, as they came.
@@ -36,21 +48,37 @@ def run_world(
     Raises:
         AssertionError: a process failed or the time ran out; the message ends with the output.
     """
-    command = torchrun(nproc, ROOT / worker, *args)
+    command = [str(ROOT / worker), *map(str, args)]
     environment = environment_of_ranks() | (env or {})
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "output")
+        if fresh or device.is_gpu():
+            codes = _launched(torchrun(nproc, *command), environment, log, timeout)
+        else:
+            codes = forked(command, nproc, environment=environment, stdout=log, timeout_s=timeout)
+        output = log.read_text()
+    assert not any(codes), f"{worker} on {nproc} processes: exit codes {codes}:\n{output[-8000:]}"
+    return output
+
+
+def forked(
+    command: list[str], nproc: int, *, stdout: Path, stderr: Path | None = None, **options
+) -> list[int]:
+    """Run a script or "-m MODULE" on ranks forked from this process's server; see `Server.run`."""
+    return _server().run(command, nproc, folder=ROOT, stdout=stdout, stderr=stderr or stdout, **options)
+
+
+@functools.cache
+def _server() -> Server:
+    return Server()
+
+
+def _launched(command: list[str], environment: dict[str, str], log: Path, timeout: float) -> list[int]:
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
     try:
-        output, _ = process.communicate(timeout=timeout)
+        return [process.wait(timeout)]
     except subprocess.TimeoutExpired:
         # On SIGTERM torchrun ends its ranks, which have sessions of their own; on SIGKILL it cannot.
         process.terminate()
-        output, _ = process.communicate(timeout=60)
-        raise AssertionError(
-            f"{worker} on {nproc} processes did not end within {timeout} s:\n{output[-8000:]}"
-        ) from None
-    assert process.returncode == 0, (
-        f"{worker} on {nproc} processes ended with code {process.returncode}:\n{output[-8000:]}"
-    )
-    return output
+        return [process.wait(60) or -1]

@@ -18,23 +18,16 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
 
-import verl_megatron.trainer  # noqa: F401
+import tests.preloaded  # noqa: F401
 from tests.end_to_end import killed_train
-from tests.end_to_end.forked import run_ranks
 from tests.end_to_end.measured import ADAPTIVE, learned_in_attempts
+from tests.forked import run_ranks
 from tests.worlds import ROOT
 from verl_megatron.examples.toy import make_toy
 from verl_megatron.launch.command_line import run_command
-from verl_megatron.rollout.vllm_process import starting
 from verl_megatron.train import main as train
-
-transformers.AutoTokenizer  # noqa: B018 (imported when it is first touched)
-with starting():
-    import vllm  # noqa: F401
-    import vllm.v1.engine.llm_engine  # noqa: F401
 
 NUM_RANKS = 2
 # Operations of a run, how often they begin before an attempt is at its end, and seconds that they may take:
@@ -96,7 +89,12 @@ def attempt(number: int, settings: list[str], log: Path, kills: Path | None) -> 
         run_command(train)
 
     return run_ranks(
-        NUM_RANKS, rank, settings, log, timeout_s=ATTEMPT_S, TORCHELASTIC_RESTART_COUNT=str(number)
+        rank,
+        ["train", *settings],
+        nproc=NUM_RANKS,
+        stdout=log,
+        timeout_s=ATTEMPT_S,
+        TORCHELASTIC_RESTART_COUNT=str(number),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers
 
 import verl_megatron.trainer  # noqa: F401
-from tests.end_to_end.forked import run_ranks
+from tests.forked import run_ranks
 from verl_megatron.launch.command_line import run_command
 from verl_megatron.train import main
 
@@ -30,7 +30,10 @@ def checked_main(config) -> None:
 
 
 def run_case(nproc: int, settings: list[str], log: Path) -> dict:
-    codes = run_ranks(nproc, lambda: run_command(checked_main), settings, log, timeout_s=TIMEOUT_S)
+    command = ["train", *settings]
+    codes = run_ranks(
+        lambda: run_command(checked_main), command, nproc=nproc, stdout=log, timeout_s=TIMEOUT_S
+    )
     return {"codes": codes, "text": log.read_text()}
 
 
