@@ -22,7 +22,9 @@ LEEWAY_S = 60  # a world ends its ranks on time, and the first one waits for the
 class Server:
     """Worlds of scripts and modules, each a child of one process with tests/preloaded.py in memory."""
 
-    def __init__(self):
+    def __init__(self, folder: Path):
+        """Commands run in `folder`."""
+        self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.preloaded"])
 
@@ -31,13 +33,12 @@ class Server:
         command: Sequence[str],
         nproc: int,
         *,
-        folder: Path,
         stdout: Path,
         stderr: Path,
         environment: dict[str, str],
         timeout_s: float,
     ) -> list[int]:
-        """Run `command`, "-m MODULE ..." or "SCRIPT ...", in `folder` on `nproc` ranks.
+        """Run `command`, "-m MODULE ..." or "SCRIPT ...", on `nproc` ranks.
 
         The process starts with the first world, in that one's environment.
 
@@ -46,7 +47,7 @@ class Server:
         """
         results = Path(tempfile.mkstemp()[1])
         options = dict(nproc=nproc, stdout=stdout, stderr=stderr, timeout_s=timeout_s)
-        world = self._context.Process(target=_world, args=(command, folder, results, options, environment))
+        world = self._context.Process(target=_world, args=(command, self._folder, results, options, environment))
         before = dict(os.environ)
         os.environ |= environment
         try:

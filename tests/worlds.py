@@ -65,12 +65,12 @@ def forked(
     command: list[str], nproc: int, *, stdout: Path, stderr: Path | None = None, **options
 ) -> list[int]:
     """Run a script or "-m MODULE" on ranks forked from this process's server; see `Server.run`."""
-    return _server().run(command, nproc, folder=ROOT, stdout=stdout, stderr=stderr or stdout, **options)
+    return _server().run(command, nproc, stdout=stdout, stderr=stderr or stdout, **options)
 
 
 @functools.cache
 def _server() -> Server:
-    return Server()
+    return Server(ROOT)
 
 
 def _launched(command: list[str], environment: dict[str, str], log: Path, timeout: float) -> list[int]:

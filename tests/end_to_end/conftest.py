@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import Ended, run
+from tests.end_to_end.launch import Ended, start
 from tests.end_to_end.measured import ADAPTIVE
 from verl_megatron.examples.toy import make_toy
 
@@ -79,8 +79,9 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def whole_run(toy, tmp_path_factory) -> Finished:
-    """Four iterations without interruption."""
+    """Four iterations under torchrun without interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    return Finished(
-        output_dir=folder / "run", ended=run(4, TRAIN, *adaptive_settings(toy, folder / "run"), folder=folder)
-    )
+    started = start(4, TRAIN, *adaptive_settings(toy, folder / "run"), folder=folder)
+    ended = started.wait(timeout_s=300)
+    assert not ended.code, ended.text
+    return Finished(output_dir=folder / "run", ended=ended)

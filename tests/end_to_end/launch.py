@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.worlds import ROOT, environment_of_ranks, torchrun
+from tests.worlds import ROOT, environment_of_ranks, forked, torchrun
 
 MARK = "VERL_MEGATRON_TEST"
 
@@ -105,7 +105,12 @@ def start(nproc: int, module: str, *settings: str, folder: Path, launcher: Seque
 
 
 def run(nproc: int, module: str, *settings: str, folder: Path, timeout_s: float = 300) -> Ended:
-    """The same, until it has ended with code 0."""
-    ended = start(nproc, module, *settings, folder=folder).wait(timeout_s=timeout_s)
-    assert ended.code == 0, ended.text
+    """The same on ranks that are forked after the imports, until they have ended with code 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: folder / name for name in ("stdout", "stderr")}
+    codes = forked(
+        ["-m", module, *settings], nproc, environment=environment_of_ranks(), timeout_s=timeout_s, **files
+    )
+    ended = Ended(code=max(codes, key=abs), **{name: path.read_text() for name, path in files.items()})
+    assert not ended.code, ended.text
     return ended

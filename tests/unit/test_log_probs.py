@@ -64,7 +64,7 @@ def test_no_tokens():
 
 
 def test_shards():
-    assert run_world("tests/unit/test_log_probs.py", 2, timeout=120).count("equal to the whole") == 2
+    assert run_world("tests/unit/test_log_probs.py", 2, timeout=120, fresh=True).count("equal to the whole") == 2
 
 
 def shards() -> None:

@@ -211,7 +211,7 @@ def test_bad_input_ends_with_one_line(capsys, arguments, message):
 
 def test_calibration_on_two_ranks_is_a_machine_that_plans_read(tmp_path):
     file = tmp_path / "machine.json"
-    run_world("tools/calibrate.py", 2, file, "--seconds", "0.02")
+    run_world("tools/calibrate.py", 2, file, "--seconds", "0.02", fresh=True)
     written, machine = json.loads(file.read_text()), find_machine(str(file))
     measured = written["measured"]
     assert machine.layer_flops == pytest.approx(LAYER_SHARE * max(measured["products"].values()))
