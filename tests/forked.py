@@ -47,7 +47,8 @@ class Server:
         """
         results = Path(tempfile.mkstemp()[1])
         options = dict(nproc=nproc, stdout=stdout, stderr=stderr, timeout_s=timeout_s)
-        world = self._context.Process(target=_world, args=(command, self._folder, results, options, environment))
+        arguments = (command, self._folder, results, options, environment)
+        world = self._context.Process(target=_world, args=arguments)
         before = dict(os.environ)
         os.environ |= environment
         try:
