@@ -22,7 +22,8 @@ def collect(run: Run, step: int) -> Collected:
     with clock.phase("return"):
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):
-        batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, table)
+        if run.config.reward.is_given:
+            batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, table)
         batch, table = run.shape_rewards(batch, table, sums)
     return Collected(
         batch=batch,

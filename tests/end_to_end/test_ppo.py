@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from tests.end_to_end.conftest import TRAIN, adaptive_settings, settings_of
@@ -185,6 +187,25 @@ def test_critic_on_the_actors_trunk(toy, tmp_path):
         "score.bias",
     }
     assert all(torch.equal(actor[name], critic[name]) for name in actor.keys() & critic.keys())
+
+
+def test_distillation_without_a_reward(toy, tmp_path):
+    """A teacher of other weights is all that teaches, and no score is reported."""
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(toy / "model")).save_pretrained(tmp_path / "teacher")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(toy / "model" / name, tmp_path / "teacher")
+    more = [
+        *("algorithm.name=distillation", "algorithm.kl_coef=0", "algorithm.num_mini_batches=1"),
+        *(f"teacher.path={tmp_path}/teacher", "reward.function=", "data.validation="),
+        *("run.iterations=1", "run.export=false", "actor.layout=tp2", "rollout.tp=2"),
+    ]
+    run(2, TRAIN, *settings_of(toy, tmp_path / "run", *more), folder=tmp_path)
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["kl/teacher"] > 0 and row["policy/grad_norm"] > 0
+    assert not any(key.startswith("reward/") for key in row)
+    for line in (tmp_path / "run/samples/step_1.jsonl").read_text(encoding="utf-8").splitlines():
+        assert "score" not in json.loads(line)
 
 
 def test_grpo_with_a_reward_that_fails(toy, tmp_path):

@@ -42,6 +42,15 @@ def good(folder: Path, **changes) -> TrainerConfig:
     return config
 
 
+def test_distillation_needs_no_reward_unless_it_validates(folder):
+    settings = dict(algorithm__name="distillation", teacher__path=f"{folder}/model", reward__function="")
+    assert check_config(good(folder, **settings), world_size=4) == []
+    (problem,) = check_config(
+        good(folder, **settings, data__validation=f"{folder}/train.jsonl"), world_size=4
+    )
+    assert "both empty" in problem and "data.validation=" in problem and "needs scores" in problem
+
+
 def test_nothing_is_wrong_with_a_good_configuration(folder):
     assert check_config(good(folder), world_size=4) == []
     assert (
@@ -132,6 +141,7 @@ BAD = [
         ["algorithm.kl_estimator=k2", "k1 or k3"],
     ),
     (dict(algorithm__name="distillation"), ["teacher.path is empty"]),
+    (dict(reward__function=""), ["both empty", "algorithm.name=ppo needs scores"]),
     (dict(teacher__path="/nowhere"), ["teacher.path='/nowhere'"]),
     (dict(reward__overlong_tokens=101), ["reward.overlong_tokens=101", "rollout.max_tokens=100"]),
     (dict(algorithm__dynamic_sampling=True), ["algorithm.name=ppo", "do not compare"]),

@@ -73,6 +73,8 @@ MEANINGLESS = [
         "algorithm.kl_coef=0.1 with algorithm.kl_in=reward is lost with algorithm.name=distillation",
     ),
     ({"reward__overlong_penalty": 2.0}, "reward.overlong_tokens=0"),
+    ({"engine__min_lr_ratio": 0.1}, "engine.lr_decay_style=constant"),
+    (TEACHER | {"reward__function": "", "reward__overlong_tokens": 4}, "without a reward"),
     ({"reward__overlong_tokens": 4, "reward__overlong_penalty": 0.0}, "deducts nothing"),
 ]
 # Settings that have an effect together.
@@ -91,6 +93,7 @@ FINE = [
     TEACHER | {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "loss", "algorithm__kl_estimator": "k3"},
     TEACHER | {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "none"},
     {"reward__overlong_tokens": 4, "reward__overlong_penalty": 2.0},
+    {"engine__lr_decay_style": "cosine", "engine__min_lr_ratio": 0.1},
 ]
 
 

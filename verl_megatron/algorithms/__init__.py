@@ -52,6 +52,7 @@ class Algorithm:
     # Besides the actor: "critic", "teacher"; "greedy", a greedy sample of each prompt; "logprobs", the
     # actor's before the update.
     needs: frozenset[str] = frozenset()
+    needs_rewards: bool = True  # False: advantages do not read them, and a run may have none
     min_samples: int = 1  # per prompt; above 1: advantages compare the samples of a prompt
     settings: tuple[str, ...] = ()  # that `advantages` reads; refused with algorithms that do not name them
 
@@ -86,7 +87,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         needs=frozenset({"greedy"}),
         settings=("gamma",),
     ),
-    "distillation": Algorithm(advantages=distillation.advantages, needs=frozenset({"teacher"})),
+    "distillation": Algorithm(
+        advantages=distillation.advantages, needs=frozenset({"teacher"}), needs_rewards=False
+    ),
 }
 
 

@@ -123,7 +123,7 @@ def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:
             f"algorithm.dynamic_sampling=true with algorithm.name={name}, whose advantages do not compare "
             "the samples of a prompt: equal scores teach, too; set dynamic_sampling=false"
         )
-    if config.reward.path or not config.reward.function:
+    if config.reward.path:
         problems.append(
             "algorithm.dynamic_sampling=true needs scores during the rollout, and the reward model "
             f"reward.path={short_repr(config.reward.path)} gives them after it; use reward.function alone"

@@ -158,9 +158,14 @@ def _check_engine(engine: EngineConfig) -> list[str]:
 
 
 def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
-    reward = config.reward
-    if not reward.function and not reward.path:
-        return ["reward.function and reward.path are both empty, so nothing gives a score; set one of them"]
+    reward, algorithm = config.reward, ALGORITHMS.get(config.algorithm.name)
+    if not reward.is_given:
+        needed = [f"algorithm.name={config.algorithm.name}"] * (algorithm is None or algorithm.needs_rewards)
+        needed += [f"data.validation={short_repr(config.data.validation)}"] * bool(config.data.validation)
+        return [
+            f"reward.function and reward.path are both empty, and {name} needs scores; set one of them"
+            for name in needed
+        ]
     problems = check_reward(reward.function) if reward.function else []
     if reward.overlong_tokens > config.rollout.max_tokens:
         problems.append(

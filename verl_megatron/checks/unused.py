@@ -88,7 +88,7 @@ def _of_algorithm(config: TrainerConfig, needs: Collection[str]) -> Iterator[Unu
 
 def _of_switches(config: TrainerConfig) -> Iterator[Unused]:
     """Yield settings of parts that another setting turns off."""
-    algorithm, reward = config.algorithm, config.reward
+    algorithm, reward, engine = config.algorithm, config.reward, config.engine
     if not config.critic.share_trunk:
         yield Unused(
             names=("critic.trunk_gradient", "critic.value_coef"),
@@ -134,6 +134,18 @@ def _of_switches(config: TrainerConfig) -> Iterator[Unused]:
     if not config.teacher.path:
         yield Unused(
             names=("algorithm.teacher_coef",), because="without a teacher", remedy="set teacher.path"
+        )
+    if engine.lr_decay_style == "constant":
+        yield Unused(
+            names=("engine.min_lr_ratio",),
+            because="with engine.lr_decay_style=constant",
+            remedy="set lr_decay_style=linear or cosine",
+        )
+    if not reward.is_given:
+        yield Unused(
+            names=("reward.overlong_tokens", "reward.failure_score", "reward.timeout_s", "reward.workers"),
+            because="without a reward",
+            remedy="set reward.function",
         )
     if not reward.overlong_tokens:
         yield Unused(

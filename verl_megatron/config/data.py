@@ -96,3 +96,8 @@ class RewardConfig(Section):
     path: str = setting("", "sequence-classification folder, hub name or URL; empty: no reward model")
     layout: str = setting("tp1", "layout of the reward model, as actor.layout")
     devices: str = setting("", "ranks of the reward model, as actor.devices")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything gives a score."""
+        return bool(self.function or self.path)

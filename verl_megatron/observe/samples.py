@@ -55,9 +55,10 @@ def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, *, prompts: int) -> l
             "group": group,
             "prompt": tokenizer.decode(ids_T[:first].tolist()),
             "response": tokenizer.decode(response),
-            "score": float(batch.required("rewards")[b]),
             "tokens": tokenizer.token_texts(response),
         }
+        if batch.rewards is not None:
+            row["score"] = float(batch.rewards[b])
         if batch.is_cut is not None:
             row["is_cut"] = bool(batch.is_cut[b])
         for name in ("logprobs", "rollout_logprobs"):

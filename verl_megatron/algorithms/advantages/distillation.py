@@ -15,8 +15,9 @@ from verl_megatron.data.batch import RolloutBatch
 def advantages(
     batch: RolloutBatch, config: AlgorithmConfig, *, kl_coef: float, num_groups: int, all_sum: AllSum
 ) -> RolloutBatch:
-    """Set advantages of 0: only the teacher's term, `add_teacher`, teaches."""
-    rewards_BT = token_rewards(batch.required("rewards"), batch.response_mask, None, 0.0)
+    """Set advantages of 0: only the teacher's term, `add_teacher`, teaches. Rewards are not needed."""
+    rewards_B = torch.zeros(len(batch)) if batch.rewards is None else batch.rewards
+    rewards_BT = token_rewards(rewards_B, batch.response_mask, None, 0.0)
     return replace(batch, token_rewards=rewards_BT, advantages=torch.zeros_like(rewards_BT))
 
 

@@ -214,7 +214,7 @@
 
   const MOST_SURPRISING = 5; // nats at which the colour of a log-prob is full
   const LEAST_SCALE = 0.01; // nats at which that of a gap is full, at least: rounding is not worth a colour
-  const short = (value, digits) => value === null ? "–" : Number(value.toPrecision(digits)).toString();
+  const short = (value, digits) => value === null || Number.isNaN(value) ? "–" : Number(value.toPrecision(digits)).toString();
 
   function scaleOf(group) { // nats of full colour: what 1 % of the group's tokens exceed
     const gaps = group.samples.flatMap((sample) => sample.gaps || []).filter((gap) => gap !== null).map(Math.abs).sort((a, b) => a - b);

@@ -91,7 +91,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         isinstance(row, dict)
         and isinstance(row.get("prompt"), str)
         and isinstance(row.get("response"), str)
-        and _is_number(row.get("score"))
+        and ("score" not in row or _is_number(row["score"]))
         and type(row.get("sample")) is int
         and ("group" not in row or type(row["group"]) is int)
         and ("tokens" not in row or _has_tokens(row))
@@ -150,7 +150,7 @@ def _validation_groups(by_step: Sequence[tuple[int, list[dict[str, Any]]]]) -> l
 
 
 def _sample(step: int, row: dict[str, Any]) -> Sample:
-    score = float(row["score"]) if math.isfinite(row["score"]) else None
+    score = float(row["score"]) if math.isfinite(row.get("score", math.nan)) else None
     if "tokens" not in row:
         return Sample(step=step, response=shortened(row["response"]), score=score)
     pairs = zip(row["logprobs"], row["rollout_logprobs"])
