@@ -8,7 +8,7 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.checks.limits import value_problems
-from verl_megatron.config import TrainerConfig
+from verl_megatron.config import AlgorithmConfig, TrainerConfig
 
 OWN = sorted({setting for algorithm in ALGORITHMS.values() for setting in algorithm.settings})
 
@@ -31,7 +31,11 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
     if config.algorithm.name not in ALGORITHMS:
         return []  # reported by its choices
     problems = []
-    for unused in (*_of_algorithm(config, needs), *_of_switches(config)):
+    for unused in (
+        *_of_algorithm(config, needs),
+        *_of_switches(config.algorithm),
+        *_of_other_sections(config),
+    ):
         for name in unused.names:
             value, default, limits = _setting(config, name)
             if value != default and not value_problems(name, value, limits):
@@ -86,15 +90,8 @@ def _of_algorithm(config: TrainerConfig, needs: Collection[str]) -> Iterator[Unu
         )
 
 
-def _of_switches(config: TrainerConfig) -> Iterator[Unused]:
-    """Yield settings of parts that another setting turns off."""
-    algorithm, reward, engine = config.algorithm, config.reward, config.engine
-    if not config.critic.share_trunk:
-        yield Unused(
-            names=("critic.trunk_gradient", "critic.value_coef"),
-            because="with critic.share_trunk=false",
-            remedy="set share_trunk=true",
-        )
+def _of_switches(algorithm: AlgorithmConfig) -> Iterator[Unused]:
+    """Yield settings of the algorithm's parts that another setting turns off."""
     if algorithm.correction == "none":
         yield Unused(
             names=("algorithm.correction_level", "algorithm.correction_low", "algorithm.correction_high"),
@@ -131,11 +128,22 @@ def _of_switches(config: TrainerConfig) -> Iterator[Unused]:
             because="with one optimizer step an iteration, after which none is left to skip",
             remedy="raise num_mini_batches or epochs",
         )
+
+
+def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
+    """Yield settings of models, schedules and rewards that another setting turns off."""
+    reward = config.reward
+    if not config.critic.share_trunk:
+        yield Unused(
+            names=("critic.trunk_gradient", "critic.value_coef"),
+            because="with critic.share_trunk=false",
+            remedy="set share_trunk=true",
+        )
     if not config.teacher.path:
         yield Unused(
             names=("algorithm.teacher_coef",), because="without a teacher", remedy="set teacher.path"
         )
-    if engine.lr_decay_style == "constant":
+    if config.engine.lr_decay_style == "constant":
         yield Unused(
             names=("engine.min_lr_ratio",),
             because="with engine.lr_decay_style=constant",
