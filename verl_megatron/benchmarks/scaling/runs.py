@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from parallel import device
 from parallel.layout import Layout
@@ -25,7 +24,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.json_lines import read_rows
-from verl_megatron.launch.command_line import NO_ROOM
+from verl_megatron.launch.command_line import NO_ROOM, settings_of
 from verl_megatron.launch.recipe import SHIPPED
 from verl_megatron.planner import PlannedRun
 
@@ -125,10 +124,7 @@ class Recipe:
         path, written = self.path, [*self.given, *(f"{name}={value}" for name, value in settings.items())]
         if path.suffix == ".sh":
             path, written = _dry_run(self.command(ranks, settings), ranks)
-        try:
-            merged: Any = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(written))
-        except OmegaConfBaseException as error:
-            raise ValueError(f"the settings cannot be put together: {error}") from None
+        merged: Any = OmegaConf.create(settings_of(["--config", str(path), *written])[1])
         if "samples_per_step" in merged.get("data", {}):
             raise ValueError(
                 f"{self.path.name} is supervised fine-tuning, which generates nothing; name a recipe of "
