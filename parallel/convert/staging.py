@@ -37,10 +37,10 @@ def staged(target: Path) -> Iterator[Path]:
     After an error or a kill it stays, and the next run continues with it.
 
     Raises:
-        ValueError: `target` is not empty.
+        ValueError: `target` is there, and is no empty folder.
     """
     target = Path(target).absolute()
-    if target.is_file() or target.is_dir() and any(target.iterdir()):
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists already; remove it or name another folder")
     scratch = target.with_name(target.name + ".partial")
     yield scratch

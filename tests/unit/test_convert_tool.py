@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel.convert import to_megatron
 from parallel.convert.compare import differences
+from parallel.convert.staging import staged
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from tests.processes import all_ended
@@ -160,3 +161,11 @@ def test_exit_status_and_one_line_errors(tmp_path, capsys):
         convert.run(["hf-to-mcore", str(tmp_path / "a"), str(tmp_path / "c")])
     error = capsys.readouterr().err
     assert end.value.code == 2 and len(error.splitlines()) == 1 and "model.safetensors is truncated" in error
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), os.mkfifo])
+def test_a_target_that_is_there_is_refused_before_the_work(tmp_path, make):
+    make(tmp_path / "target")
+    with pytest.raises(ValueError, match="target exists already; remove it or name another folder"):
+        with staged(tmp_path / "target"):
+            pytest.fail("the work began")

@@ -1,7 +1,9 @@
 """The command `report`, and what a report says of the starts and the settings of runs."""
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 
 from tests.reported_runs import ILLNESSES, data_in, healthy_rows, starts_of, write_run
 from verl_megatron.commands import COMMANDS, main
+from verl_megatron.observe.destination import replace_text
 from verl_megatron.observe.report.alarms import find_alarms
 from verl_megatron.observe.report.page import render
 from verl_megatron.observe.report.record import read_run
@@ -37,8 +40,11 @@ def test_the_command_writes_a_page_and_prints_alarms(tmp_path, capsys, monkeypat
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere is no folder of a run"),
-        (["run", "--output", "no/such/folder/report.html"], "cannot be written (No such file or directory)"),
-        (["run", "--output", "run"], "--output run is a folder; name a file"),
+        (
+            ["run", "--output", "no/such/folder/report.html"],
+            "cannot be written: name a file in a folder that exists",
+        ),
+        (["run", "--output", "run"], "--output run cannot be written: name a file"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(tmp_path, monkeypatch, arguments, said):
@@ -101,3 +107,53 @@ def test_settings_that_differ_are_shown_for_several_runs(tmp_path):
     html = render([read_run(tmp_path / name) for name in ("one", "two", "damaged", "none")])
     rows = re.findall(r'<tr><th scope="row">([a-z]+\.[a-z_]+)</th>(.*?)</tr>', html)
     assert rows == [("actor.lr", "<td>1e-06</td><td>2e-06</td><td>–</td><td>–</td>")]
+
+
+# ---- damaged folders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", '{"traceEvents": 3}', "\x00"])
+def test_a_timeline_that_no_run_has_written_is_left_out(tmp_path, text):
+    folder = write_run(tmp_path, healthy_rows(3))
+    (folder / "timeline.json").write_text(text)
+    run = read_run(folder)
+    assert run.timeline is None and "timeline.json is no timeline and is left out" in run.notes
+
+
+def test_files_larger_than_any_run_writes_are_not_read(tmp_path):
+    folder = write_run(tmp_path, healthy_rows(3))
+    for name in ("timeline.json", "samples/step_3.jsonl"):
+        os.truncate(folder / name, 2**33)
+    notes = " ".join(read_run(folder).notes)
+    assert "timeline.json is no timeline" in notes and "step_3.jsonl cannot be read (File too large)" in notes
+    os.truncate(folder / "metrics.jsonl", 2**33)
+    with pytest.raises(ValueError, match="metrics.jsonl cannot be read .*File too large"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("value", [10**400, -(2**70)])
+@pytest.mark.parametrize("key", ["score", "logprobs", "rollout_logprobs"])
+def test_samples_with_numbers_beyond_those_of_a_float_are_left_out(tmp_path, key, value):
+    folder = write_run(tmp_path, healthy_rows(3))
+    path = folder / "samples" / "step_3.jsonl"
+    first, *others = path.read_text().splitlines()
+    row = json.loads(first)
+    row[key] = value if key == "score" else [value, *row[key][1:]]
+    path.write_text("\n".join([json.dumps(row), *others]) + "\n")
+    run = read_run(folder)
+    assert "1 lines of samples/step_3.jsonl are no samples" in run.notes and render([run])
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    device = tmp_path / "device"
+    try:
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("making a device takes root")
+    with pytest.raises(OSError, match="it is a device"):
+        replace_text(device, "text")
+    with pytest.raises(ValueError, match="cannot be written"):
+        COMMANDS["report"].load()(
+            [str(write_run(tmp_path / "run", healthy_rows(3))), "--output", str(device)]
+        )
+    assert device.is_char_device() and not list(tmp_path.glob("*.new"))

@@ -4,6 +4,7 @@ A command is a function `run(arguments) -> exit status | None` of a module here.
 called, so that help is quick.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,11 @@ import verl_megatron
 from parallel.runtime.refusal import complain, nearest, short_repr
 
 PROGRAM = "verl-megatron"
+# Errors that a file or folder causes which the user has named.
+OF_A_PATH = {
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EEXIST),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument, and return the exit status.
 
-    A ValueError is a user error: it is printed in one line, and the status is 2.
+    A ValueError is a user error, and so is a path that cannot be used: one line, and the status is 2.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given else ""
@@ -75,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except ValueError as error:
         complain(str(error))
+    except OSError as error:
+        if error.errno not in OF_A_PATH or error.filename is None:
+            raise
+        complain(f"{short_repr(str(error.filename))}: {error.strerror}; name another file or folder")
 
 
 def _help() -> str:

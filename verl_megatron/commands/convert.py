@@ -18,10 +18,12 @@ from parallel.convert import to_hugging_face, to_megatron
 from parallel.convert.compare import describe, differences
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
+from parallel.runtime.refusal import short_repr
 from verl_megatron.commands.options import Options
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHOWN = 10
+MAX_WORKERS = 1024
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
                 "processes share"
             ),
         )
-        command.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes")
+        command.add_argument("--workers", type=_count, default=min(8, os.cpu_count() or 1), help="processes")
     return options
 
 
@@ -145,6 +147,14 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a number above 0")
     return value
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text[:7]) <= MAX_WORKERS):
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not accepted; write a whole number from 1 to {MAX_WORKERS}"
+        )
+    return int(text)
 
 
 COMMANDS = {"hf-to-mcore": _hf_to_mcore, "mcore-to-hf": _mcore_to_hf, "inspect": _inspect, "verify": _verify}

@@ -49,7 +49,7 @@ def check(arguments: list[str]) -> int:
     )
     parser.add_argument("--kind", choices=KINDS, help="what the rows are for (by their columns)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE")
+    parser.add_argument("settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE")
     given = parser.parse_intermixed_args(arguments)
     kind, found = _survey(given.file, given.model, given.kind, given.settings)
     print(json.dumps({"kind": kind} | found, indent=2, default=str) if given.json else _text(kind, found))

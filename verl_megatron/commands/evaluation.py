@@ -1,10 +1,8 @@
 """`generate` and `evaluate`: responses of a model folder to a file of prompts, without training."""
 
 import json
-from pathlib import Path
 
-from parallel.runtime.refusal import short_repr
-from verl_megatron.commands.options import Options
+from verl_megatron.commands.options import Options, check_output
 
 GENERATE = """\
 verl-megatron generate MODEL PROMPTS --out FILE [--samples N] [--ranks N] [SECTION.SETTING=VALUE ...]
@@ -42,7 +40,7 @@ def _parser(*, scored: bool) -> Options:
         "--out", required=not scored, default="", metavar="FILE", help="JSON lines of all samples"
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses to each prompt (1)")
-    parser.add_argument("settings", nargs="*", metavar="SECTION.SETTING=VALUE")
+    parser.add_argument("settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE")
     return parser
 
 
@@ -53,10 +51,8 @@ def _run(arguments: list[str], *, scored: bool) -> int:
     given = _parser(scored=scored).parse_intermixed_args(rest)
     if given.samples < 1:
         raise ValueError(f"--samples {given.samples} must be at least 1; give a larger number")
-    if given.out and (Path(given.out).is_dir() or not Path(given.out).absolute().parent.is_dir()):
-        raise ValueError(
-            f"--out {short_repr(given.out)} cannot be written: name a file in a folder that exists"
-        )
+    if given.out or not scored:
+        check_output("--out", given.out)
     values = {"actor.path": given.model, "data.validation": given.prompts}
     values |= {"reward.function": given.reward} if scored and given.reward else {}
     from verl_megatron.checks.problems import refuse

@@ -29,7 +29,7 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_planned
-from verl_megatron.commands.options import Options
+from verl_megatron.commands.options import Options, check_output
 from verl_megatron.config import TrainerConfig
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
@@ -227,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "settings",
         nargs="*",
+        default=[],
         metavar="SECTION.SETTING=VALUE",
         help="other settings, such as algorithm.kl_coef=0 (no reference model) or reward.path=DIR",
     )
@@ -251,8 +252,8 @@ def run(arguments: list[str]) -> int:
             raise ValueError(
                 f"--gpus {given.gpus} is more than the {MAX_GPUS} that are planned for; choose fewer"
             )
-        if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
-            raise ValueError(f"--json {given.json} cannot be written: name a file in a folder that exists")
+        if given.json:
+            check_output("--json", given.json)
         machine = find_machine(given.gpu)
         config = base_config(given)
         world = {

@@ -8,7 +8,7 @@ Several runs share the plots. A run's folder has metrics.jsonl, which run.track_
 
 from pathlib import Path
 
-from verl_megatron.commands.options import Options
+from verl_megatron.commands.options import Options, check_output
 
 
 def run(arguments: list[str]) -> None:
@@ -27,11 +27,11 @@ def run(arguments: list[str]) -> None:
         "--output", metavar="FILE", help="by default report.html in DIR, or here for several"
     )
     given = options.parse_args(arguments)
+    if given.output is not None:
+        check_output("--output", given.output, is_replaced=True)
     runs = with_own_names([read_run(folder) for folder in given.folders])
     default = Path(given.folders[0]) / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
     path = Path(given.output) if given.output else default
-    if path.is_dir():
-        raise ValueError(f"--output {path} is a folder; name a file")
     try:
         write_report(path, runs)
     except OSError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parallel.reshard.plan import compile_plan
 from parallel.weights.shapes import SHAPES
-from verl_megatron.commands.options import Options
+from verl_megatron.commands.options import Options, check_output
 from verl_megatron.planner.reshard.case import HOST_RANKS, MAX_RANKS, read_case
 from verl_megatron.planner.reshard.picture import draw
 from verl_megatron.planner.reshard.report import Rates, flows_of, report_of, table
@@ -150,11 +150,8 @@ def run(arguments: list[str]) -> int:
 def _check_files(json_path: Path | None, png_path: Path | None) -> None:
     """Check the output files before the computation."""
     for option, path in (("--json", json_path), ("--png", png_path)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(
-                f"{option} {path} cannot be written: it is a folder or in none that exists; name a file in a "
-                "folder that exists"
-            )
+        if path:
+            check_output(option, path)
         if path and option == "--png" and path.suffix != ".png":
             raise ValueError(f"--png {path} must end in .png; rename it")
 

@@ -53,7 +53,7 @@ def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in LAUNCHER_OPTIONS:
-        parser.add_argument(option, default="")
+        parser.add_argument(option)
     try:
         given, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
@@ -61,11 +61,13 @@ def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str
     for option, least in LAUNCHER_OPTIONS.items():
         name = option[2:].replace("-", "_")
         text = getattr(given, name)
-        if text and not (text.isdecimal() and least <= int(text[:7]) <= MOST_LOCAL):
+        if text is None:
+            text = "0"
+        elif not (isinstance(text, str) and text.isdecimal() and least <= int(text[:7]) <= MOST_LOCAL):
             raise ValueError(
                 f"{option} {short_repr(text)} must be a whole number from {least} to {MOST_LOCAL}; change it"
             )
-        setattr(given, name, int(text or 0))
+        setattr(given, name, int(text))
     return given, rest
 
 

@@ -1,5 +1,6 @@
 """Where sinks of metrics write: the output folder, the range of steps, and files replaced as a whole."""
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ IDS = "tracking.json"  # ids of the run at services, by name of the sink
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a killed run leaves the old or the new one."""
+    """Write a file atomically: a killed run leaves the old or the new one.
+
+    Raises:
+        OSError: it cannot be written, or the name is that of a device, which a file must not replace.
+    """
+    if path.is_char_device() or path.is_block_device():
+        raise OSError(errno.EINVAL, "it is a device", str(path))
     scratch = path.with_suffix(path.suffix + ".new")
     scratch.unlink(missing_ok=True)
     scratch.write_text(text, encoding="utf-8")

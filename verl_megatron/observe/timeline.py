@@ -16,7 +16,7 @@ import torch
 from parallel.rank_set import RankSet
 from verl_megatron.observe.metrics import PhaseEvent, PhaseTimer, RecordedIteration
 from verl_megatron.observe.pictures import draw_timeline
-from verl_megatron.observe.tracking import replace_text
+from verl_megatron.observe.tracking import replace_text, whole
 
 TRACE_FILE, PICTURE_FILE = "timeline.json", "timeline.png"
 
@@ -93,14 +93,14 @@ class Timeline:
             ValueError: no such file, or one that `write_timeline` did not write.
         """
         try:
-            trace = json.loads(Path(path).read_text())
+            trace = json.loads(whole(Path(path)))
             by_rank: dict[int, list[dict]] = {}
             for event in trace["traceEvents"]:
                 if event["ph"] == "X":
                     by_rank.setdefault(event["pid"], []).append(event)
             ranks = tuple(_phases_of(by_rank[rank]) for rank in sorted(by_rank))
             return cls(ranks, trace["otherData"]["wall_s"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no timeline ({error!r}); a run with timeline in run.track_metrics writes one"
             ) from None

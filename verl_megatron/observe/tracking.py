@@ -5,6 +5,7 @@ Steps count finished iterations: 0 is the state before the first.
 
 import contextlib
 import csv
+import errno
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from verl_megatron.observe.destination import Destination, replace_text
 from verl_megatron.observe.services import MLflow, Wandb
 
 METRICS_FILE = "metrics.jsonl"
+MOST_BYTES = 2**32  # of a file that a run has written about itself
 # Parts of a console line, and codes of a terminal's colours.
 COLOURS = (
     (re.compile(r"^step \d+/\d+"), "1"),
@@ -30,8 +32,19 @@ COLOURS = (
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file that may be absent; a last line cut off by a killed run is dropped."""
-    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    """Return the lines of a file that may be absent; a last line cut off by a killed run is dropped.
+
+    Raises:
+        OSError: the file cannot be read, or is larger than any that a run writes.
+    """
+    return whole(path).split(b"\n")[:-1] if path.is_file() else []
+
+
+def whole(path: Path) -> bytes:
+    """Return the content of a file; OSError if it cannot be read or has more than MOST_BYTES."""
+    if path.stat().st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return path.read_bytes()
 
 
 def parsed_rows(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:

@@ -157,8 +157,11 @@ def _timeline(folder: Path, notes: list[str]) -> Timeline | None:
 
 
 def _state(folder: Path, silent_s: float) -> State:
-    now, lock = time.time(), folder / run_lock.NAME
-    lock_age_s = now - lock.stat().st_mtime if lock.is_file() else None
+    lock = folder / run_lock.NAME
+    try:
+        lock_age_s = time.time() - lock.stat().st_mtime if lock.is_file() else None
+    except OSError:  # the run has just ended
+        lock_age_s = None
     ranks, stacks_age_s = stalled_ranks(folder)
     return State(
         at_work=lock_age_s is not None and lock_age_s <= run_lock.SILENT_S,

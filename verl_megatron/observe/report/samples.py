@@ -100,7 +100,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    return type(value) is float or (type(value) is int and abs(value) <= 2**53)  # larger ones may overflow
 
 
 def _has_tokens(row: dict[str, Any]) -> bool:
