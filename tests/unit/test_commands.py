@@ -81,7 +81,20 @@ REFUSED = [
     (["data", "check", "none.jsonl"], "data file none.jsonl does not exist"),
     (["evaluate", "none", "none.jsonl"], "none"),
     (["evaluate", "none", "none.jsonl", "--samples", "0"], "--samples 0 must be at least 1"),
-    (["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"], "--out '/nowhere/at/all'"),
+    (
+        ["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"],
+        "--out /nowhere/at/all cannot be",
+    ),
+    (["generate", "none", "none.jsonl", "--out", "n" * 300], "n cannot be written"),
+    (["generate", "none", "none.jsonl", "--out="], "--out . cannot be written"),
+    (["generate", "none"], "error: the following arguments are required: --out (--help"),
+    (["evaluate", "none"], "error: the following arguments are required: PROMPTS (--help"),
+    (["train", "--ranks="], "--ranks '' must be a whole number"),
+    (["train", "--ranks=--"], "--ranks [] must be a whole number"),
+    (["plan", "--model", "llama3-1b", "--gpus=--"], "argument --gpus: expected one argument"),
+    (["convert", "verify", "a", "b", "--workers", "-1"], "argument --workers: '-1' is not accepted"),
+    (["recipes", "copy", "ppo_toy_cpu", "n" * 300], "File name too long; name another file or folder"),
+    (["report", "n" * 300], "File name too long; name another file or folder"),
     (["evaluate", "a", "b", "actor.path=c"], "actor.path is an argument of its own"),
 ]
 
@@ -124,7 +137,8 @@ def test_a_recipe_anywhere_extends_a_shipped_one(tmp_path, monkeypatch):
     assert settings["data"]["samples_per_prompt"] == 4 and settings["rollout"]["max_tokens"] == 9
 
 
-def test_own_settings_win_without_self(tmp_path):
+@pytest.mark.filterwarnings("error")
+def test_own_settings_win_without_self_and_without_a_warning(tmp_path):
     (tmp_path / "own.yaml").write_text("defaults: [ppo_toy_cpu]\nrun: {iterations: 7}\n")
     _, settings = settings_of(["--config", str(tmp_path / "own.yaml")])
     assert settings["run"]["iterations"] == 7
@@ -134,6 +148,29 @@ def test_a_recipe_that_is_extended_is_checked_as_well(tmp_path):
     (tmp_path / "base.yaml").write_text("run:\n  seed: 3\n  seed: 4\n")
     (tmp_path / "own.yaml").write_text("defaults: [base, _self_]\n")
     with pytest.raises(ValueError, match="base.yaml, line 3: 'seed' stands there twice"):
+        settings_of(["--config", str(tmp_path / "own.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("base", "circle"), [("base", "base -> base"), ("own", "own -> base -> own"), ("x", "base -> x -> base")]
+)
+def test_recipes_that_extend_themselves_are_named(tmp_path, base, circle):
+    (tmp_path / "x.yaml").write_text("defaults: [base, _self_]\n")
+    (tmp_path / "base.yaml").write_text(f"defaults: [{base}, _self_]\n")
+    (tmp_path / "own.yaml").write_text("defaults: [ppo_toy_cpu, base, _self_]\n")
+    with pytest.raises(ValueError, match=rf"extends itself \({circle}\); take one of them out"):
+        settings_of(["--config", str(tmp_path / "own.yaml")])
+
+
+def test_a_recipe_that_is_a_circle_of_links_is_refused(tmp_path):
+    (tmp_path / "own.yaml").symlink_to("own.yaml")
+    with pytest.raises(ValueError, match="is no .yaml file; name a recipe file"):
+        settings_of(["--config", str(tmp_path / "own.yaml")])
+
+
+def test_defaults_that_are_not_there_are_named_with_the_recipe(tmp_path):
+    (tmp_path / "own.yaml").write_text("defaults: [nothing_like_it]\n")
+    with pytest.raises(ValueError, match="--config .*own.yaml, defaults: .* has no recipe 'nothing_like_it'"):
         settings_of(["--config", str(tmp_path / "own.yaml")])
 
 

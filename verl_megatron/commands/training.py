@@ -160,11 +160,9 @@ def help_text(training: Training, section: str = "") -> str:
     settings = settings_help(training.schema, section)
     if section:
         return settings
-    recipes = [
-        f"  {name:<36}{summary}"
-        for name, summary in recipe_summaries().items()
-        if _trains(name) == training.schema
-    ]
+    shown = {name: text for name, text in recipe_summaries().items() if _trains(name) == training.schema}
+    width = max(map(len, shown), default=0) + 2
+    recipes = [f"  {name:<{width}}{text}" for name, text in shown.items()]
     examples = [f"  verl-megatron {training.command} {example}" for example in training.examples]
     return "\n".join(
         [

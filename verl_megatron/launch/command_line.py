@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -222,6 +223,7 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
         "--resolve"
     ] * known.resolve
     sys.argv[1:] = options + known.overrides + searched + QUIET
+    warnings.filterwarnings("ignore", "In '.*': Defaults list is missing `_self_`")  # own settings win
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
         hydra.main(version_base=None, config_path=folder, config_name=None)(run)()
@@ -240,11 +242,9 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
         recipes = ", ".join(sorted(path.stem for path in Path(folder).glob("*.yaml"))) or "none"
         recipes += "; --config FILE names a recipe elsewhere" if not known.config else ""
         missing = error.missing_cfg_file
-        asked = (
-            "--config-name"
-            if missing in (None, known.config_name)
-            else f"--config-name {known.config_name}, defaults"
-        )
+        asked = f"--config {known.config}" if known.config else "--config-name"
+        if missing not in (None, known.config_name):
+            asked = f"{asked if known.config else f'{asked} {known.config_name}'}, defaults"
         raise ValueError(f"{asked}: {folder} has no recipe {short_repr(missing)}; it has {recipes}") from None
     except HydraException as error:
         raise ValueError(_about_overrides(error)) from None

@@ -1,5 +1,6 @@
 """Checks of a recipe file before Hydra reads it: refuse YAML that no recipe needs, with its line."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def own_recipe(path: str) -> tuple[str, str]:
     Raises:
         ValueError: there is no such file, or its name does not end in .yaml.
     """
-    file = Path(path).expanduser().resolve()
+    file = Path(os.path.realpath(os.path.expanduser(path)))  # Path.resolve raises for a circle of links
     if file.suffix != ".yaml" or not file.is_file():
         raise ValueError(f"--config {short_repr(path)} is no .yaml file; name a recipe file")
     return str(file.parent), file.stem
@@ -45,11 +46,20 @@ def own_recipe(path: str) -> tuple[str, str]:
 def check_recipes(name: str, folders: Sequence[str]) -> None:
     """Check a recipe and those that it extends; `folders` are searched in this order.
 
-    Recipes that are not found are left to Hydra. Raises ValueError as `check_recipe`.
+    Recipes that are not found are left to Hydra.
+
+    Raises:
+        ValueError: as `check_recipe`, or a recipe extends itself.
     """
-    waiting, seen = [name.removesuffix(".yaml")], set[str]()
+    waiting: list[tuple[str, tuple[str, ...]]] = [(name.removesuffix(".yaml"), ())]
+    seen = set[str]()
     while waiting:
-        name = waiting.pop()
+        name, above = waiting.pop()
+        if name in above:
+            circle = " -> ".join((*above[above.index(name) :], name))
+            raise ValueError(
+                f"recipe {short_repr(name)} extends itself ({circle}); take one of them out of `defaults`"
+            )
         if name in seen:
             continue
         seen.add(name)
@@ -58,7 +68,8 @@ def check_recipes(name: str, folders: Sequence[str]) -> None:
         if path is not None:
             parent = Path(name).parent.as_posix()
             waiting += [
-                part if parent == "." else f"{parent}/{part}" for part in _extended(check_recipe(path))
+                (part if parent == "." else f"{parent}/{part}", (*above, name))
+                for part in _extended(check_recipe(path))
             ]
 
 
@@ -66,7 +77,7 @@ def _extended(recipe: Any) -> list[str]:
     """Return the names in a recipe's list of defaults."""
     defaults = recipe.get("defaults") if isinstance(recipe, dict) else None
     named = [entry for entry in defaults if isinstance(entry, str)] if isinstance(defaults, list) else []
-    return [entry.lstrip("/") for entry in named if entry != "_self_"]
+    return [entry.lstrip("/").removesuffix(".yaml") for entry in named if entry != "_self_"]
 
 
 def check_recipe(path: Path) -> Any:
