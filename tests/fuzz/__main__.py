@@ -22,15 +22,18 @@ from pathlib import Path
 from tests.fuzz import (
     checkpoints,
     command_lines,
+    commands,
     configs,
     data,
     demonstrations,
     environment,
+    extended,
     layouts,
     pairs,
     paths,
     pools,
     recipes,
+    reports,
     rewards,
     settings,
     tables,
@@ -43,7 +46,7 @@ from tests.fuzz.runner import run_cases
 
 # Kinds of input and how many of a hundred cases are of each.
 KINDS = {
-    "settings": (settings, 19),
+    "settings": (settings, 6),
     "lines": (command_lines, 7),
     "recipes": (recipes, 8),
     "environment": (environment, 3),
@@ -59,6 +62,9 @@ KINDS = {
     "rewards": (rewards, 4),
     "pools": (pools, 2),
     "checkpoints": (checkpoints, 3),
+    "commands": (commands, 8),
+    "reports": (reports, 3),
+    "extended": (extended, 2),
 }
 SHOWN = 600  # characters of what a failed case printed
 
@@ -135,14 +141,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=1000, help="at least so many")
-    parser.add_argument("--kind", choices=KINDS, help="of this kind only")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, help="of these kinds only")
     parser.add_argument("--case", metavar="KIND:NUMBER", help="this one, with all that it prints")
     parser.add_argument(
         "--show", action="store_true", help="what each case printed, not only those that fail"
     )
     parser.add_argument("--at-once", type=int, default=2, help="processes side by side")
     given = parser.parse_args()
-    names = [given.case] if given.case else names_of([given.kind] if given.kind else list(KINDS), given.cases)
+    names = [given.case] if given.case else names_of(given.kind or list(KINDS), given.cases)
     began, found = time.monotonic(), Counter()
     with tempfile.TemporaryDirectory(prefix="fuzz_") as scratch:
         for name, case, ended, came in run(
