@@ -123,6 +123,7 @@ class Architecture:
             value = config.get(key, family.absent.get(key, absent))
             may_be_null = absent is None and not (key in config and key in family.never_null)
             values[field] = typed(key, value, kind, problems, may_be_null=may_be_null)
+        typed("num_labels", config.get("num_labels"), int, problems, may_be_null=True)
         problems += refusals(config, set(TABLE)) + class_names(config, family.stem)
         if not problems:
             _derive_heads(values, family, problems)

@@ -105,6 +105,7 @@ LARGEST = {
     "intermediate_size": 2**20,
     "vocab_size": 2**22,
     "max_position_embeddings": 2**24,
+    "num_labels": 2**20,  # transformers makes a name for each
     "rms_norm_eps": 1.0,
     "initializer_range": 1.0,
     "rope_theta": 1e15,

@@ -205,6 +205,7 @@ REFUSED = [
     (LLAMA2, {"model_type": ["llama"]}, r"model_type=\['llama'\]"),
     (LLAMA2, {"hidden_size": 4096.0}, "hidden_size=4096.0 must be a positive whole number"),
     (LLAMA2, {"hidden_size": True}, "hidden_size=True"),
+    (LLAMA2, {"num_labels": 10**9}, "num_labels=1000000000 is larger than any model's"),
     (LLAMA2, {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 is larger than any model's"),
     (LLAMA2, {"max_position_embeddings": 10**300}, "max_position_embeddings=1000.*is larger"),
     (LLAMA2, {"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*is larger"),

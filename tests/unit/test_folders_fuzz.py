@@ -112,7 +112,7 @@ def mutations(count: int, seed: int):
                     *config,
                     *FIXED,
                     *LENGTHS,
-                    *OF_THE_HEAD,
+                    *sorted(OF_THE_HEAD),
                     *UNKNOWN,
                     *sorted(HARMLESS)[::7],
                     "rope_scaling",
