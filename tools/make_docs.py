@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where nothi
 from verl_megatron import config as schemas
 from verl_megatron.config.names import ARR, Row, Table
 from verl_megatron.config.older_names import OLDER_NAMES, PLACES
+from verl_megatron.config.section import sections_of
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
 from verl_megatron.launch.help import allowed, spelled
@@ -70,15 +71,15 @@ def page() -> str:
     """Return the text of docs/configuration.md."""
     trainer = schemas.TrainerConfig()
     lines = [HEAD.rstrip()]
-    for section in fields(trainer):
-        lines += section_lines(section.name, getattr(trainer, section.name), title=section.name)
+    for name, section in sections_of(trainer).items():
+        lines += section_lines(name, section, title=name)
     for command, title in SUPERVISED.items():
-        supervised = schemas.SCHEMAS[command]()
-        names = [section.name for section in fields(supervised)]
+        supervised = sections_of(schemas.SCHEMAS[command]())
+        names = list(supervised)
         sections = ", ".join(f"`{name}`" for name in names)
         lines.append(SUPERVISED_HEAD.rstrip().format(title=title, command=command, sections=sections))
         for name in names:
-            section = getattr(supervised, name)
+            section = supervised[name]
             if section != getattr(trainer, name, None):
                 lines += section_lines(name, section, title=f"{name} ({command})")
     return "\n".join(lines) + "\n"

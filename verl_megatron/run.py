@@ -15,7 +15,7 @@ from parallel.placement import place
 from parallel.rank_set import RankSet, agree
 from parallel.reshard.plan import Plan
 from parallel.runtime.watchdog import Watchdog
-from parallel.weights.architecture import read_architecture
+from parallel.weights.architecture import Architecture, read_architecture
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.algorithms.kl import make_controller
 from verl_megatron.checks.folders import find_not_finite, roles_of
@@ -39,6 +39,12 @@ from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
+from verl_megatron.separate.training_side import (
+    RemoteEngine,
+    RemoteSampler,
+    SeparateChannel,
+    join_rollout_world,
+)
 
 
 @dataclass(kw_only=True)
@@ -52,9 +58,9 @@ class Run:
     draw: Draw  # sampling plan of an iteration
     keep_group: KeepGroup | None  # dynamic sampling: which prompts to train on; None: all
     validation: PromptDataset | None
-    engine: RolloutEngine
-    sampler: Sampler
-    channel: ColocatedChannel
+    engine: RolloutEngine | RemoteEngine
+    sampler: Sampler | RemoteSampler
+    channel: ColocatedChannel | SeparateChannel
     residency: Residency
     learner: Learner
     clock: PhaseTimer
@@ -92,7 +98,7 @@ class Run:
         return dict(zip(phases, map(int, fullest.tolist())))
 
     def close(self) -> None:
-        """Stop the reward workers and free the engine. Collective over `world`."""
+        """Stop the reward workers, and free the engine or let the rollout world end. Collective."""
         if self.sampler.pool is not None:
             self.sampler.pool.close()
         self.engine.close()
@@ -105,15 +111,14 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         inputs: the files that `inspect_run` has read.
         watchdog: receives the run's phases and progress.
     """
-    dtypes = (compute_of(config.engine).dtype, _rollout_dtype(config))
+    dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     models = _Models(config, watchdog, world)
-    residency = Residency(
-        models.engine,
-        models.sync,
-        [role.engine for role in models.trainable],
-        offload=config.reshard.offload,
-        sleeps=device.is_gpu() and config.rollout.sleep,
+    draw = _draw_of(config)
+    generation = (
+        _colocated(config, models, inputs, watchdog)
+        if models.engine is not None
+        else _separate(config, models, world, draw, watchdog)
     )
     clock = PhaseTimer(
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
@@ -123,7 +128,7 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         config=config.algorithm,
         max_tokens=config.rollout.max_tokens,
         kl=make_controller(config.algorithm),
-        residency=residency,
+        residency=generation.residency,
         clock=clock,
     )
     return Run(
@@ -139,23 +144,84 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
                 shares=inputs.train.shares,
             ),
         ),
-        draw=_draw_of(config),
+        draw=draw,
         keep_group=has_variance if config.algorithm.dynamic_sampling else None,
         validation=inputs.validation,
-        engine=models.engine,
-        sampler=Sampler(
-            models.engine,
-            tokenizer=inputs.tokenizer,
-            pool=make_reward_pool(config, models.engine),
-            seed=config.run.seed,
-            on_step=watchdog.beat,
-        ),
-        channel=ColocatedChannel(residency),
-        residency=residency,
+        engine=generation.engine,
+        sampler=generation.sampler,
+        channel=generation.channel,
+        residency=generation.residency,
         learner=learner,
         clock=clock,
         built=models.clock.seconds,
-        plan=models.sync.plan,
+        plan=generation.plan,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generation:
+    """Components of a run that generate, or stand for a rollout world that does."""
+
+    engine: RolloutEngine | RemoteEngine
+    sampler: Sampler | RemoteSampler
+    channel: ColocatedChannel | SeparateChannel
+    residency: Residency
+    plan: Plan
+
+
+def _colocated(config: TrainerConfig, models: "_Models", inputs: Inputs, watchdog: Watchdog) -> _Generation:
+    """Return the components of a rollout on the ranks that train."""
+    engine, sync = models.engine, models.sync
+    assert engine is not None and sync is not None
+    residency = Residency(
+        engine,
+        sync,
+        [role.engine for role in models.trainable],
+        offload=config.reshard.offload,
+        sleeps=device.is_gpu() and config.rollout.sleep,
+    )
+    sampler = Sampler(
+        engine,
+        tokenizer=inputs.tokenizer,
+        pool=make_reward_pool(config, engine),
+        seed=config.run.seed,
+        on_step=watchdog.beat,
+    )
+    return _Generation(
+        engine=engine,
+        sampler=sampler,
+        channel=ColocatedChannel(residency),
+        residency=residency,
+        plan=sync.plan,
+    )
+
+
+def _separate(
+    config: TrainerConfig, models: "_Models", world: RankSet, draw: Draw, watchdog: Watchdog
+) -> _Generation:
+    """Join the rollout world of `rollout.devices`, and return what stands for it."""
+    with models.clock.phase("vllm"):
+        side = join_rollout_world(
+            config,
+            world,
+            models.roles["actor"].engine.weight_source(),
+            draw,
+            dtype=rollout_dtype(config),
+            wait=watchdog.beat,
+        )
+    residency = Residency(
+        side.engine,
+        side.engine,
+        [role.engine for role in models.trainable],
+        offload=config.reshard.offload,
+        sleeps=False,
+    )
+    return _Generation(
+        engine=side.engine,
+        sampler=side.sampler,
+        channel=side.channel,
+        residency=residency,
+        plan=side.plan,
     )
 
 
@@ -200,24 +266,36 @@ class _Models:
     def __init__(self, config: TrainerConfig, watchdog: Watchdog, world: RankSet):
         self.config, self.watchdog, self.world = config, watchdog, world
         self.clock, arch = PhaseTimer(device.synchronize), read_architecture(config.actor.path)
-        self._actor_layout = layout_of(config.actor, world.size)
+        self._actor_layout = self._train = layout_of(config.actor, world.size)
+        specs = models_of(config)
+        self.engine: RolloutEngine | None = None
+        self.sync: WeightSync | None = None
+        if config.rollout.devices:
+            actor = self._make_role(specs[0])
+        else:
+            actor = self._make_colocated(specs[0], arch)
+        self.roles = {"actor": actor} | {spec.name: self._make_role(spec) for spec in specs[1:]}
+        self.trainable = [self.roles[spec.name] for spec in specs if spec.trainable]
+        if self.sync is not None and self.engine is not None:
+            with self.clock.phase("reshard"):
+                self.sync.attach(self.engine)
+
+    def _make_colocated(self, spec: ModelSpec, arch: Architecture) -> Role:
+        """Build engine, actor and the weight sync between them; return the actor."""
+        config, world = self.config, self.world
         serving = Layout.parse(f"tp{config.rollout.tp}", ranks=world.ranks)
         self._train, self._rollout = place(
             arch, self._actor_layout, serving, ranks_per_host=device.ranks_per_host()
         )
-        specs = models_of(config)
         if config.reshard.mode == "keep":
             self.engine = self._make_engine()
-            actor = self._make_role(specs[0])
+            actor = self._make_role(spec)
             self.sync = self._make_sync(actor)
         else:
-            actor = self._make_role(specs[0])
+            actor = self._make_role(spec)
             self.sync = self._make_sync(actor)
             self.engine = self._make_engine(self.sync.shared_weights)
-        self.roles = {"actor": actor} | {spec.name: self._make_role(spec) for spec in specs[1:]}
-        self.trainable = [self.roles[spec.name] for spec in specs if spec.trainable]
-        with self.clock.phase("reshard"):
-            self.sync.attach(self.engine)
+        return actor
 
     def _make_role(self, spec: ModelSpec) -> Role:
         config, layout = self.config, layout_of(spec.model, self.world.size)
@@ -259,7 +337,7 @@ class _Models:
                 self._rollout,
                 self.config.reshard,
                 self.world,
-                dtype=_rollout_dtype(self.config),
+                dtype=rollout_dtype(self.config),
             )
 
     def _make_engine(self, shared_weights: Mapping[str, Tensor] | None = None) -> RolloutEngine:
@@ -281,7 +359,7 @@ def make_vllm(
     vllm = VLLMActor(
         config.actor.path,
         config.rollout.tp,
-        config=replace(config.rollout, dtype=str(_rollout_dtype(config)).removeprefix("torch.")),
+        config=replace(config.rollout, dtype=str(rollout_dtype(config)).removeprefix("torch.")),
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
         seed=config.run.seed,
         colocation=Colocation(ranks=rollout.ranks, shared_weights=shared_weights or {}),
@@ -290,7 +368,7 @@ def make_vllm(
     return vllm
 
 
-def _rollout_dtype(config: TrainerConfig) -> torch.dtype:
+def rollout_dtype(config: TrainerConfig) -> torch.dtype:
     """Return vLLM's dtype: rollout.dtype, or for auto that of the Megatron engine."""
     if config.rollout.dtype != "auto":
         return getattr(torch, config.rollout.dtype)

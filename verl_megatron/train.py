@@ -24,6 +24,14 @@ def main(overrides: "DictConfig") -> None:
         )
 
 
+def serve_rollout(overrides: "DictConfig") -> None:
+    from verl_megatron.checks.overrides import structured
+    from verl_megatron.config import TrainerConfig
+    from verl_megatron.separate.rollout_world import RolloutWorld
+
+    RolloutWorld(structured(overrides, TrainerConfig)).serve()
+
+
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:
     from verl_megatron.launch.dry_run import training_plan
     from verl_megatron.planner.text import DOES_NOT_FIT
@@ -37,4 +45,4 @@ if __name__ == "__main__":
 
     from verl_megatron.launch.command_line import run_command
 
-    run_command(main, plan=plan)
+    run_command(main, plan=plan, serve_rollout=serve_rollout)

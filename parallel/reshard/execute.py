@@ -160,7 +160,7 @@ class Resharder:
     def _post(self, number: int) -> list[dist.Work]:
         messages = self.windows[number].messages
         try:
-            return dist.batch_isend_irecv(messages) if messages else []
+            return self.transport.exchange(messages)
         except RuntimeError as error:
             raise self._peer_lost(number, error) from error
 

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.reshard.ipc_tensors import NamedTensors, map_tensors
 from parallel.reshard.plan import Plan
 from parallel.reshard.transfer import Position, Transfer, Window
-from parallel.reshard.transport import Parameters, Transport
+from parallel.reshard.transport import Message, Parameters, Transport
 
 Pairs = list[tuple[Tensor, Tensor]]  # destinations and sources of copies
 
@@ -40,7 +39,7 @@ class RankWindow:
     pack: Pairs = field(default_factory=list)  # parameters to staging memory
     unpack: Pairs = field(default_factory=list)  # staging memory (a peer's if one-sided) to parameters
     src_ranks: list[int] = field(default_factory=list)  # source rank of each pair in `unpack`
-    messages: list[dist.P2POp] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)
 
 
@@ -156,8 +155,7 @@ class _WindowResolver:
         peer = dst_rank if sends else src_rank
         window.peers.append(peer)
         if not self.plan.one_sided:
-            operation = dist.isend if sends else dist.irecv
-            window.messages.append(dist.P2POp(operation, buffer, peer, self.group))
+            window.messages.append(Message(buffer, peer, sends))
 
 
 @dataclass(slots=True)

@@ -69,15 +69,16 @@ class VersionedReshard:
             source: this rank's parameters that the plan reads. Values may change at any time, addresses not.
             destination: the parameters that the plan writes, of the transport's dtype; only `adopt()` touches
                 them.
-            transport: its group is from `background_group`, over every rank of the plan, and nothing else may
-                use it. Its device is that of the buffers and messages; with the CPU the parameters may still
-                be on GPUs. Slices are verified between snapshot and back buffer.
+            transport: its group is from `background_group` or of a `Bridge`, over every rank of the plan, and
+                nothing else may use it. Its device is that of the buffers and messages; with the CPU the
+                parameters may still be on GPUs. Slices are verified between snapshot and back buffer.
 
         Raises:
             ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.
         """
         _check_transport(plan, transport)
         self.rank, self.group, device = transport.rank, transport.group, transport.device
+        self._all_ranks = transport.all_ranks
         read, written = _keys_of(plan, self.rank)
         self._source = {key: tensor.detach() for key, tensor in source.items() if key in read}
         self._destination = {key: tensor.detach() for key, tensor in destination.items() if key in written}
@@ -218,8 +219,7 @@ class VersionedReshard:
         dist.all_gather(gathered, report, group=self.group)
         statuses = [int(status) for status in gathered]
         if _CLOSED in statuses:
-            ranks = dist.get_process_group_ranks(self.group)
-            self._closed_by = [rank for rank, status in zip(ranks, statuses) if status == _CLOSED]
+            self._closed_by = [rank for rank, status in zip(self._all_ranks, statuses) if status == _CLOSED]
             return _CLOSED
         if _NOT_READY in statuses:
             return _NOT_READY
@@ -276,7 +276,10 @@ class VersionedReshard:
 
 def _check_transport(plan: Plan, transport: Transport) -> None:
     group = transport.group
-    if group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group):
+    unfit = transport.ranks is None and (
+        group is None or group is dist.group.WORLD or "cpu:gloo" not in dist.get_backend_config(group)
+    )
+    if unfit:
         raise ValueError(
             "weights in the background need a process group of their own that also carries CPU tensors;"
             " make one with background_group"

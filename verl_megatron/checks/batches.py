@@ -4,6 +4,7 @@ from parallel.layout import Layout
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import layout_of, models_of
+from verl_megatron.placement import num_rollout_ranks
 
 MOST_SAMPLES = 1_000_000  # per iteration: every rank has a table of all
 
@@ -48,6 +49,7 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
             share = _about(mini_batch, layout.dp)
             shares.append(f"{spec.name} {layout}: {share} of a mini-batch a data-parallel rank")
     steps = algorithm.epochs * algorithm.num_mini_batches
+    replicas = num_rollout_ranks(config, world_size) // config.rollout.tp
     return (
         f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
         f"{_count(samples, 'sample')}"
@@ -55,7 +57,7 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
         f"{mini_batch}; {'; '.join(shares)};"
         f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; "
         f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
-        f" an iteration; rollout {_count(world_size // config.rollout.tp, 'replica')} of "
+        f" an iteration; rollout {_count(replicas, 'replica')} of "
         f"tp{config.rollout.tp}"
     )
 

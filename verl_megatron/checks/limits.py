@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, cast, get_args, get_origin
 
 from parallel.runtime.refusal import nearest, short_repr
+from verl_megatron.config.section import sections_of, shown
 
 
 def inside(value: float, interval: str) -> bool:
@@ -21,13 +22,15 @@ def check_types(config: Any) -> list[str]:
     for section in fields(config):
         values, kind = getattr(config, section.name), cast(type, section.type)
         if type(values) is not kind:
-            problems.append(f"{section.name}={short_repr(values)} is no section; give a {kind.__name__}")
+            problems.append(
+                f"{shown(section.name)}={short_repr(values)} is no section; give a {kind.__name__}"
+            )
             continue
         for field in fields(values):
             value = getattr(values, field.name, None)
             if not _has_type(value, field.type):
                 problems.append(
-                    f"{section.name}.{field.name}={short_repr(value)} has a wrong type "
+                    f"{shown(section.name)}.{field.name}={short_repr(value)} has a wrong type "
                     f"({type(value).__name__}); "
                     f"give {TYPES[field.type]}"
                 )
@@ -58,12 +61,9 @@ def _has_type(value: Any, kind: Any) -> bool:
 def check_values(config: Any) -> list[str]:
     """Return a problem for each setting of `config` outside its interval or choices; types must be right."""
     problems = []
-    for section in fields(config):
-        values = getattr(config, section.name)
+    for name, values in sections_of(config).items():
         for field in fields(values):
-            problems += value_problems(
-                f"{section.name}.{field.name}", getattr(values, field.name), field.metadata
-            )
+            problems += value_problems(f"{name}.{field.name}", getattr(values, field.name), field.metadata)
     return problems
 
 

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import name_here, present_name
-from verl_megatron.config.section import joined
+from verl_megatron.config.section import joined, shown
 
 Schema = TypeVar("Schema")
 
@@ -21,10 +21,12 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
         ValueError: lists all unknown sections and settings, values of a wrong type and missing settings.
     """
     given = _resolved(overrides)
-    merged = OmegaConf.structured(schema)
+    structure = OmegaConf.structured(schema)
+    merged = {shown(name): structure[name] for name in structure}
     problems = []
     known = [f"{section}.{name}" for section in merged for name in merged[section]]
-    for section, values in given.items():
+    for name, values in given.items():
+        section = shown(name) if isinstance(name, str) else name
         if section not in merged and (said := _said(str(section), values, known)):
             problems += said
         elif section not in merged:
@@ -43,9 +45,11 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
                 for name, value in values.items()
                 if (problem := _put(merged[section], str(section), str(name), value, known))
             ]
-    problems += [f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(merged))]
+    problems += [
+        f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(structure))
+    ]
     refuse(problems)
-    return cast(Schema, OmegaConf.to_object(merged))
+    return cast(Schema, OmegaConf.to_object(structure))
 
 
 def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import LEAST_TEMPERATURE, RolloutConfig, TrainerConfig
 from verl_megatron.model_specs import shares_dtype
+from verl_megatron.placement import num_rollout_ranks, num_training_ranks, rollout_devices
 from verl_megatron.rollout.engine import num_replicas
 
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
@@ -17,7 +18,11 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
     rollout = config.rollout
     if rollout.tp < 1:
         return []  # reported by its interval
-    problems = problem_of(num_replicas, world_size=world_size, tp=rollout.tp)
+    problems = problem_of(rollout_devices, config)
+    if not problems:
+        ranks = num_rollout_ranks(config, world_size)
+        problems = problem_of(num_replicas, world_size=ranks, tp=rollout.tp)
+        problems += _check_separate(config, world_size)
     if rollout.min_tokens > rollout.max_tokens:
         problems.append(
             f"rollout.min_tokens={rollout.min_tokens} exceeds rollout.max_tokens={rollout.max_tokens}; "
@@ -51,6 +56,29 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
             f"rollout.max_tokens={rollout.max_tokens} make samples of {tokens} tokens, "
             f"more than the model's {arch.served_positions} positions; lower one of them"
+        )
+    return problems
+
+
+def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
+    """Check a rollout on ranks of its own, and what needs one."""
+    rollout, problems = config.rollout, []
+    if not rollout.devices:
+        if config.async_.max_staleness:
+            problems.append(
+                f"async.max_staleness={config.async_.max_staleness} needs a rollout on ranks of its own; "
+                "name them in rollout.devices, or leave it at 0"
+            )
+        return problems
+    if num_training_ranks(config) != world_size:
+        problems.append(
+            f"rollout.devices={short_repr(rollout.devices)} leaves {num_training_ranks(config)} ranks to "
+            f"train, and {world_size} were started for that; start them with verl-megatron train"
+        )
+    if config.reshard.mode != "keep":
+        problems.append(
+            f"reshard.mode={config.reshard.mode} shares memory with a rollout on the same ranks, and "
+            f"rollout.devices={short_repr(rollout.devices)} has its own; use reshard.mode=keep"
         )
     return problems
 

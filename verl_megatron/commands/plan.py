@@ -31,6 +31,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_planned
 from verl_megatron.commands.options import Options, check_output
 from verl_megatron.config import TrainerConfig
+from verl_megatron.config.section import sections_of
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
     MACHINES,
@@ -133,11 +134,11 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
 def common_settings(config: TrainerConfig) -> list[str]:
     """Return the settings that all recipe lines share: those that differ from the defaults, without files."""
     found, usual = [], TrainerConfig()
-    for section in fields(config):
-        values, defaults = getattr(config, section.name), getattr(usual, section.name)
+    for section, values in sections_of(config).items():
+        defaults = sections_of(usual)[section]
         names = (setting.name for setting in fields(values) if setting.name not in ("path", "train"))
         found += [
-            f"{section.name}.{name}={getattr(values, name)}"
+            f"{section}.{name}={getattr(values, name)}"
             for name in names
             if getattr(values, name) != getattr(defaults, name)
         ]

@@ -104,7 +104,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
         print(help_text(training, asked))
         return 0
-    from verl_megatron.launch.ranks import is_rank, launcher_options, ranks_of, start
+    from verl_megatron.launch.ranks import is_rank, launcher_options, ranks_of, start, start_worlds
 
     if is_rank():
         _as_a_rank(training.module, arguments)
@@ -114,17 +114,26 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
+    from verl_megatron.placement import num_training_ranks
 
     known, settings = settings_of(rest)
     if known.cfg or known.info:
         return 0  # Hydra has printed it
-    ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
+    config = cast(Any, structured(settings, SCHEMAS[training.schema]))
+    separate = training is TRAIN and bool(config.rollout.devices)
+    if separate and given.ranks:
+        raise ValueError(
+            f"--ranks {given.ranks} beside rollout.devices, which says how many ranks there are; leave it out"
+        )
+    ranks = num_training_ranks(config) if separate else given.ranks or ranks_of(config)
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings, once and before ranks start
     if known.dry_run:
         print(text)
         return 0 if fits else NO_ROOM
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    if separate:
+        start_worlds(training.module, rest, config, restarts=given.max_restarts)
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
 
 

@@ -11,6 +11,7 @@ from verl_megatron.config.algorithm import (
     AlgorithmConfig,
     DPOLossConfig,
 )
+from verl_megatron.config.asynchrony import AsyncConfig
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
 from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
 from verl_megatron.config.names import name_here
@@ -46,6 +47,7 @@ __all__ = [
     "RENAMED",
     "SCHEMAS",
     "AlgorithmConfig",
+    "AsyncConfig",
     "CriticConfig",
     "DPOConfig",
     "DPOLossConfig",

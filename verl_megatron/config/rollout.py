@@ -12,6 +12,9 @@ class RolloutConfig(Section):
     tp: int = setting(
         1, "tensor-parallel size of a replica; there are world size / tp replicas", within="[1, 131072]"
     )
+    devices: str = setting(
+        "", "ranks that only generate, the last of the run, such as 2-3; empty: the ranks that train"
+    )
     # Log-probs are of softmax(logits / temperature); vLLM refuses temperatures above 2.
     temperature: float = setting(
         1.0,

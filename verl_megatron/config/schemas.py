@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from verl_megatron.config.algorithm import AlgorithmConfig, DPOLossConfig
+from verl_megatron.config.asynchrony import AsyncConfig
 from verl_megatron.config.data import DataConfig, PairDataConfig, RewardConfig, SFTDataConfig
 from verl_megatron.config.models import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
 from verl_megatron.config.older_names import OLDER_NAMES
@@ -26,6 +27,7 @@ class TrainerConfig(Section):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)  # "async" for users: Python keeps that word
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ the machine are in `checks/`.
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import asdict, field
 from typing import Any, ClassVar, Self, TypeVar
 
 from parallel.runtime.refusal import nearest
@@ -18,6 +18,22 @@ MISSING = "???"  # OmegaConf's marker for a required setting
 COUNT, POSITIVE = "[0, 1000000000]", "[1, 1000000000]"  # iterations, steps, tokens: more than any run needs
 SHARE = "[0, 1000000]"  # coefficients and norms: far below float32 overflow of a loss
 LEAST_TEMPERATURE = 0.01  # vLLM takes lower ones above 0 for this one
+
+
+def shown(section: str) -> str:
+    """Return the users' name of a section: `async` is Python's word, so its attribute is `async_`."""
+    return section.rstrip("_")
+
+
+def sections_of(config: "Section") -> "dict[str, Any]":
+    """Return the sections of all settings by their users' names."""
+    return {shown(name): getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def as_dict(config: "Section") -> dict[str, dict[str, Any]]:
+    """Return all settings by section and name, as plain values."""
+    return {name: asdict(section) for name, section in sections_of(config).items()}
+
 
 RENAMED = {  # former name -> name; the former one is refused with the new one in the message
     "data.rows_per_step": "data.samples_per_step",
@@ -76,7 +92,8 @@ class Section:
     def set(self, setting: str, value: Any) -> None:
         """Set "section.setting" of one of these sections."""
         section, _, name = setting.partition(".")
-        setattr(getattr(self, section), name, value)
+        attribute = next(name for name in self.__dataclass_fields__ if shown(name) == shown(section))
+        setattr(getattr(self, attribute), name, value)
 
     @classmethod
     def _refuse_unknown(cls, name: str) -> None:

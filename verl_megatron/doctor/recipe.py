@@ -3,13 +3,13 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from verl_megatron.config import SCHEMAS
+from verl_megatron.config.section import as_dict
 from verl_megatron.doctor.finding import PROBE_S, Answer, Case, Finding, ask, first_line
 from verl_megatron.launch.recipe import SHIPPED
 
@@ -77,7 +77,7 @@ def _command_of(path: Path) -> str:
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return "train"  # which says what is wrong with the file
     names = _names(document) if isinstance(document, dict) else set()
-    known = {command: _names(asdict(schema())) for command, schema in SCHEMAS.items()}
+    known = {command: _names(as_dict(schema())) for command, schema in SCHEMAS.items()}
     return max(known, key=lambda command: len(names & known[command])).replace("_", "-")
 
 

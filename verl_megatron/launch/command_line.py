@@ -45,10 +45,14 @@ def _no_plan(settings: dict, *, gpu: str) -> tuple[str, bool]:
 
 
 def run_command(
-    main: Callable[[DictConfig], None], *, plan: Callable[..., tuple[str, bool]] = _no_plan
+    main: Callable[[DictConfig], None],
+    *,
+    plan: Callable[..., tuple[str, bool]] = _no_plan,
+    serve_rollout: Callable[[DictConfig], None] | None = None,
 ) -> None:
     """Compose the recipe named on the command line and run `main` on it.
 
+    With `--role rollout`, `serve_rollout` runs instead.
     With `--dry-run`, `plan` gets the settings by section and the GPU of `--gpu` instead. It returns a text to
     print and whether the run fits; if it does not, the exit status is `NO_ROOM`.
     `--track_metrics` means run.track_metrics with every file sink, `--verify` means run.resume=verify.
@@ -62,6 +66,10 @@ def run_command(
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])
+        if known.role == "rollout":
+            if serve_rollout is None:
+                raise ValueError("--role rollout: this command has no rollout; leave it out")
+            main = serve_rollout
         _compose(known, lambda config: _guarded(config, known, main, plan))
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
@@ -119,6 +127,12 @@ def _parser() -> _Parser:
     parser.add_argument("--config", metavar="FILE", help="a recipe of yours, which may extend a shipped one")
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="of more recipes")
     parser.add_argument("--dry-run", action="store_true", help="check and plan the run, and start nothing")
+    parser.add_argument(
+        "--role",
+        choices=["train", "rollout"],
+        default="train",
+        help="with rollout.devices: the world that these ranks are",
+    )
     parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
     parser.add_argument(
         "--track_metrics", action="store_true", help="metrics go to the console and to every kind of file"

@@ -5,7 +5,6 @@ import copy
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +20,7 @@ from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
+from verl_megatron.config.section import sections_of
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import layout_of, models_of
 from verl_megatron.planner import PlannedRun, report, supervised_report
@@ -115,7 +115,7 @@ def _stand_ins(
     """
     complete, rows = copy.deepcopy(settings), SAMPLE_ROWS
     trained = models_of(schema())[0].section
-    models = [section.name for section in fields(schema) if hasattr(getattr(schema(), section.name), "path")]
+    models = [name for name, section in sections_of(schema()).items() if hasattr(section, "path")]
     with TemporaryDirectory(prefix="dry_run_") as scratch:
         for role in models:
             section = complete.get(role)

@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.config import MISSING, SCHEMAS, Section
+from verl_megatron.config.section import sections_of
 from verl_megatron.launch.recipe import SHIPPED
 
 WIDTH = 110
@@ -60,14 +61,14 @@ def settings_help(schema: str, section: str = "") -> str:
     Raises:
         ValueError: the command has no such section.
     """
-    settings = SCHEMAS[schema]()
-    names = [field.name for field in fields(settings)]
+    sections = sections_of(SCHEMAS[schema]())
+    names = list(sections)
     if section and section not in names:
         raise ValueError(
             f"--help {short_repr(section)}: there is no such section{nearest(section, names)}; "
             f"sections are {', '.join(names)}"
         )
-    return "\n\n".join(section_help(name, getattr(settings, name)) for name in names if section in ("", name))
+    return "\n\n".join(section_help(name, sections[name]) for name in names if section in ("", name))
 
 
 def recipe_summaries() -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Progress of a run, in memory and on disk: completed steps and their checkpoints."""
 
-import dataclasses
 import math
 import os
 import time
@@ -19,6 +18,7 @@ from parallel.checkpoint.training_state import Snapshot
 from parallel.rank_set import RankSet
 from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.versions import versions_here
+from verl_megatron.config.section import as_dict
 from verl_megatron.data.prompts import PromptCursor
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem
 from verl_megatron.roles.engine import Engine
@@ -129,7 +129,7 @@ class Progress:
             },
             "models": {name: role.engine.arch.to_hf() for name, role in roles.items()},
             "versions": versions_here(),
-            "settings": dataclasses.asdict(self.config),
+            "settings": as_dict(self.config),
             "validation": self.validated,
             "before": self.before,
             "kl": {},

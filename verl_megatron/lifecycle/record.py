@@ -5,7 +5,6 @@ and the environment is not recorded.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -31,6 +30,7 @@ from parallel.rank_set import RankSet, agree
 from parallel.runtime import endings
 from verl_megatron.checks.output_folder import SETTINGS, SETTINGS_BEGIN, STARTS
 from verl_megatron.checks.versions import versions_here
+from verl_megatron.config.section import as_dict
 from verl_megatron.lifecycle.secrets import masked_arguments, masked_value
 from verl_megatron.manifest import settings_by_name
 from verl_megatron.model_specs import layout_of, models_of
@@ -98,7 +98,7 @@ class RunRecord:
 
     def _begin(self, hosts: list[dict]) -> int:
         """Append this start's entry and write the settings; return its number."""
-        settings = masked_value("", dataclasses.asdict(self.config))
+        settings = masked_value("", as_dict(self.config))
         with _alone(self.folder):
             starts = readable_starts(self.folder)
             if starts and not starts[-1].get("exit"):

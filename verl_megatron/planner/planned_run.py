@@ -11,6 +11,7 @@ from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of, shares_trunk
+from verl_megatron.placement import num_rollout_ranks
 from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
@@ -118,7 +119,9 @@ class PlannedRun:
             ValueError: an invalid model folder, layout or devices, or a layout that cannot split its model.
         """
         roles = [_planned(spec, read(spec.model.path), world_size) for spec in models_of(config)]
-        num_replicas(world_size=world_size, tp=config.rollout.tp)  # refuses what does not divide
+        num_replicas(
+            world_size=num_rollout_ranks(config, world_size), tp=config.rollout.tp
+        )  # refuses what does not divide
         try:
             served_elements(roles[0].arch, config.rollout.tp)
         except ValueError as error:
@@ -136,7 +139,7 @@ class PlannedRun:
 
     @property
     def replicas(self) -> int:
-        return self.world_size // self.config.rollout.tp
+        return num_rollout_ranks(self.config, self.world_size) // self.config.rollout.tp
 
     @property
     def resharding_crosses_hosts(self) -> bool:

@@ -1,0 +1,1 @@
+"""Rollout on GPUs of its own: a rollout world beside the training world, joined by a bridge."""

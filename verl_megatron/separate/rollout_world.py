@@ -1,0 +1,180 @@
+"""The rollout world: generates and scores what the training world orders, with the weights that it sends."""
+
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel import device
+from parallel.bridge import Bridge, Parcels
+from parallel.layout import Layout
+from parallel.rank_set import RankSet, agree, world
+from parallel.reshard.versions import VersionedReshard
+from parallel.runtime.refusal import speak_once
+from parallel.runtime.run_log import RunLog
+from parallel.runtime.watchdog import Watchdog
+from parallel.weights.architecture import read_architecture
+from verl_megatron.checks.problems import refuse
+from verl_megatron.checks.versions import check_versions
+from verl_megatron.config import TrainerConfig
+from verl_megatron.data.prompts import GivenPrompts, PromptCursor, TrainingPrompts
+from verl_megatron.lifecycle.base_trainer import SLOW_S
+from verl_megatron.observe.metrics import Sums
+from verl_megatron.placement import num_training_ranks, rollout_devices
+from verl_megatron.preflight import Inputs, inspect_run
+from verl_megatron.rewards.shaping import has_variance
+from verl_megatron.rollout.sampler import Sampler
+from verl_megatron.run import make_reward_pool, make_vllm, rollout_dtype
+from verl_megatron.separate.orders import (
+    ENGINE,
+    SHARDS,
+    STOP,
+    Order,
+    Samples,
+    SourceShards,
+    cursor_key,
+    order_key,
+)
+from verl_megatron.separate.weights import plan_of, receive_versions
+
+
+class _StoppedError(Exception):
+    """The training world has ended."""
+
+
+class RolloutWorld:
+    """The ranks of `rollout.devices`.
+
+    Raises:
+        ValueError: the settings have problems, or the number of ranks is not that of the devices.
+    """
+
+    def __init__(self, config: TrainerConfig):
+        speak_once()
+        check_versions(vllm=True)
+        device.initialize()
+        self.config, self.world, self.inputs = config, world(), Inputs()
+        agree(self._check, self.world)
+
+    def _check(self) -> None:
+        config, started = self.config, self.world.size
+        devices = rollout_devices(config)
+        if len(devices) != started:
+            raise ValueError(
+                f"rollout.devices={config.rollout.devices!r} names {len(devices)} ranks, and --role rollout "
+                f"was started on {started}; start as many"
+            )
+        refuse(inspect_run(config, world_size=num_training_ranks(config), inputs=self.inputs))
+
+    def serve(self) -> None:
+        """Carry out orders until the training world ends. Collective over both worlds."""
+        run = self.config.run
+        folder = Path(run.output_dir, "rollout")
+        with (
+            RunLog(folder, rank=self.world.global_rank, node=0),
+            Watchdog(run.stall_timeout_s, folder, self.world) as watchdog,
+        ):
+            with watchdog.operation("build", timeout_s=SLOW_S):
+                server = _Server(self.config, self.inputs, self.world, watchdog.beat)
+            try:
+                server.serve()
+            except _StoppedError:
+                pass
+            finally:
+                server.close()
+
+
+class _Server:
+    def __init__(self, config: TrainerConfig, inputs: Inputs, own: RankSet, beat: Callable[[], None]):
+        self._config, self._world, self._beat = config, own, beat
+        dtype, arch = rollout_dtype(config), read_architecture(config.actor.path)
+        self._engine = make_vllm(config, Layout.parse(f"tp{config.rollout.tp}", ranks=own.ranks))
+        self._bridge = Bridge.join(own, trains=False, num_other=num_training_ranks(config), wait=self._wait)
+        source: SourceShards = pickle.loads(self._bridge.value(SHARDS))
+        self._parcels = Parcels(self._bridge, "samples")
+        plan = plan_of(config, self._bridge, arch, source.shards, dtype)
+        self._versions: VersionedReshard = receive_versions(
+            config, self._bridge, plan, arch, self._engine.weight_target(), dtype
+        )
+        if own.is_first:
+            self._bridge.put(ENGINE, str(self._engine.kv_cache_tokens).encode())
+        self._engine.wake("weights")
+        self._engine.wake("kv_cache")
+        self._pool = make_reward_pool(config, self._engine)
+        self._sampler = Sampler(
+            self._engine,
+            tokenizer=inputs.tokenizer,
+            pool=self._pool,
+            seed=config.run.seed,
+            on_step=self._beat,
+        )
+        cursor = PromptCursor(
+            num_prompts=len(inputs.train),
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            shares=inputs.train.shares,
+        )
+        self._source = TrainingPrompts(inputs.train, cursor)
+        validated = list(inputs.validation or ())[: config.data.validation_samples or None]
+        self._validation = GivenPrompts(validated)
+        # This rank's samples go to one training rank, as those of other replicas do.
+        self._to = self._engine.replica % self._bridge.num_training
+
+    def serve(self) -> None:
+        """Carry out all orders; `_StoppedError` ends it."""
+        number = 0
+        while True:
+            begin = time.perf_counter()
+            order: Order = pickle.loads(self._bridge.value(order_key(number)))
+            while self._versions.version < order.version + 1:
+                self._adopt()
+            waited = time.perf_counter() - begin
+            self._carry_out(number, order, waited)
+            number += 1
+
+    def _adopt(self) -> None:
+        while not self._versions.ready():
+            self._wait()
+            time.sleep(0.001)
+        self._versions.adopt()
+        self._engine.reset_cache()
+
+    def _carry_out(self, number: int, order: Order, waited: float) -> None:
+        begin, sums = time.perf_counter(), Sums()
+        trains = order.iteration > 0
+        if order.cursor is not None:
+            self._source.cursor.load_state_dict(order.cursor)
+        keeps = trains and self._config.algorithm.dynamic_sampling
+        batch = self._sampler.collect(
+            self._source if trains else self._validation,
+            order.draw,
+            iteration=order.iteration,
+            version=order.version,
+            keep_group=has_variance if keeps else None,
+        )
+        rewards_B = self._sampler.score(batch, sums)
+        if trains and self._world.is_first:
+            sums.add("async/rollout_wait_s", waited, 1)
+            sums.add("async/generation_s", time.perf_counter() - begin, 1)
+            self._bridge.put(cursor_key(number), pickle.dumps(self._source.cursor.state_dict()))
+        if self._engine.is_owner:
+            has_reward = bool(self._config.reward.function)
+            samples = Samples(
+                batch=batch.tensors(), rewards_B=rewards_B if has_reward else None, sums=sums.state_dict()
+            )
+            self._parcels.send(samples, to=self._to, label=str(number))
+
+    def _wait(self) -> None:
+        self._beat()
+        if self._bridge_has_stopped():
+            raise _StoppedError
+
+    def _bridge_has_stopped(self) -> bool:
+        return hasattr(self, "_bridge") and self._bridge.has(STOP)
+
+    def close(self) -> None:
+        """End the exchange of weights and the reward workers."""
+        self._versions.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._engine.close()

@@ -1,0 +1,75 @@
+"""Weights over the bridge: numbered versions of the trained model for the rollout world's engine."""
+
+import torch
+
+from parallel import device
+from parallel.bridge import Bridge
+from parallel.layout import Layout
+from parallel.reshard.plan import Plan, compile_plan
+from parallel.reshard.source import WeightSource
+from parallel.reshard.transport import Parameters, Transport
+from parallel.reshard.versions import VersionedReshard
+from parallel.weights.architecture import Architecture
+from parallel.weights.rules import vllm_shards
+from parallel.weights.shard import Shards
+from verl_megatron.config import TrainerConfig
+from verl_megatron.rollout.weights import check_parameters
+
+
+def serving_layout(config: TrainerConfig, bridge: Bridge) -> Layout:
+    """Return the layout of the rollout world's replicas, on ranks of the bridge."""
+    return Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(bridge.rollout_ranks))
+
+
+def plan_of(
+    config: TrainerConfig, bridge: Bridge, arch: Architecture, shards: Shards, dtype: torch.dtype
+) -> Plan:
+    """Compile the plan of the weight sync, the same on all ranks of the bridge.
+
+    Args:
+        shards: of the trained model, by rank of the bridge.
+        dtype: of the engine's weights.
+    """
+    return compile_plan(
+        source=shards,
+        destination=vllm_shards(arch, serving_layout(config, bridge)),
+        element_bytes=dtype.itemsize,
+        window_bytes=config.reshard.window_mib << 20,
+    )
+
+
+def send_versions(
+    config: TrainerConfig, bridge: Bridge, source: WeightSource, dtype: torch.dtype
+) -> VersionedReshard:
+    """Return the training side of the exchange. Collective over the bridge."""
+    plan = plan_of(config, bridge, source.arch, source.shards, dtype)
+    return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype))
+
+
+def receive_versions(
+    config: TrainerConfig,
+    bridge: Bridge,
+    plan: Plan,
+    arch: Architecture,
+    parameters: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> VersionedReshard:
+    """Return the rollout side of the exchange. Collective over the bridge.
+
+    Raises:
+        ValueError: vLLM's parameters are not those of the weight map.
+    """
+    described = vllm_shards(arch, serving_layout(config, bridge))[bridge.rank]
+    target: Parameters = {(0, name): tensor for name, tensor in parameters.items()}
+    check_parameters(described, target, dtype)
+    return VersionedReshard(plan, {}, target, _transport(config, bridge, dtype))
+
+
+def _transport(config: TrainerConfig, bridge: Bridge, dtype: torch.dtype) -> Transport:
+    return Transport(
+        dtype=dtype,
+        group=bridge.group("weights"),
+        device=device.device(),
+        verify=config.reshard.verify,
+        ranks=bridge.ranks,
+    )
