@@ -1,4 +1,4 @@
-"""Which ranks train and which generate: all do both, unless `rollout.devices` names some that only generate."""
+"""Which ranks train and which generate: all do both, unless `rollout.devices` names some of the latter."""
 
 from parallel.layout import last_rank, parse_devices
 from parallel.runtime.refusal import short_repr

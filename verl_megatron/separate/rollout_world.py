@@ -2,7 +2,9 @@
 
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from parallel import device
@@ -117,6 +119,8 @@ class _Server:
         self._source = TrainingPrompts(inputs.train, cursor)
         validated = list(inputs.validation or ())[: config.data.validation_samples or None]
         self._validation = GivenPrompts(validated)
+        self._sender = ThreadPoolExecutor(1, "samples")  # the next order need not wait for the receiver
+        self._sending: deque[Future] = deque()
         # This rank's samples go to one training rank, as those of other replicas do.
         self._to = self._engine.replica % self._bridge.num_training
 
@@ -162,7 +166,11 @@ class _Server:
             samples = Samples(
                 batch=batch.tensors(), rewards_B=rewards_B if has_reward else None, sums=sums.state_dict()
             )
-            self._parcels.send(samples, to=self._to, label=str(number))
+            self._sending.append(
+                self._sender.submit(self._parcels.send, samples, to=self._to, label=str(number))
+            )
+        while self._sending and self._sending[0].done():
+            self._sending.popleft().result()  # raises what went wrong
 
     def _wait(self) -> None:
         self._beat()
@@ -175,6 +183,7 @@ class _Server:
     def close(self) -> None:
         """End the exchange of weights and the reward workers."""
         self._versions.close()
+        self._sender.shutdown(cancel_futures=True)
         if self._pool is not None:
             self._pool.close()
         self._engine.close()

@@ -58,6 +58,8 @@ class RemoteSampler:
         self._first: int | None = None  # of the versions that samples may have
         self._orders: dict[int, tuple[int, int]] = {}  # iteration -> number and version; not collected yet
         self._num_orders = self._ordered = 0  # orders given; the last ordered iteration
+        self._arrived: dict[int, list[Samples]] = {}  # by order, not collected yet
+        self._num_arrived = 0  # orders whose samples have arrived
         self._received: list[Samples] = []  # of the last collection
         self._staleness = (0, 0)  # of the last collection: versions behind, and samples
 
@@ -92,7 +94,7 @@ class RemoteSampler:
                 self._order_until(iteration + self._max_staleness)
             number, version = self._orders.pop(iteration)
             self._staleness = iteration - 1 - version, 0
-        self._received = [self._parcels.receive(source=owner, label=str(number)) for owner in self._owners]
+        self._received = self._samples_of(number)
         if cursor is not None:
             cursor.load_state_dict(pickle.loads(self._bridge.value(cursor_key(number))))
         parts = [RolloutBatch(**samples.batch) for samples in self._received]
@@ -108,6 +110,16 @@ class RemoteSampler:
         sums.add("async/iterations_in_flight", len(self._orders), 1)
         rewards = [samples.rewards_B for samples in self._received if samples.rewards_B is not None]
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
+
+    def _samples_of(self, number: int) -> list[Samples]:
+        """Return this rank's part of an order; those of orders before it are kept until they are asked for."""
+        while self._num_arrived <= number:
+            label = str(self._num_arrived)
+            self._arrived[self._num_arrived] = [
+                self._parcels.receive(source=owner, label=label) for owner in self._owners
+            ]
+            self._num_arrived += 1
+        return self._arrived.pop(number)
 
     def _order_until(self, iteration: int, *, cursor: dict[str, int] | None = None) -> None:
         assert self._first is not None
