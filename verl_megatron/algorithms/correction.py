@@ -17,11 +17,18 @@ from torch import Tensor
 
 from verl_megatron.algorithms.kl import MAX_LOG_RATIO
 from verl_megatron.algorithms.tokens import PolicyTokens
-from verl_megatron.config import AlgorithmConfig
+from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.observe.metrics import Sums
 
 WEIGHT, WEIGHT_SQUARE = "policy/importance_weight", "policy/importance_weight_square"
 OUTSIDE, SAMPLE_SIZE = "policy/correction_fraction", "policy/effective_sample_size"
+
+
+def correction_of(config: TrainerConfig) -> str:
+    """Return algorithm.correction, with auto replaced by what it stands for."""
+    if config.algorithm.correction != "auto":
+        return config.algorithm.correction
+    return "truncate" if config.async_.max_staleness else "none"
 
 
 def importance_weights(

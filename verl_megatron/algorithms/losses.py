@@ -39,7 +39,7 @@ def policy_loss(
     count, ratio_N = log_ratio_N.numel(), log_ratio_N.exp()
     old_logprobs_N = logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
     loss_N, is_clipped_N = objective(logprobs_N, tokens, config)
-    if config.correction != "none":
+    if config.correction in ("truncate", "mask"):
         weight_N, weight_sums = importance_weights(old_logprobs_N, tokens, config)
         loss_N = weight_N * loss_N
         sums.merge(weight_sums)

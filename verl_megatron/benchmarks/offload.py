@@ -67,12 +67,15 @@ class InTurns(RLTrainer):
     def _iterate(self) -> dict[str, float] | None:
         step, way, began = self.state.step, self.run.residency.offload, time.perf_counter()
 
+        channel = self.run.channel
+        assert isinstance(channel, ColocatedChannel)
+
         def publish(version: int) -> None:
             # offloading after the updates counts towards the next iteration
             self.run.residency.offload = self.ways[(step + 1) % 2]
-            ColocatedChannel.publish(self.run.channel, version)
+            ColocatedChannel.publish(channel, version)
 
-        self.run.channel.publish = publish
+        channel.publish = publish
         metrics = super()._iterate()
         if metrics is not None and step >= 2:
             phases = {

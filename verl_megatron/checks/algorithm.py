@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.checks.critic import check_trunk
 from verl_megatron.checks.unused import unused_problems
 from verl_megatron.config import TrainerConfig
@@ -94,7 +95,7 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
     weight would contain the probability mass of the kept tokens.
     """
-    rollout, correction = config.rollout, config.algorithm.correction
+    rollout, correction = config.rollout, correction_of(config)
     truncated = [
         f"rollout.{name}={getattr(rollout, name)}"
         for name, is_set in (

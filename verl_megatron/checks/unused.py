@@ -1,11 +1,12 @@
 """Settings that a run would not read. One that differs from its default is refused, with the remedy."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.checks.limits import value_problems
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
@@ -33,7 +34,7 @@ def unused_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
     problems = []
     for unused in (
         *_of_algorithm(config, needs),
-        *_of_switches(config.algorithm),
+        *_of_switches(replace(config.algorithm, correction=correction_of(config))),
         *_of_other_sections(config),
     ):
         for name in unused.names:

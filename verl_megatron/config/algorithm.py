@@ -62,9 +62,10 @@ class AlgorithmConfig(Section):
         False, "multiply the KL in the loss by p / p_old, which makes its gradient unbiased"
     )
     correction: str = setting(
-        "none",
-        "importance weights against the gap between sampler and trainer: truncate (TIS), mask (IcePop, MIS)",
-        choices=("none", "truncate", "mask"),
+        "auto",
+        "importance weights against the gap between sampler and trainer: truncate (TIS), mask (IcePop, MIS); "
+        "auto: truncate if async.max_staleness is above 0, else none",
+        choices=("auto", "none", "truncate", "mask"),
     )
     correction_level: str = setting(
         "token", "ratio of a token, of a sequence, or its geometric mean", choices=CORRECTION_LEVELS

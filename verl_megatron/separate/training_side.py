@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,6 +64,10 @@ class RemoteSampler:
         self._received: list[Samples] = []  # of the last collection
         self._staleness = (0, 0)  # of the last collection: versions behind, and samples
 
+    def needs(self, version: int) -> bool:
+        """Whether samples will be made with this version."""
+        return version + 1 + self._max_staleness <= self._last
+
     def published(self, version: int) -> None:
         """Order what this version is for."""
         self._newest = version
@@ -112,7 +117,7 @@ class RemoteSampler:
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
 
     def _samples_of(self, number: int) -> list[Samples]:
-        """Return this rank's part of an order; those of orders before it are kept until they are asked for."""
+        """Return this rank's part of an order; parts of orders before it are kept for later."""
         while self._num_arrived <= number:
             label = str(self._num_arrived)
             self._arrived[self._num_arrived] = [
@@ -138,10 +143,22 @@ class RemoteSampler:
 
 
 class SeparateChannel:
-    """Publishes weights to the rollout world, which adopts each version when it needs it."""
+    """Publishes weights to the rollout world, which adopts each version when it needs it.
 
-    def __init__(self, versions: VersionedReshard, gather: Callable[[], None], sampler: RemoteSampler):
+    Args:
+        is_validated: whether validation will ask for a version.
+    """
+
+    def __init__(
+        self,
+        versions: VersionedReshard,
+        gather: Callable[[], None],
+        sampler: RemoteSampler,
+        *,
+        is_validated: Callable[[int], bool],
+    ):
         self._versions, self._gather, self._sampler = versions, gather, sampler
+        self._is_validated = is_validated
         self._version = 0
         self._is_published = False
 
@@ -151,10 +168,11 @@ class SeparateChannel:
         return self._versions.report or ReshardReport()
 
     def publish(self, version: int) -> None:
-        """Start to send a version; the weights may change at once."""
-        self._version, self._is_published = version, True
-        self._gather()
-        self._versions.publish(version + 1)  # they count from 1
+        """Start to send a version if it will be asked for; the weights may change at once."""
+        first, self._version, self._is_published = not self._is_published, version, True
+        if first or self._sampler.needs(version) or self._is_validated(version):
+            self._gather()
+            self._versions.publish(version + 1)  # they count from 1
         self._sampler.published(version)
 
     def adopt(self) -> int:
@@ -204,6 +222,12 @@ class RolloutSide:
     plan: Plan
 
 
+def _is_validated(config: TrainerConfig, version: int) -> bool:
+    interval = config.run.validate_interval
+    is_due = version in (0, config.run.iterations) or (interval > 0 and version % interval == 0)
+    return bool(config.data.validation) and is_due
+
+
 def join_rollout_world(
     config: TrainerConfig,
     world: RankSet,
@@ -237,6 +261,8 @@ def join_rollout_world(
     return RolloutSide(
         engine=RemoteEngine(bridge, versions, world),
         sampler=sampler,
-        channel=SeparateChannel(versions, source.gather, sampler),
+        channel=SeparateChannel(
+            versions, source.gather, sampler, is_validated=partial(_is_validated, config)
+        ),
         plan=versions.resharder.plan,
     )
