@@ -31,6 +31,10 @@ JOIN_S = 600.0  # until the other world has started
 QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is noticed at once
 
 
+class BridgeLostError(RuntimeError):
+    """The other world has ended, or the store with it."""
+
+
 def new_address() -> dict[str, str]:
     """Return the environment variables of a new bridge on this host."""
     with socket.socket() as listener:
@@ -139,7 +143,15 @@ class Bridge:
         self.store.set(key, value)  # pyright: ignore[reportArgumentType]  # bytes as well
 
     def has(self, key: str) -> bool:
-        return self.store.check([key])
+        """Whether a key has been set.
+
+        Raises:
+            BridgeLostError: the training world's store is gone.
+        """
+        try:
+            return self.store.check([key])
+        except dist.DistError as error:
+            raise BridgeLostError(f"the training world has ended: {str(error).splitlines()[0]}") from None
 
     def value(self, key: str, *, within_s: float | None = None) -> bytes:
         """Wait for a key and return its value.

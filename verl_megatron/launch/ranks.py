@@ -20,6 +20,7 @@ from verl_megatron.placement import num_training_ranks, rollout_devices
 
 MOST_LOCAL = 1024  # ranks of one host
 LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value
+FROM_TERMINAL_S = 0.5  # in which a Ctrl-C reaches both worlds without this process
 ENDING_S = 60.0  # for the rollout world, once the training world has ended
 OF_A_RANK = ("RANK", "LOCAL_RANK")  # environment variables that a launcher sets for each rank
 
@@ -98,13 +99,24 @@ def start_worlds(module: str, arguments: Sequence[str], config: TrainerConfig, *
     for role, ranks in sizes.items():
         own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + ranks])} if gpus else {}
         command = _command(module, [*arguments, "--role", role], ranks=ranks, restarts=restarts)
-        worlds[role] = subprocess.Popen(command, env=common | own)
+        quiet = (
+            {"TORCH_CPP_LOG_LEVEL": "ERROR"} if role == "rollout" else {}
+        )  # if the store ends with training
+        group = 0 if role == "rollout" else None  # Ctrl-C reaches training alone, and this process
+        worlds[role] = subprocess.Popen(command, env=common | own | quiet, process_group=group)
         first += ranks
     signal.signal(signal.SIGTERM, lambda *_: worlds["train"].terminate())  # it saves, and ends the other
-    signal.signal(signal.SIGINT, lambda *_: None)  # both worlds have it from the terminal, too
-    while worlds["train"].poll() is None and worlds["rollout"].poll() is None:
+    interrupted: list[float] = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(time.monotonic()))
+    while worlds["train"].poll() is None and (interrupted or worlds["rollout"].poll() is None):
         time.sleep(0.05)
-    later = worlds["rollout" if worlds["train"].poll() is not None else "train"]
+        if interrupted:
+            worlds["rollout"].kill()  # its ranks end with it
+        if interrupted and time.monotonic() > interrupted[0] + FROM_TERMINAL_S:
+            worlds["train"].send_signal(signal.SIGINT)
+            break
+    ended = worlds["train"].poll() is not None or bool(interrupted)
+    later = worlds["rollout" if ended else "train"]
     try:
         later.wait(ENDING_S if later is worlds["rollout"] else 1.0)
     except subprocess.TimeoutExpired:

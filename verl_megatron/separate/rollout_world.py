@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from parallel import device
-from parallel.bridge import Bridge, Parcels
+from parallel.bridge import Bridge, BridgeLostError, Parcels
 from parallel.layout import Layout
 from parallel.rank_set import RankSet, agree, world
 from parallel.reshard.versions import VersionedReshard
+from parallel.runtime import process
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
@@ -81,9 +82,12 @@ class RolloutWorld:
             try:
                 server.serve()
             except _StoppedError:
-                pass
-            finally:
                 server.close()
+            except Exception:
+                if server.is_alone():
+                    print("rollout: the training world has ended, and this one with it", flush=True)
+                    process.end(1)
+                raise
 
 
 class _Server:
@@ -171,6 +175,14 @@ class _Server:
             )
         while self._sending and self._sending[0].done():
             self._sending.popleft().result()  # raises what went wrong
+
+    def is_alone(self) -> bool:
+        """Whether the training world is gone."""
+        try:
+            self._bridge.has(STOP)
+        except BridgeLostError:
+            return True
+        return False
 
     def _wait(self) -> None:
         self._beat()
