@@ -1,8 +1,9 @@
-"""Models of a run: name, settings, head, and whether they are trainable."""
+"""Models of a run (name, settings, head, whether they are trainable), and the ranks that train and generate."""
 
 from dataclasses import dataclass, replace
 
-from parallel.layout import Layout, parse_devices
+from parallel.layout import Layout, last_rank, parse_devices
+from parallel.runtime.refusal import short_repr
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import (
@@ -89,3 +90,34 @@ def _frozen(section: RewardConfig | TeacherConfig) -> ModelConfig:
 def shares_dtype(config: TrainerConfig) -> bool:
     """Whether vLLM's weights have the actor's dtype."""
     return config.rollout.dtype in ("auto", config.engine.dtype.replace("fp8", "bfloat16"))
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------
+
+
+def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
+    """Return the ranks that only generate; empty if the ranks that train generate, too.
+
+    Raises:
+        ValueError: the devices are not understood, or other ranks come after them.
+    """
+    text = config.rollout.devices
+    if not text:
+        return ()
+    ranks = parse_devices(text, last_rank(text) + 1)
+    if ranks != tuple(range(ranks[0], ranks[-1] + 1)) or not ranks[0]:
+        raise ValueError(
+            f"rollout.devices={short_repr(text)} must be the last ranks of the run, after those that train, "
+            "such as 2-3 of four"
+        )
+    return ranks
+
+
+def num_training_ranks(config: TrainerConfig) -> int:
+    """Return how many ranks train in a run with `rollout.devices`: those before them."""
+    return rollout_devices(config)[0]
+
+
+def num_rollout_ranks(config: TrainerConfig, world_size: int) -> int:
+    """Return how many ranks generate beside, or among, `world_size` training ranks."""
+    return len(rollout_devices(config)) or world_size

@@ -27,7 +27,7 @@ def main(overrides: "DictConfig") -> None:
 def serve_rollout(overrides: "DictConfig") -> None:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import TrainerConfig
-    from verl_megatron.separate.rollout_world import RolloutWorld
+    from verl_megatron.launch.rollout_world import RolloutWorld
 
     RolloutWorld(structured(overrides, TrainerConfig)).serve()
 

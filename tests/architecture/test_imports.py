@@ -64,6 +64,7 @@ LAYERS = (
     ("saved_state",),
     ("iteration",),
     ("run",),
+    ("separate",),
     ("lifecycle",),
     ("preflight", "learner"),
     ("planner",),

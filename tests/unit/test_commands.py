@@ -10,6 +10,7 @@ from tests.worlds import ROOT, environment_of_ranks
 from verl_megatron.commands import COMMANDS, main
 from verl_megatron.commands.benchmark import BENCHMARKS
 from verl_megatron.config import SCHEMAS, ModelConfig, RolloutConfig, SFTConfig, TrainerConfig
+from verl_megatron.config.section import sections_of
 from verl_megatron.launch import ranks as launching
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.launch.help import recipe_summaries, settings_help
@@ -46,7 +47,7 @@ def test_every_command_explains_itself(name, capsys):
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_help_has_every_setting_with_default_values_and_meaning(schema):
     shown = settings_help(schema)
-    for name, section in vars(SCHEMAS[schema]()).items():
+    for name, section in sections_of(SCHEMAS[schema]()).items():
         for field in vars(section):
             assert f"  {name}.{field}=" in shown, f"{name}.{field}"
     assert "rollout.tp=1  (≥ 1" in settings_help("train", "rollout")

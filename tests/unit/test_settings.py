@@ -26,6 +26,7 @@ from verl_megatron.config import (
     TrainerConfig,
     get_trainer_config,
 )
+from verl_megatron.config.section import shown
 
 # ---- names and types -------------------------------------------------------------------------------------
 
@@ -147,9 +148,9 @@ def test_a_value_of_another_type_is_named(schema, section, field):
         problems = (check_config if schema is TrainerConfig else check_supervised_config)(
             config, world_size=1
         )
-        assert len(problems) == 1 and f"{section}.{field.name}={value!r} has a wrong type" in problems[0], (
-            problems
-        )
+        assert (
+            len(problems) == 1 and f"{shown(section)}.{field.name}={value!r} has a wrong type" in problems[0]
+        ), problems
 
 
 @pytest.mark.parametrize("value", [None, {"tp": 2}, ModelConfig(), 3])

@@ -3,8 +3,7 @@
 from parallel.layout import Layout
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import layout_of, models_of
-from verl_megatron.placement import num_rollout_ranks
+from verl_megatron.model_specs import layout_of, models_of, num_rollout_ranks
 
 MOST_SAMPLES = 1_000_000  # per iteration: every rank has a table of all
 

@@ -6,8 +6,7 @@ from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import LEAST_TEMPERATURE, RolloutConfig, TrainerConfig
-from verl_megatron.model_specs import shares_dtype
-from verl_megatron.placement import num_rollout_ranks, num_training_ranks, rollout_devices
+from verl_megatron.model_specs import num_rollout_ranks, num_training_ranks, rollout_devices, shares_dtype
 from verl_megatron.rollout.engine import num_replicas
 
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31

@@ -114,17 +114,17 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
-    from verl_megatron.placement import num_training_ranks
+    from verl_megatron.model_specs import num_training_ranks
 
     known, settings = settings_of(rest)
     if known.cfg or known.info:
         return 0  # Hydra has printed it
-    config = cast(Any, structured(settings, SCHEMAS[training.schema]))
-    separate = training is TRAIN and bool(config.rollout.devices)
+    separate = training is TRAIN and _has_rollout_devices(settings)
     if separate and given.ranks:
         raise ValueError(
             f"--ranks {given.ranks} beside rollout.devices, which says how many ranks there are; leave it out"
         )
+    config: Any = None if given.ranks else structured(settings, SCHEMAS[training.schema])
     ranks = num_training_ranks(config) if separate else given.ranks or ranks_of(config)
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings, once and before ranks start
@@ -135,6 +135,11 @@ def _run(training: Training, arguments: list[str]) -> int:
     if separate:
         start_worlds(training.module, rest, config, restarts=given.max_restarts)
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
+
+
+def _has_rollout_devices(settings: dict[str, Any]) -> bool:
+    rollout = settings.get("rollout")
+    return isinstance(rollout, dict) and bool(rollout.get("devices"))
 
 
 def _as_a_rank(module: str, arguments: list[str]) -> None:

@@ -15,8 +15,7 @@ from parallel.runtime.launch import PARENT
 from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.ranks import ranks_needed
 from verl_megatron.config import SupervisedConfig, TrainerConfig
-from verl_megatron.model_specs import layout_of, models_of
-from verl_megatron.placement import num_training_ranks, rollout_devices
+from verl_megatron.model_specs import layout_of, models_of, num_training_ranks, rollout_devices
 
 MOST_LOCAL = 1024  # ranks of one host
 LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value

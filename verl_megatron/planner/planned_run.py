@@ -10,8 +10,7 @@ from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import ModelSpec, layout_of, models_of, shares_trunk
-from verl_megatron.placement import num_rollout_ranks
+from verl_megatron.model_specs import ModelSpec, layout_of, models_of, num_rollout_ranks, shares_trunk
 from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs

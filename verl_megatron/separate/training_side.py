@@ -17,8 +17,8 @@ from parallel.reshard.versions import VersionedReshard
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import TrainingPrompts
+from verl_megatron.model_specs import rollout_devices
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.placement import rollout_devices
 from verl_megatron.residency import Tag
 from verl_megatron.rewards.pool import RewardPool
 from verl_megatron.rollout.sampler import Draw, KeepGroup, PromptSource

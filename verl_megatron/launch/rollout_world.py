@@ -22,8 +22,8 @@ from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.prompts import GivenPrompts, PromptCursor, TrainingPrompts
 from verl_megatron.lifecycle.base_trainer import SLOW_S
+from verl_megatron.model_specs import num_training_ranks, rollout_devices
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.placement import num_training_ranks, rollout_devices
 from verl_megatron.preflight import Inputs, inspect_run
 from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Sampler
