@@ -104,7 +104,10 @@ def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
     text = config.rollout.devices
     if not text:
         return ()
-    ranks = parse_devices(text, last_rank(text) + 1)
+    try:
+        ranks = parse_devices(text, last_rank(text) + 1)
+    except ValueError as error:
+        raise ValueError(f"rollout.devices={short_repr(text)}: {error}") from None
     if ranks != tuple(range(ranks[0], ranks[-1] + 1)) or not ranks[0]:
         raise ValueError(
             f"rollout.devices={short_repr(text)} must be the last ranks of the run, after those that train, "

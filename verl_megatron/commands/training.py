@@ -112,7 +112,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     given, rest = launcher_options(arguments)
     gc.disable()  # imports and recipes make many permanent objects
     from verl_megatron.checks.overrides import structured
-    from verl_megatron.config import SCHEMAS
+    from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
     from verl_megatron.model_specs import num_training_ranks
 
@@ -124,8 +124,12 @@ def _run(training: Training, arguments: list[str]) -> int:
         raise ValueError(
             f"--ranks {given.ranks} beside rollout.devices, which says how many ranks there are; leave it out"
         )
-    config: Any = None if given.ranks else structured(settings, SCHEMAS[training.schema])
-    ranks = num_training_ranks(config) if separate else given.ranks or ranks_of(config)
+    if separate:
+        devices = TrainerConfig()
+        devices.rollout.devices = str(settings["rollout"]["devices"])
+        ranks = num_training_ranks(devices)
+    else:
+        ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     text, fits = training.plan(settings, gpu=known.gpu)  # refuses bad settings, once and before ranks start
     if known.dry_run:
@@ -133,7 +137,7 @@ def _run(training: Training, arguments: list[str]) -> int:
         return 0 if fits else NO_ROOM
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if separate:
-        start_worlds(training.module, rest, config, restarts=given.max_restarts)
+        start_worlds(training.module, rest, devices, restarts=given.max_restarts)
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
 
 
