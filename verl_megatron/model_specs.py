@@ -1,4 +1,4 @@
-"""Models of a run: name, settings, head, whether they are trainable; and the ranks that train and generate."""
+"""Models of a run (name, settings, head, trainable or not), and the ranks that train and generate."""
 
 from dataclasses import dataclass, replace
 
