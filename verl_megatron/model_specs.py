@@ -116,6 +116,11 @@ def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
     return ranks
 
 
+def is_separate(config: TrainerConfig) -> bool:
+    """Whether the rollout has ranks of its own."""
+    return bool(config.rollout.devices)
+
+
 def num_training_ranks(config: TrainerConfig) -> int:
     """Return how many ranks train in a run with `rollout.devices`: those before them."""
     return rollout_devices(config)[0]

@@ -51,8 +51,10 @@ def compare(memory: MemoryPlan, time: TimePlan, rows: Iterable[Mapping[str, floa
         (phase, "GiB", memory.phase_bytes(phase) / 2**30, measured(f"memory/{phase}_mb"), GIB_OF_MB)
         for phase in memory.phases
     ]
+    measured_as = {"rollout": "async/generation_s"} if time.overlaps else {}
     pairs += [
-        (phase, "s", seconds, measured(f"time/{phase}_s"), 1.0) for phase, seconds in time.seconds.items()
+        (phase, "s", seconds, measured(measured_as.get(phase, f"time/{phase}_s")), 1.0)
+        for phase, seconds in time.seconds.items()
     ]
     pairs.append(("iteration", "s", time.iteration, measured("train/step_time_ms"), 1e-3))
     return [

@@ -7,16 +7,18 @@ master weights. Frozen models have weights only.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from parallel.layout import Layout
+from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.activations import fp8_weight_bytes, inference_bytes, training_bytes
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
 
 SERVING = ("vllm weights", "kv cache", "window")  # the cache includes vLLM's working memory
-PARTS = ("process", "weights", "gradients", "optimizer", "activations", *SERVING)
+PARTS = ("process", "weights", "gradients", "optimizer", "activations", "versions", *SERVING)
 UPDATES = ("critic_update", "actor_update")
 IDLE, KV_CACHE = "the idle models", "KV cache"
 Phases = dict[str, dict[str, float]]  # bytes by phase and part
@@ -44,7 +46,7 @@ class RankKind:
     phases: Phases
     host_bytes: float  # of one such rank
     own_rollout_bytes: float  # vLLM's weights that share no memory with Megatron's
-    kv_cache_bytes: float  # available to vLLM for keys and values
+    kv_cache_bytes: float  # available to vLLM for keys and values; infinite on ranks that only train
 
     def total(self, phase: str) -> float:
         return sum(self.phases[phase].values())
@@ -91,6 +93,12 @@ class MemoryPlan:
         """
         return max(kind.total(phase) for kind in self.kinds)
 
+    def free_bytes(self, phases: Collection[str], gpu_bytes: float) -> float:
+        """Bytes of a GPU that the given phases leave on the fullest of the ranks that generate."""
+        return gpu_bytes - max(
+            kind.total(phase) for kind in self.kinds for phase in phases if kind.kv_cache_bytes < inf
+        )
+
     @property
     def kv_cache_bytes(self) -> float:
         """Smallest KV cache of a rank."""
@@ -125,6 +133,11 @@ def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None =
 def plan_memory(run: PlannedRun, machine: Machine) -> MemoryPlan:
     """Predict the memory of every phase on every kind of rank."""
     kinds = tuple(_rank_kind(run, machine, ranks, parts) for ranks, parts in _rank_groups(run))
+    if is_separate(run.config):
+        kinds = (
+            *(_training_kind(run, kind) for kind in kinds),
+            _rollout_kind(run, machine, kinds[0].phases),
+        )
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
     for rank, size in host_of.items():
@@ -164,6 +177,36 @@ def _rank_kind(
         ranks=ranks,
         phases=_phases(run, models, settled, own=own, request=request),
         host_bytes=host,
+        own_rollout_bytes=own,
+        kv_cache_bytes=request - own - vllm_working_bytes(run, machine),
+    )
+
+
+def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
+    """Return a kind of rank without vLLM, which has ranks of its own, and with a snapshot of the weights."""
+    stage = _stage_of_rank(run.actor.layout).get(kind.ranks[0])
+    snapshot = 0.0 if stage is None else run.actor.elements[stage] * run.rollout_element_bytes
+    phases = {
+        phase: {part: size for part, size in parts.items() if part not in SERVING} | {"versions": snapshot}
+        for phase, parts in kind.phases.items()
+    }
+    return replace(kind, phases=phases, own_rollout_bytes=0.0, kv_cache_bytes=inf)
+
+
+def _rollout_kind(run: PlannedRun, machine: Machine, phases: Collection[str]) -> RankKind:
+    """Return the ranks of `rollout.devices`: vLLM, and the back buffer that its next weights arrive in."""
+    own = own_rollout_bytes(run, None)
+    request = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes
+    parts = {
+        "process": machine.process_bytes + machine.communicator_bytes * communicators(run),
+        "versions": own,
+        "vllm weights": own,
+        "kv cache": request - own,
+    }
+    return RankKind(
+        ranks=tuple(range(run.world_size, run.gpus)),
+        phases={phase: parts for phase in phases},
+        host_bytes=machine.process_host_bytes,
         own_rollout_bytes=own,
         kv_cache_bytes=request - own - vllm_working_bytes(run, machine),
     )

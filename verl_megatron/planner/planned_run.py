@@ -10,7 +10,14 @@ from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head, is_language, megatron_parameters, vllm_parameters
 from verl_megatron.algorithms import get_algorithm, reuses_logprobs
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import ModelSpec, layout_of, models_of, num_rollout_ranks, shares_trunk
+from verl_megatron.model_specs import (
+    ModelSpec,
+    is_separate,
+    layout_of,
+    models_of,
+    num_rollout_ranks,
+    shares_trunk,
+)
 from verl_megatron.rollout.engine import num_replicas
 
 ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "fp8": 2, "float16": 2, "float32": 4}  # auto: plans are for GPUs
@@ -96,7 +103,7 @@ class PlannedRun:
     """A run on a number of ranks. Every sample is assumed to be as long as the settings allow."""
 
     config: TrainerConfig
-    world_size: int
+    world_size: int  # ranks that train
     ranks_per_host: int
     roles: tuple[PlannedRole, ...]
 
@@ -128,13 +135,20 @@ class PlannedRun:
         return cls(
             config=config,
             world_size=world_size,
-            ranks_per_host=min(ranks_per_host, world_size),
+            ranks_per_host=min(
+                ranks_per_host, world_size + is_separate(config) * num_rollout_ranks(config, 0)
+            ),
             roles=tuple(roles),
         )
 
     @property
     def actor(self) -> PlannedRole:
         return self.roles[0]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all worlds."""
+        return self.world_size + is_separate(self.config) * num_rollout_ranks(self.config, 0)
 
     @property
     def replicas(self) -> int:
@@ -148,9 +162,7 @@ class PlannedRun:
         actor have no weights.
         """
         layout = self.actor.layout
-        return self.world_size > self.ranks_per_host and (
-            layout.pp > 1 or self.world_size > len(layout.ranks)
-        )
+        return self.gpus > self.ranks_per_host and (layout.pp > 1 or self.gpus > len(layout.ranks))
 
     @property
     def samples(self) -> int:

@@ -249,7 +249,7 @@ class _Maker:
         awake = (
             ("start", "rollout") if run.config.rollout.sleep else empty.phases
         )  # phases with vLLM's weights and cache on the GPU
-        room = self.machine.gpu_bytes * (1 - self.margin) - max(empty.phase_bytes(phase) for phase in awake)
+        room = empty.free_bytes(awake, self.machine.gpu_bytes * (1 - self.margin))
         own = max(kind.own_rollout_bytes for kind in empty.kinds)
         cached = cached_tokens(run, samples_at_once(run, inf)) * kv_bytes_per_token(run)
         wanted = (

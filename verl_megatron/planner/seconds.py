@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass
 
+from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.decoding import rollout_seconds
 from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.memory import MemoryPlan
 from verl_megatron.planner.planned_run import PlannedRun
 from verl_megatron.planner.training import forward_flops, infer_seconds, step_seconds
-from verl_megatron.planner.weight_sync import leaving_seconds, reshard_seconds, return_seconds
+from verl_megatron.planner.weight_sync import (
+    adopt_seconds,
+    arrival_seconds,
+    leaving_seconds,
+    publish_seconds,
+    reshard_seconds,
+    return_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +34,17 @@ class TimePlan:
     flops: dict[str, float]  # of the phases in which models compute
     gpus: int
     peak_flops: float  # of one GPU
+    overlaps: bool = False  # the next samples are generated while the other phases train
+
+    @property
+    def training(self) -> float:
+        """Seconds of all phases but the rollout."""
+        return sum(self.seconds.values()) - self.seconds["rollout"]
 
     @property
     def iteration(self) -> float:
-        return sum(self.seconds.values())
+        rollout = self.seconds["rollout"]
+        return max(rollout, self.training) if self.overlaps else rollout + self.training
 
     def mfu(self, *phases: str) -> float:
         """Model FLOPs utilization over `phases` (none: all in which models compute).
@@ -80,14 +95,23 @@ def _log_prob_passes(run: PlannedRun) -> list[tuple[list[str], float]]:
 def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
     """Predict every phase; `work` is the result of `plan_work` if it is known already."""
     work = work or plan_work(run, machine)
-    before = {
-        "reshard": reshard_seconds(run, machine),
-        "rollout": rollout_seconds(run, machine, memory.kv_cache_bytes),
-        "return": return_seconds(run, machine),
-    }
+    rollout, overlaps = rollout_seconds(run, machine, memory.kv_cache_bytes), False
+    if is_separate(run.config):
+        overlaps = run.config.async_.max_staleness > 0
+        arrival = 0.0 if overlaps else arrival_seconds(run, machine)
+        before = {
+            "reshard": publish_seconds(run, machine),
+            "rollout": arrival + adopt_seconds(run, machine) + rollout,
+        }
+    else:
+        before = {
+            "reshard": reshard_seconds(run, machine),
+            "rollout": rollout,
+            "return": return_seconds(run, machine),
+        }
     seconds = before | work.seconds
     # The critic's optimizer state makes room for the actor's.
     seconds["actor_update"] += sum(
         leaving_seconds(run, machine, role) for role in run.roles if role.name == "critic"
     )
-    return TimePlan(seconds, work.flops, run.world_size, machine.peak_flops)
+    return TimePlan(seconds, work.flops, run.gpus, machine.peak_flops, overlaps)

@@ -5,6 +5,7 @@ from math import ceil
 
 from parallel.weights.architecture import read_architecture
 from verl_megatron.config import TrainerConfig
+from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.comparison import Compared
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine, find_machine
@@ -69,9 +70,11 @@ def headline(run: PlannedRun, machine: Machine) -> str:
     """Summarize the planned run in one line."""
     roles = ", ".join(f"{role.name} {role.layout}" for role in run.roles)
     rollout = f"{run.replicas} x tp{run.config.rollout.tp}"
+    if is_separate(run.config):
+        rollout += f" on ranks {run.config.rollout.devices}"
     samples = f"{run.samples} samples of {run.prompt_tokens} + {run.response_tokens} tokens"
     return (
-        f"{run.world_size} x {machine.name}, {run.ranks_per_host} a host: {roles}; vLLM {rollout};"
+        f"{run.gpus} x {machine.name}, {run.ranks_per_host} a host: {roles}; vLLM {rollout};"
         f" {samples} in {run.config.algorithm.num_mini_batches} mini-batches"
     )
 
@@ -113,11 +116,19 @@ def seconds_lines(run: PlannedRun, time: TimePlan, memory: MemoryPlan) -> list[s
     phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in time.seconds.items())
     generated = run.generated_samples * run.response_tokens / time.seconds["rollout"]
     mfu = ", ".join(f"{phase} {time.mfu(phase):.1%}" for phase in time.flops)
+    both = f", rollout beside the rest; {waiting(time)}" if time.overlaps else ""
     return [
-        f"seconds predicted: {time.iteration:.1f} an iteration ({phases})",
+        f"seconds predicted: {time.iteration:.1f} an iteration ({phases}{both})",
         f"rollout: {generated:,.0f} tokens/s, {samples_together(run, memory.kv_cache_bytes)};"
         f" MFU {time.mfu():.1%} ({mfu})",
     ]
+
+
+def waiting(time: TimePlan) -> str:
+    """Format which side waits for the other, and for how much of an iteration."""
+    rollout, training = time.seconds["rollout"], time.training
+    side = "training" if rollout > training else "rollout"
+    return f"{side} waits {abs(rollout - training) / time.iteration:.0%}"
 
 
 def samples_together(run: PlannedRun, kv_cache_bytes: float) -> str:

@@ -14,7 +14,7 @@ def moved_bytes(run: PlannedRun) -> float:
     """
     layout, tp = run.actor.layout, run.config.rollout.tp
     total = sum(run.actor.elements) * layout.tp * run.rollout_element_bytes
-    if run.world_size > len(layout.ranks):
+    if run.gpus > len(layout.ranks):
         return total / tp
     if layout.tp >= tp:
         return total * (layout.tp * layout.pp - tp) / (tp * layout.tp * layout.pp)
@@ -33,6 +33,21 @@ def reshard_seconds(run: PlannedRun, machine: Machine) -> float:
     )
     share = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes if run.config.rollout.sleep else 0.0
     return moving + share / machine.map_rate + leaving_seconds(run, machine, run.actor)
+
+
+def publish_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds of the snapshot that leaves for a rollout world while training goes on."""
+    return 2 * max(run.actor.elements) * run.rollout_element_bytes / machine.copy_rate
+
+
+def arrival_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds from the snapshot until a rollout world has the weights in its back buffer."""
+    return moved_bytes(run) / _rate(run, machine)
+
+
+def adopt_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds in which a rollout world copies the weights out of its back buffer."""
+    return 2 * own_rollout_bytes(run, None) / machine.copy_rate
 
 
 def return_seconds(run: PlannedRun, machine: Machine) -> float:
