@@ -10,6 +10,7 @@ from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.checks.limits import value_problems
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
+from verl_megatron.config.section import sections_of
 
 OWN = sorted({setting for algorithm in ALGORITHMS.values() for setting in algorithm.settings})
 
@@ -156,6 +157,12 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
             because="without a reward",
             remedy="set reward.function",
         )
+    if config.rollout.devices:
+        yield Unused(
+            names=("reshard.offload", "rollout.sleep"),
+            because="with a rollout on ranks of its own, for which no room has to be made",
+            remedy="leave rollout.devices empty",
+        )
     if not reward.overlong_tokens:
         yield Unused(
             names=("reward.overlong_penalty",),
@@ -167,9 +174,9 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
 def _setting(config: TrainerConfig, name: str) -> tuple[Any, Any, Mapping[str, Any]]:
     """Return the value of section.setting, its default, and its interval or choices."""
     section, _, setting = name.partition(".")
-    usual = getattr(TrainerConfig(), section)
+    usual = sections_of(TrainerConfig())[section]
     limits = usual.__dataclass_fields__[setting].metadata
-    return getattr(getattr(config, section), setting), getattr(usual, setting), limits
+    return getattr(sections_of(config)[section], setting), getattr(usual, setting), limits
 
 
 def _shown(value: Any) -> str:

@@ -2,11 +2,12 @@
 
 verl-megatron plan --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1]
     [--samples-per-iteration 1024 --prompt 512 --response 1024] [--algorithm ppo]
-    [--best 10] [--json FILE] [SECTION.SETTING=VALUE ...]
+    [--best 10] [--json FILE] [--separate] [SECTION.SETTING=VALUE ...]
 
 Needs neither a GPU nor weights. DIR needs a config.json only; NAME is one of the built-in shapes. Settings
 after the options are those of verl_megatron.train. With --compare OUTPUT_DIR there is no search: the plan of
-exactly these settings is shown next to that run's measurements.
+exactly these settings is shown next to that run's measurements. With --separate the rollout has GPUs of its
+own, and the search also chooses how many; compare its best iteration with that of a search without.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from verl_megatron.checks.settings import check_planned
 from verl_megatron.commands.options import Options, check_output
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
+from verl_megatron.model_specs import is_separate, num_training_ranks, rollout_devices
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
     MACHINES,
@@ -43,6 +45,7 @@ from verl_megatron.planner import (
     plan_memory,
     plan_seconds,
     search,
+    search_splits,
     search_text,
 )
 from verl_megatron.planner.search import CHOSEN, Candidate, Search
@@ -104,6 +107,11 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
             "kl_coef": 0.0 if "teacher" in algorithm.needs else 0.01,
         },
     }
+    if given.separate:
+        if given.gpus < 2:
+            raise ValueError("--separate needs a GPU to train and one to generate; raise --gpus to 2 or more")
+        settings["rollout"]["devices"] = str(given.gpus - 1)  # the search replaces it
+        settings["async"] = {"max_staleness": 1}
     try:
         overrides = OmegaConf.merge(settings, OmegaConf.from_dotlist(given.settings))
     except (OmegaConfBaseException, YAMLError) as error:
@@ -127,8 +135,24 @@ def base_config(given: argparse.Namespace) -> TrainerConfig:
         ("teacher.path", config.teacher.path),
     ):
         _check_model(option, model)
-    refuse(check_planned(config, architecture(config.actor.path), given.gpus))
+    refuse(check_planned(config, architecture(config.actor.path), _training_ranks(config, given.gpus)))
     return config
+
+
+def _training_ranks(config: TrainerConfig, gpus: int) -> int:
+    """Return how many of `gpus` train.
+
+    Raises:
+        ValueError: rollout.devices are not the last of them.
+    """
+    if not is_separate(config):
+        return gpus
+    if rollout_devices(config)[-1] != gpus - 1:
+        raise ValueError(
+            f"rollout.devices={config.rollout.devices} must end with the last of --gpus {gpus}, {gpus - 1}; "
+            "change one of them"
+        )
+    return num_training_ranks(config)
 
 
 def common_settings(config: TrainerConfig) -> list[str]:
@@ -218,6 +242,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
     options.add_argument("--algorithm", default="ppo", help=", ".join(ALGORITHMS))
     options.add_argument("--best", type=count, default=10, help="candidates that are shown")
+    options.add_argument(
+        "--separate",
+        action="store_true",
+        help="the rollout on GPUs of its own (rollout.devices), as many as are best; samples are at most "
+        "async.max_staleness updates old, 1 unless it is given",
+    )
     options.add_argument("--json", type=Path, help="write all candidates that fit to this file")
     options.add_argument(
         "--compare",
@@ -258,14 +288,14 @@ def run(arguments: list[str]) -> int:
         machine = find_machine(given.gpu)
         config = base_config(given)
         world = {
-            "world_size": given.gpus,
+            "world_size": _training_ranks(config, given.gpus) if given.compare else given.gpus,
             "ranks_per_host": ranks_per_host(given.gpus, given.hosts),
             "read": architecture,
         }
         if given.compare:
             print(compared(PlannedRun.of(config, **world), machine, given.compare))
             return 0
-        result = search(config, machine=machine, **world)
+        result = (search_splits if given.separate else search)(config, machine=machine, **world)
         print(search_text(result, best=given.best, machine=machine))
         if result.fitting:
             print(f"\nbeside {' '.join(common_settings(config))}")

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, field
+from keyword import iskeyword
 from typing import Any, ClassVar, Self, TypeVar
 
 from parallel.runtime.refusal import nearest
@@ -23,6 +24,11 @@ LEAST_TEMPERATURE = 0.01  # vLLM takes lower ones above 0 for this one
 def shown(section: str) -> str:
     """Return the users' name of a section: `async` is Python's word, so its attribute is `async_`."""
     return section.rstrip("_")
+
+
+def attribute_of(section: str) -> str:
+    """Return the attribute that a section with this name for users is."""
+    return section + "_" * iskeyword(section)
 
 
 def sections_of(config: "Section") -> "dict[str, Any]":
@@ -92,8 +98,7 @@ class Section:
     def set(self, setting: str, value: Any) -> None:
         """Set "section.setting" of one of these sections."""
         section, _, name = setting.partition(".")
-        attribute = next(name for name in self.__dataclass_fields__ if shown(name) == shown(section))
-        setattr(getattr(self, attribute), name, value)
+        setattr(getattr(self, attribute_of(section)), name, value)
 
     @classmethod
     def _refuse_unknown(cls, name: str) -> None:

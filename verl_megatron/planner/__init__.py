@@ -11,6 +11,7 @@ from verl_megatron.planner.preflight import check_fits, machine_here
 from verl_megatron.planner.search import search
 from verl_megatron.planner.seconds import plan_seconds
 from verl_megatron.planner.serving import kv_bytes_per_token
+from verl_megatron.planner.splits import search_splits
 from verl_megatron.planner.supervised import check_supervised_fits, supervised_report
 from verl_megatron.planner.text import comparison_lines, report, samples_together, search_text
 
@@ -30,6 +31,7 @@ __all__ = [
     "report",
     "samples_together",
     "search",
+    "search_splits",
     "search_text",
     "supervised_report",
 ]

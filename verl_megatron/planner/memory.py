@@ -49,7 +49,8 @@ class RankKind:
     kv_cache_bytes: float  # available to vLLM for keys and values; infinite on ranks that only train
 
     def total(self, phase: str) -> float:
-        return sum(self.phases[phase].values())
+        """Bytes of a phase; 0 if these ranks have no part in it."""
+        return sum(self.phases.get(phase, {}).values())
 
     @property
     def fullest(self) -> str:
@@ -58,7 +59,8 @@ class RankKind:
     @property
     def idle_bytes(self) -> float:
         """Bytes in use while nothing is computed and vLLM sleeps."""
-        return sum(size for part, size in self.phases["weights_awake"].items() if part not in SERVING)
+        parts = self.phases.get("weights_awake", {})
+        return sum(size for part, size in parts.items() if part not in SERVING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def plan_memory(run: PlannedRun, machine: Machine) -> MemoryPlan:
     if is_separate(run.config):
         kinds = (
             *(_training_kind(run, kind) for kind in kinds),
-            _rollout_kind(run, machine, kinds[0].phases),
+            _rollout_kind(run, machine),
         )
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
@@ -193,7 +195,7 @@ def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
     return replace(kind, phases=phases, own_rollout_bytes=0.0, kv_cache_bytes=inf)
 
 
-def _rollout_kind(run: PlannedRun, machine: Machine, phases: Collection[str]) -> RankKind:
+def _rollout_kind(run: PlannedRun, machine: Machine) -> RankKind:
     """Return the ranks of `rollout.devices`: vLLM, and the back buffer that its next weights arrive in."""
     own = own_rollout_bytes(run, None)
     request = run.config.rollout.gpu_memory_utilization * machine.gpu_bytes
@@ -205,7 +207,7 @@ def _rollout_kind(run: PlannedRun, machine: Machine, phases: Collection[str]) ->
     }
     return RankKind(
         ranks=tuple(range(run.world_size, run.gpus)),
-        phases={phase: parts for phase in phases},
+        phases={"start": parts, "rollout": parts},
         host_bytes=machine.process_host_bytes,
         own_rollout_bytes=own,
         kv_cache_bytes=request - own - vllm_working_bytes(run, machine),

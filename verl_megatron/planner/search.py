@@ -15,7 +15,8 @@ from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.rules import Head
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import RewardConfig, TrainerConfig
-from verl_megatron.model_specs import shares_dtype
+from verl_megatron.config.section import attribute_of
+from verl_megatron.model_specs import is_separate, num_rollout_ranks, shares_dtype
 from verl_megatron.planner.decoding import samples_at_once
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.memory import IDLE, MemoryPlan, Problem, plan_memory, problems_of
@@ -37,7 +38,7 @@ FROZEN_SHARE = 1 / 8  # of a GPU, at most, for the reward model's weights, which
 CACHE_SHARE, ENGINE_BYTES = 1.1, 2 * GIB
 VPPS, CPS = (1, 2, 4), (1, 2, 4, 8)
 CHOSEN = ("actor.layout", "critic.layout", "actor.stage_layers", "critic.stage_layers",
-          "rollout.tp", "rollout.gpu_memory_utilization",
+          "rollout.devices", "rollout.tp", "rollout.gpu_memory_utilization",
           "reshard.mode", "reshard.offload", "engine.recompute")  # fmt: skip
 ALWAYS_SAID = (
     "actor.layout",
@@ -120,7 +121,7 @@ def search(
     sizes = [
         tp
         for tp in _tensor_sizes(ranks_per_host)
-        if world_size % tp == 0 and _splits(served_elements, arch, tp)
+        if num_rollout_ranks(base, world_size) % tp == 0 and _splits(served_elements, arch, tp)
     ]
     frozen, impossible = _frozen_layouts(base, machine, ranks_per_host, read), None
     for layout in (layout | frozen for layout in _layouts(base, world_size, ranks_per_host, read)):
@@ -142,16 +143,17 @@ def search(
                 found = make.with_rollout(layout | option, tp, work)
                 if found.problems:
                     result.refused.append(found)
-                elif tp not in best or _seconds(found) < _seconds(best[tp]):
+                elif tp not in best or seconds_of(found) < seconds_of(best[tp]):
                     best[tp] = found
         result.fitting += best.values()
     if impossible is not None and not result.tried:
         raise impossible
-    result.fitting.sort(key=_seconds)
+    result.fitting.sort(key=seconds_of)
     return result
 
 
-def _seconds(candidate: Candidate) -> float:
+def seconds_of(candidate: Candidate) -> float:
+    """Seconds of an iteration, as candidates are ranked by them."""
     return round(candidate.seconds.iteration, 2)  # finer differences do not decide
 
 
@@ -168,13 +170,13 @@ class _Maker:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Reshard modes to try; memory is shared only between weights of the same dtype."""
-        return MODES if shares_dtype(self.base) else MODES[:1]
+        """Reshard modes to try; memory is shared only on the same ranks, and by weights of the same dtype."""
+        return MODES if shares_dtype(self.base) and not is_separate(self.base) else MODES[:1]
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """Offload settings to try; offloading makes room for vLLM only if vLLM sleeps."""
-        return OFFLOADS if self.base.rollout.sleep else OFFLOADS[:1]
+        """Offload settings to try; offloading makes room for a vLLM that sleeps on the same ranks."""
+        return OFFLOADS if self.base.rollout.sleep and not is_separate(self.base) else OFFLOADS[:1]
 
     def planned(self, chosen: Settings) -> PlannedRun:
         return PlannedRun.of(
@@ -233,7 +235,7 @@ class _Maker:
                 best.problems and (not problems or problems[0].needed_bytes < best.problems[0].needed_bytes)
             ):
                 best = found
-            elif not problems and not best.problems and _seconds(found) < _seconds(best):
+            elif not problems and not best.problems and seconds_of(found) < seconds_of(best):
                 best = found
             if not problems and share >= wanted:
                 break
@@ -276,7 +278,7 @@ def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
     changes: dict[str, dict] = {}
     for name, value in chosen.items():
         section, setting = name.split(".")
-        changes.setdefault(section, {})[setting] = value
+        changes.setdefault(attribute_of(section), {})[setting] = value
     return replace(
         base, **{section: replace(getattr(base, section), **values) for section, values in changes.items()}
     )
@@ -284,7 +286,7 @@ def configured(base: TrainerConfig, chosen: Settings) -> TrainerConfig:
 
 def _setting(config: TrainerConfig, name: str):
     section, setting = name.split(".")
-    return getattr(getattr(config, section), setting)
+    return getattr(getattr(config, attribute_of(section)), setting)
 
 
 def spelled(value: str | int | float | list[int]) -> str:

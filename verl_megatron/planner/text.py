@@ -95,9 +95,9 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
             f"{peak.total(phase) / machine.gpu_bytes:>12.0%}"
         )
     if len(memory.kinds) > 1:
-        lines += ["", f"{'GiB by rank':<26}{_cells(peak.phases, 15)}"]
+        lines += ["", f"{'GiB by rank':<26}{_cells(memory.phases, 15)}"]
         for kind in memory.kinds:
-            totals = (f"{kind.total(phase) / GIB:.1f}" for phase in kind.phases)
+            totals = (f"{kind.total(phase) / GIB:.1f}" * (phase in kind.phases) for phase in memory.phases)
             lines.append(f"{named(kind):<26}{_cells(totals, 15)}")
     return lines + [
         "",

@@ -1,0 +1,76 @@
+"""Plans of a rollout on GPUs of its own, and the search for the best split."""
+
+import pytest
+
+from tests.planned import H200, arch, run_config
+from verl_megatron.commands import plan
+from verl_megatron.planner import PlannedRun, plan_memory, plan_seconds, search_splits
+from verl_megatron.planner.memory import SERVING, problems_of
+from verl_megatron.planner.search import configured
+
+
+def separate(training: int, gpus: int, **settings) -> PlannedRun:
+    placed = {"rollout.devices": f"{training}-{gpus - 1}"} | settings
+    return PlannedRun.of(configured(run_config(samples=512), placed), world_size=training, read=arch)
+
+
+def test_ranks_train_or_generate():
+    run = separate(4, 6, **{"rollout.tp": 2})
+    assert (run.gpus, run.world_size, run.replicas) == (6, 4, 1)
+    *training, rollout = plan_memory(run, H200).kinds
+    assert rollout.ranks == (4, 5) and set(rollout.phases) == {"start", "rollout"}
+    parts = rollout.phases["rollout"]
+    assert parts["versions"] == parts["vllm weights"] > run.actor.arch.num_layers * 2e8, "tp2 of 8B, bfloat16"
+    request = run.config.rollout.gpu_memory_utilization * H200.gpu_bytes
+    assert parts["vllm weights"] + parts["kv cache"] == pytest.approx(request)
+    assert [kind.ranks for kind in training] == [(0, 1), (2, 3)], "two pipeline stages"
+    for kind, elements in zip(training, run.actor.elements):
+        for parts in kind.phases.values():
+            assert not set(SERVING) & set(parts) and parts["versions"] == 2 * elements
+
+
+def test_both_sides_take_turns_at_staleness_0_and_overlap_above():
+    seconds = {}
+    for staleness in (0, 1):
+        run = separate(4, 6, **{"async.max_staleness": staleness})
+        seconds[staleness] = plan_seconds(run, H200, plan_memory(run, H200))
+    turns, beside = seconds[0], seconds[1]
+    assert turns.iteration == pytest.approx(sum(turns.seconds.values()))
+    assert beside.iteration == max(beside.seconds["rollout"], beside.training) < turns.iteration
+    assert beside.seconds["rollout"] < turns.seconds["rollout"], "weights arrive while training goes on"
+    assert turns.gpus == 6
+
+
+def test_the_best_split_fits_when_it_is_planned_again():
+    base = configured(run_config(samples=512), {"async.max_staleness": 1})
+    result = search_splits(base, world_size=8, machine=H200, read=arch)
+    assert {candidate.run.world_size for candidate in (*result.fitting, *result.refused)} == set(range(1, 8))
+    for candidate in result.fitting[:5]:
+        run = PlannedRun.of(
+            configured(base, candidate.settings), world_size=candidate.run.world_size, read=arch
+        )
+        assert run.gpus == 8
+        memory = plan_memory(run, H200)
+        assert not problems_of(run, H200, memory, margin=0.05)
+        assert plan_seconds(run, H200, memory).iteration == pytest.approx(candidate.seconds.iteration)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ("--gpus 1 --separate", "--separate needs a GPU to train and one to generate"),
+        ("--gpus 4 --separate rollout.devices=3", "this is what the search chooses"),
+        ("--gpus 4 async.max_staleness=1", "needs a rollout on ranks of its own"),
+        ("--gpus 4 --compare /nowhere rollout.devices=1-2", "must end with the last of --gpus 4, 3"),
+    ],
+)
+def test_what_the_command_refuses(arguments, refusal, capsys):
+    with pytest.raises(SystemExit) as ended:
+        plan.run(["--model", "llama3-8b", *arguments.split()])
+    assert ended.value.code == 2 and refusal in capsys.readouterr().err
+
+
+def test_the_command_shows_the_split(capsys):
+    assert plan.run(["--model", "llama3-8b", "--gpus", "4", "--separate", "--best", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "rollout.devices=" in text and "async.max_staleness=1" in text and " waits " in text
