@@ -18,6 +18,7 @@ from verl_megatron.config import (
     SFTConfig,
     TrainerConfig,
 )
+from verl_megatron.config.section import attribute_of
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def good(folder: Path, **changes) -> TrainerConfig:
     config.rollout = RolloutConfig(tp=2, max_tokens=100)
     for name, value in changes.items():
         section, setting = name.split("__")
-        setattr(getattr(config, section), setting, value)
+        setattr(getattr(config, attribute_of(section)), setting, value)
     return config
 
 
@@ -53,6 +54,8 @@ def test_distillation_needs_no_reward_unless_it_validates(folder):
 
 def test_nothing_is_wrong_with_a_good_configuration(folder):
     assert check_config(good(folder), world_size=4) == []
+    separate = dict(rollout__devices="4-5", async__max_staleness=1)
+    assert check_config(good(folder, **separate), world_size=4) == []
     assert (
         check_config(
             good(
@@ -84,6 +87,25 @@ BAD = [
     (dict(reward__function=""), ["reward.function and reward.path are both empty"]),
     (dict(reward__function="nonsense"), ["reward.function='nonsense'"]),
     (dict(reward__function="missing.py:f"), ["missing.py", "does not exist"]),
+    (dict(rollout__devices="4"), ["rollout.tp=2 must divide the 1 ranks that generate"]),
+    (dict(rollout__devices="2-3"), ["rollout.devices='2-3' leaves 2 ranks to train, and 4 were started"]),
+    (dict(rollout__devices="4,6"), ["rollout.devices='4,6' must be the last ranks of the run"]),
+    (dict(rollout__devices="0-3"), ["rollout.devices='0-3' must be the last ranks of the run"]),
+    (dict(rollout__devices="five"), ["rollout.devices='five'"]),
+    (
+        dict(rollout__devices="4-5", reshard__mode="swap"),
+        ["reshard.mode=swap shares memory", "use reshard.mode=keep"],
+    ),
+    (
+        dict(rollout__devices="4-5", reshard__offload="all"),
+        ["reshard.offload=all has no effect with a rollout on ranks of its own"],
+    ),
+    (dict(async__max_staleness=2), ["async.max_staleness=2 needs a rollout on ranks of its own"]),
+    (dict(async__max_staleness=-1), ["async.max_staleness=-1"]),
+    (
+        dict(rollout__devices="4-5", async__max_staleness=1, rollout__top_p=0.6),
+        ["algorithm.correction=auto", "rollout.top_p=0.6"],
+    ),
     (dict(rollout__min_tokens=101), ["rollout.min_tokens=101", "rollout.max_tokens=100"]),
     (dict(rollout__top_k=0), ["rollout.top_k=0"]),
     (dict(rollout__top_p=0.0), ["rollout.top_p=0.0", "(0, 1]"]),

@@ -95,7 +95,9 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     The sampler's log-probs are normalised over the kept tokens, the trainer's over all tokens. So every
     weight would contain the probability mass of the kept tokens.
     """
-    rollout, correction = config.rollout, correction_of(config)
+    rollout, correction, named = config.rollout, correction_of(config), config.algorithm.correction
+    if named == "auto":
+        named = f"auto ({correction}, because async.max_staleness={config.async_.max_staleness})"
     truncated = [
         f"rollout.{name}={getattr(rollout, name)}"
         for name, is_set in (
@@ -108,7 +110,7 @@ def _check_correction(config: TrainerConfig) -> list[str]:
     if correction == "none" or not truncated:
         return []
     return [
-        f"algorithm.correction={correction} with {' and '.join(truncated)} would scale the loss by the "
+        f"algorithm.correction={named} with {' and '.join(truncated)} would scale the loss by the "
         "probability mass that the sampler keeps;"
         " sample from all tokens (top_p=1, top_k=-1, min_tokens=0) or set correction=none"
     ]

@@ -63,7 +63,7 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
     """Check a rollout on ranks of its own, and what needs one."""
     rollout, problems = config.rollout, []
     if not rollout.devices:
-        if config.async_.max_staleness:
+        if config.async_.max_staleness > 0:
             problems.append(
                 f"async.max_staleness={config.async_.max_staleness} needs a rollout on ranks of its own; "
                 "name them in rollout.devices, or leave it at 0"

@@ -188,10 +188,10 @@ def _training_kind(run: PlannedRun, kind: RankKind) -> RankKind:
     """Return a kind of rank without vLLM, which has ranks of its own, and with a snapshot of the weights."""
     stage = _stage_of_rank(run.actor.layout).get(kind.ranks[0])
     snapshot = 0.0 if stage is None else run.actor.elements[stage] * run.rollout_element_bytes
-    phases = {
-        phase: {part: size for part, size in parts.items() if part not in SERVING} | {"versions": snapshot}
-        for phase, parts in kind.phases.items()
-    }
+    phases = {}
+    for phase, parts in kind.phases.items():
+        phases[phase] = {part: size for part, size in parts.items() if part not in SERVING}
+        phases[phase]["versions"] = snapshot
     return replace(kind, phases=phases, own_rollout_bytes=0.0, kv_cache_bytes=inf)
 
 
