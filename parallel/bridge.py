@@ -1,5 +1,8 @@
 """A bridge between torchrun worlds: the ranks of a training world and of the rollout world that serves it.
 
+A bridge is lost when either world ends. The one that is left joins the next bridge, which has a new number,
+new keys and new groups; nothing of the old one is used again.
+
 Each world has its own torchrun and its own default group. The bridge adds a store, which the first training
 rank serves, and process groups over the ranks of both worlds. These groups are in none of torch.distributed's
 tables. Collectives take them, but functions that look up ranks do not: `Transport.ranks` numbers them.
@@ -12,10 +15,11 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,14 +29,37 @@ from parallel import device
 from parallel.rank_set import RankSet
 from parallel.runtime import store as stores
 
+T = TypeVar("T")
 ADDRESS, TOKEN = "VERL_MEGATRON_BRIDGE", "VERL_MEGATRON_TOKEN"  # environment variables of every rank
 POLL_S = 0.002  # between two looks at the store
-JOIN_S = 600.0  # until the other world has started
+JOIN_S = 600.0  # until the other world has started, or started again
+CONNECT_S = 60.0  # until all ranks, which have all started, are connected
+TRY_S = 2.0  # for one connection to the store, which may not be served yet
 QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is noticed at once
+
+
+WORLDS = "worlds"  # key of the store: how many rollout worlds have joined
 
 
 class BridgeLostError(RuntimeError):
     """The other world has ended, or the store with it."""
+
+
+def together(own: RankSet, step: Callable[[], T]) -> T:
+    """Run `step` on all ranks of a world and return its result. Collective over that world.
+
+    Raises:
+        BridgeLostError: on all ranks, if `step` raises it on one.
+    """
+    result: Any = None
+    reason = ""
+    try:
+        result = step()
+    except BridgeLostError as error:
+        reason = str(error)
+    if reasons := list(filter(None, own.all_gather_object(reason))):
+        raise BridgeLostError(reasons[0])
+    return result
 
 
 def new_address() -> dict[str, str]:
@@ -51,23 +78,34 @@ class Bridge:
     num_training: int  # ranks of the training world
     num_rollout: int
     rank: int  # of this process on the bridge
-    store: dist.Store
+    number: int  # of the bridges of a run, from 1
+    root: dist.Store  # what all bridges of the run share
+    store: dist.Store  # what is this bridge's alone
     wait: Callable[[], None]  # called while waiting for the other world
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
     def join(
-        cls, own: RankSet, *, trains: bool, num_other: int, wait: Callable[[], None] = lambda: None
+        cls,
+        own: RankSet,
+        *,
+        trains: bool,
+        num_other: int,
+        wait: Callable[[], None] = lambda: None,
+        after: int = 0,
     ) -> "Bridge":
         """Join the bridge that the environment names. Collective over both worlds.
 
         Args:
             own: all ranks of this process's world.
-            trains: whether that is the training world.
+            trains: whether that is the training world, which serves the store.
             num_other: ranks of the other world.
             wait: called again and again while this rank waits.
+            after: number of the bridge that this world has lost; 0 for its first one.
 
         Raises:
             ValueError: the environment names no bridge, or the other world does not start.
+            BridgeLostError: the other world ended before all ranks had joined.
         """
         for name in (ADDRESS, TOKEN):
             if not os.environ.get(name):
@@ -79,17 +117,18 @@ class Bridge:
         if not host or not port.isdecimal():
             raise ValueError(f"{ADDRESS}={os.environ[ADDRESS]!r} is no address; write HOST:PORT")
         num_training, num_rollout = (own.size, num_other) if trains else (num_other, own.size)
-        served = trains and own.is_first
-        local = host in (stores.LOCAL, "localhost")
-        if served:
-            stores.serve_apart(host, int(port), one_host=local)
-        store = dist.PrefixStore(os.environ[TOKEN], _connected(host, int(port)))
+        if trains and own.is_first and not after:
+            stores.serve_apart(host, int(port), one_host=host in (stores.LOCAL, "localhost"))
+        root = dist.PrefixStore(os.environ[TOKEN], _connected(host, int(port), wait))
+        number = _agreed_number(own, root, after if trains else None, wait)
         bridge = cls(
             own=own,
             num_training=num_training,
             num_rollout=num_rollout,
             rank=own.rank + (0 if trains else num_training),
-            store=store,
+            number=number,
+            root=root,
+            store=dist.PrefixStore(str(number), root),
             wait=wait,
         )
         bridge.put(f"joined/{bridge.rank}", f"{num_training}+{num_rollout}")
@@ -119,10 +158,20 @@ class Bridge:
         return range(self.num_training, self.size)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Create a group over all ranks of the bridge, which call this with the same name."""
+        """Create a group over all ranks of the bridge, which call this with the same name.
+
+        Raises:
+            BridgeLostError: the ranks did not connect.
+        """
         store = dist.PrefixStore(f"group/{name}", self.store)
-        store.set_timeout(timedelta(seconds=JOIN_S))
+        store.set_timeout(timedelta(seconds=CONNECT_S))
         group = dist.ProcessGroup(store, self.rank, self.size)
+        with losing("connecting"):
+            self._connect(group, store)
+        self._groups.append(group)
+        return group
+
+    def _connect(self, group: dist.ProcessGroup, store: dist.Store) -> None:
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), self.rank, self.size, timeout=QUIET)
         gloo._set_sequence_number_for_group()
@@ -135,23 +184,39 @@ class Bridge:
             nccl._set_sequence_number_for_group()
             nccl.eager_connect_single_device(device.device())
             group._register_backend(device.device(), kinds.NCCL, nccl)
-        return group
+
+    def abandon(self) -> None:
+        """Let go of the groups of a lost bridge, so that operations which wait for its ranks end."""
+        for group in self._groups if device.is_gpu() else []:
+            group._get_backend(device.device()).abort()
+        self._groups.clear()
 
     # ---- values in the store
 
     def put(self, key: str, value: bytes | str) -> None:
-        self.store.set(key, value)  # pyright: ignore[reportArgumentType]  # bytes as well
+        """Set a key.
+
+        Raises:
+            BridgeLostError: the training world's store is gone.
+        """
+        with losing("the training world has ended"):
+            self.store.set(key, value)  # pyright: ignore[reportArgumentType]  # bytes as well
 
     def has(self, key: str) -> bool:
         """Whether a key has been set.
 
         Raises:
-            BridgeLostError: the training world's store is gone.
+            BridgeLostError: the training world's store is gone, or another rollout world has joined.
         """
-        try:
+        self.check()
+        with losing("the training world has ended"):
             return self.store.check([key])
-        except dist.DistError as error:
-            raise BridgeLostError(f"the training world has ended: {str(error).splitlines()[0]}") from None
+
+    def check(self) -> None:
+        """Raise a `BridgeLostError` if the training world has ended or another rollout world has joined."""
+        with losing("the training world has ended"):
+            if self.root.add(WORLDS, 0) != self.number:
+                raise BridgeLostError("the rollout world has ended")
 
     def value(self, key: str, *, within_s: float | None = None) -> bytes:
         """Wait for a key and return its value.
@@ -168,12 +233,14 @@ class Bridge:
                 )
             self.wait()
             time.sleep(POLL_S)
-        return self.store.get(key)
+        with losing("the training world has ended"):
+            return self.store.get(key)
 
     def take(self, key: str) -> bytes:
         """Wait for a key that only this rank reads, remove it and return its value."""
         found = self.value(key)
-        self.store.delete_key(key)
+        with losing("the training world has ended"):
+            self.store.delete_key(key)
         return found
 
 
@@ -188,35 +255,84 @@ class Parcels:
         self._bridge, self._name, self._group = bridge, name, bridge.group(name)
 
     def send(self, value: Any, *, to: int, label: str) -> None:
-        """Send an object; returns when it has been received."""
+        """Send an object; returns when it has been received.
+
+        Raises:
+            BridgeLostError: the other world has ended.
+        """
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         key = self._key(label, self._bridge.rank, to)
         self._bridge.put(key, str(len(payload)).encode())
         self._bridge.take(f"{key}/wanted")  # may take long; waiting inside `send` could not be interrupted
-        self._group.send([payload], to, 0).wait()
+        with losing("sending samples"):
+            self._group.send([payload], to, 0).wait()
 
     def receive(self, *, source: int, label: str) -> Any:
-        """Wait for the object with this label, and return it. Objects of a rank come in its order."""
+        """Wait for the object with this label, and return it. Objects of a rank come in its order.
+
+        Raises:
+            BridgeLostError: the other world has ended.
+        """
         key = self._key(label, source, self._bridge.rank)
         length = int(self._bridge.take(key))
         self._bridge.put(f"{key}/wanted", b"")
         payload: Tensor = torch.empty(length, dtype=torch.uint8)
-        self._group.recv([payload], source, 0).wait()
+        with losing("receiving samples"):
+            self._group.recv([payload], source, 0).wait()
         return pickle.loads(payload.numpy().tobytes())
 
     def _key(self, label: str, source: int, to: int) -> str:
         return f"{self._name}/{label}/{source}/{to}"
 
 
-def _connected(host: str, port: int) -> dist.TCPStore:
+@contextmanager
+def losing(what: str) -> Iterator[None]:
+    """Turn errors of torch.distributed into a `BridgeLostError`."""
+    try:
+        yield
+    except BridgeLostError:
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        raise BridgeLostError(f"{what}: {str(error).splitlines()[0]}") from None
+
+
+def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
     """Return a client of the store, which may not be served yet."""
     end = time.monotonic() + JOIN_S
     while True:
         try:
-            return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
+            store.set_timeout(timedelta(seconds=JOIN_S))
+            return store
         except (dist.DistError, RuntimeError) as error:
             if time.monotonic() > end:
                 raise ValueError(
                     f"{ADDRESS}={host}:{port}: no training world answers there ({error}); start it"
                 ) from None
+            wait()
             time.sleep(0.1)
+
+
+def _agreed_number(own: RankSet, root: dist.Store, after: int | None, wait: Callable[[], None]) -> int:
+    """Return the number of the bridge to join: a new one for a rollout world, the newest for training.
+
+    Args:
+        after: the number that training has lost; None in a rollout world.
+    """
+    number, problem, end = 0, "", time.monotonic() + JOIN_S
+    if own.is_first:
+        try:
+            with losing("the training world has ended"):
+                number = root.add(WORLDS, after is None)
+                while after is not None and number <= after and time.monotonic() < end:
+                    wait()
+                    time.sleep(POLL_S)
+                    number = root.add(WORLDS, 0)
+        except BridgeLostError as error:
+            problem = str(error)
+    number, problem = own.broadcast_object((number, problem))
+    if problem:
+        raise BridgeLostError(problem)
+    if after is not None and number <= after:
+        raise ValueError(f"no rollout world has joined for {JOIN_S:.0f} s; look at its output, and start it")
+    return number

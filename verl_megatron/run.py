@@ -40,12 +40,8 @@ from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
-from verl_megatron.separate.training_side import (
-    RemoteEngine,
-    RemoteSampler,
-    SeparateChannel,
-    join_rollout_world,
-)
+from verl_megatron.separate.link import RolloutLink
+from verl_megatron.separate.training_side import RemoteEngine, RemoteSampler, SeparateChannel, rollout_side
 
 
 @dataclass(kw_only=True)
@@ -201,15 +197,17 @@ def _separate(
     config: TrainerConfig, models: "_Models", world: RankSet, draw: Draw, watchdog: Watchdog
 ) -> _Generation:
     """Join the rollout world of `rollout.devices`, and return what stands for it."""
+    source = models.roles["actor"].engine.weight_source()
     with models.clock.phase("vllm"):
-        side = join_rollout_world(
+        link = RolloutLink(
             config,
             world,
-            models.roles["actor"].engine.weight_source(),
-            draw,
+            source,
             dtype=rollout_dtype(config),
             wait=watchdog.beat,
+            say=partial(print, flush=True) if world.is_first else lambda text: None,
         )
+    side = rollout_side(config, link, draw, gather=source.gather)
     residency = Residency(
         side.engine,
         side.engine,
@@ -222,7 +220,7 @@ def _separate(
         sampler=side.sampler,
         channel=side.channel,
         residency=residency,
-        plan=side.plan,
+        plan=link.plan,
     )
 
 

@@ -15,6 +15,7 @@ from verl_megatron.manifest import samples_problem, with_present_names
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
+from verl_megatron.separate.training_side import RemoteSampler
 
 SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
 
@@ -47,6 +48,16 @@ class SavedState(Progress):
     def _restore(self, saved: dict) -> None:
         self.run.learner.kl.load_state_dict(saved["kl"])
         self.run.channel.publish(self.step)
+
+    def _rank_state(self) -> dict:
+        sampler = self.run.sampler
+        in_flight = sampler.state_dict() if isinstance(sampler, RemoteSampler) else []
+        return super()._rank_state() | {"in_flight": in_flight}
+
+    def _restore_rank_state(self, saved: dict) -> None:
+        super()._restore_rank_state(saved)
+        if isinstance(self.run.sampler, RemoteSampler):
+            self.run.sampler.load_state_dict(saved.get("in_flight") or [])
 
     def done(self, metrics: dict[str, float]) -> None:
         """Count a completed iteration; see `Progress.done`."""

@@ -204,7 +204,7 @@ class Resharder:
                 messages.append((pair, sum(transfer.elements for transfer in message)))
         digest = zlib.crc32(repr([len(self.plan.direct), messages]).encode())
         digests = torch.tensor([digest, -digest], dtype=torch.int64, device=self.transport.device)
-        dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=self.transport.group)
+        self.transport.all_max(digests)
         if digests[0] != -digests[1]:
             raise ValueError(
                 "the ranks compiled different reshard plans; give every rank the same layouts, window_bytes"

@@ -49,6 +49,15 @@ class Transport:
         """The plan's ranks in the order of the group."""
         return dist.get_process_group_ranks(self.group) if self.ranks is None else list(self.ranks)
 
+    def all_max(self, x: Tensor) -> None:
+        """Replace `x` by the maximum over the group, on its device."""
+        if self.ranks is None:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        else:  # torch.distributed would hide errors of a group that it does not know
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self.group.allreduce([x], options).wait()
+
     def exchange(self, messages: Sequence[Message]) -> list[dist.Work]:
         """Start to send and receive; return what to wait for."""
         if not messages:

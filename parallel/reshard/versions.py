@@ -61,7 +61,15 @@ class VersionedReshard:
     a transport with `device=torch.device("cpu")`, which keeps both buffers and the messages in host memory.
     """
 
-    def __init__(self, plan: Plan, source: Parameters, destination: Parameters, transport: Transport):
+    def __init__(
+        self,
+        plan: Plan,
+        source: Parameters,
+        destination: Parameters,
+        transport: Transport,
+        *,
+        keep: Callable[[int, Parameters], None] | None = None,
+    ):
         """Allocate the buffers and start the thread.
 
         Args:
@@ -72,6 +80,7 @@ class VersionedReshard:
             transport: its group is from `background_group` or of a `Bridge`, over every rank of the plan, and
                 nothing else may use it. Its device is that of the buffers and messages; with the CPU the
                 parameters may still be on GPUs. Slices are verified between snapshot and back buffer.
+            keep: called in the background with each version and its snapshot, once it has been transferred.
 
         Raises:
             ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.
@@ -99,6 +108,7 @@ class VersionedReshard:
         self._changed = threading.Condition()
         self._pending: int | None = None  # version in the snapshot, until it is transferred
         self._arrived: int | None = None  # version in the back buffer, until it is adopted
+        self._keep = keep
         self._closing = self._ended = False
         self._closed_by: list[int] = []  # world ranks
         self._error: BaseException | None = None
@@ -109,12 +119,15 @@ class VersionedReshard:
         self._thread = threading.Thread(target=self._serve, name=f"weights of rank {self.rank}", daemon=True)
         self._thread.start()
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, values: Parameters | None = None) -> None:
         """Copy this rank's source parameters into the snapshot and start its transfer.
 
         Waits until the previous version has left the snapshot. The parameters may change as soon as this
         returns. Every source rank calls it; on a rank that the plan does not read (a replica) it only checks
         the number.
+
+        Args:
+            values: a copy of a snapshot to publish instead of the parameters' present values.
 
         Raises:
             ValueError: `version` is not above the last one.
@@ -135,7 +148,7 @@ class VersionedReshard:
             self._wait(lambda: self._pending is None)
             if self._ended:
                 raise RuntimeError(self._reason(f"version {version} is not published"))
-            _copy(self._snapshot, self._source)
+            _copy(self._snapshot, self._source if values is None else values)
             self._order_streams()
             self._published = version
             if self._snapshot:
@@ -194,6 +207,16 @@ class VersionedReshard:
         self._thread.join()
         self._raise_error()
 
+    def abandon(self) -> tuple[int, Parameters] | None:
+        """End the exchange on this rank alone, because other ranks are gone; return what has not left yet.
+
+        That is a version and its snapshot. The thread ends once its group is let go of.
+        """
+        with self._changed:
+            self._closing = self._ended = True
+            self._changed.notify_all()
+            return None if self._pending is None else (self._pending, self._snapshot)
+
     # ---- the thread --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -215,8 +238,10 @@ class VersionedReshard:
     def _round(self) -> int:
         """Exchange the reports; return the version to transfer, `_NOT_READY` or `_CLOSED`."""
         report = torch.tensor([self._status()])
-        gathered = [torch.empty_like(report) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gathered, report, group=self.group)
+        gathered = [torch.empty_like(report) for _ in range(self.group.size())]
+        self.group.allgather(
+            [gathered], [report]
+        ).wait()  # torch.distributed would hide errors of bare groups
         statuses = [int(status) for status in gathered]
         if _CLOSED in statuses:
             self._closed_by = [rank for rank, status in zip(self._all_ranks, statuses) if status == _CLOSED]
@@ -249,6 +274,8 @@ class VersionedReshard:
         report = self.resharder.run()
         if self._stream:
             self._stream.synchronize()
+        if self._keep is not None and self._snapshot:
+            self._keep(version, self._snapshot)
         with self._changed:
             self.report, self.transferred = report, version
             self._pending = None

@@ -104,7 +104,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
         print(help_text(training, asked))
         return 0
-    from verl_megatron.launch.ranks import is_rank, launcher_options, ranks_of, start, start_worlds
+    from verl_megatron.launch.ranks import is_rank, launcher_options, ranks_of, start
 
     if is_rank():
         _as_a_rank(training.module, arguments)
@@ -137,6 +137,8 @@ def _run(training: Training, arguments: list[str]) -> int:
         return 0 if fits else NO_ROOM
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     if separate:
+        from verl_megatron.launch.worlds import start_worlds
+
         start_worlds(training.module, rest, devices, restarts=given.max_restarts)
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
 

@@ -2,25 +2,18 @@
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from parallel import device
-from parallel.bridge import new_address
-from parallel.runtime.launch import PARENT
 from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.ranks import ranks_needed
 from verl_megatron.config import SupervisedConfig, TrainerConfig
-from verl_megatron.model_specs import layout_of, models_of, num_training_ranks, rollout_devices
+from verl_megatron.model_specs import layout_of, models_of
 
 MOST_LOCAL = 1024  # ranks of one host
 LAUNCHER_OPTIONS = {"--ranks": 1, "--max-restarts": 0}  # least value
-FROM_TERMINAL_S = 0.5  # in which a Ctrl-C reaches both worlds without this process
-ENDING_S = 60.0  # for the rollout world, once the training world has ended
 OF_A_RANK = ("RANK", "LOCAL_RANK")  # environment variables that a launcher sets for each rank
 
 
@@ -78,61 +71,22 @@ def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str
     return given, rest
 
 
-def _prepare() -> None:
+def prepare() -> None:
+    """Set what ranks inherit, and write out what this process has printed."""
     if not device.is_gpu():
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling takes longer than it saves
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
 
-def start_worlds(module: str, arguments: Sequence[str], config: TrainerConfig, *, restarts: int) -> NoReturn:
-    """Run the training and the rollout world of this host, and exit when the training world has ended.
-
-    Each has the launcher of `start`. If the rollout world ends first, the training world is ended, too.
-    """
-    _prepare()
-    sizes = {"train": num_training_ranks(config), "rollout": len(rollout_devices(config))}
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.is_gpu() else []
-    gpus = [gpu for gpu in gpus if gpu] or [str(gpu) for gpu in range(device.visible_gpus())]
-    common, first, worlds = dict(os.environ) | new_address() | {PARENT: str(os.getpid())}, 0, {}
-    for role, ranks in sizes.items():
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + ranks])} if gpus else {}
-        command = _command(module, [*arguments, "--role", role], ranks=ranks, restarts=restarts)
-        quiet = (
-            {"TORCH_CPP_LOG_LEVEL": "ERROR"} if role == "rollout" else {}
-        )  # if the store ends with training
-        group = 0 if role == "rollout" else None  # Ctrl-C reaches training alone, and this process
-        worlds[role] = subprocess.Popen(command, env=common | own | quiet, process_group=group)
-        first += ranks
-    signal.signal(signal.SIGTERM, lambda *_: worlds["train"].terminate())  # it saves, and ends the other
-    interrupted: list[float] = []
-    signal.signal(signal.SIGINT, lambda *_: interrupted.append(time.monotonic()))
-    while worlds["train"].poll() is None and (interrupted or worlds["rollout"].poll() is None):
-        time.sleep(0.05)
-        if interrupted:
-            worlds["rollout"].kill()  # its ranks end with it
-        if interrupted and time.monotonic() > interrupted[0] + FROM_TERMINAL_S:
-            worlds["train"].send_signal(signal.SIGINT)
-            break
-    ended = worlds["train"].poll() is not None or bool(interrupted)
-    later = worlds["rollout" if ended else "train"]
-    try:
-        later.wait(ENDING_S if later is worlds["rollout"] else 1.0)
-    except subprocess.TimeoutExpired:
-        later.send_signal(signal.SIGTERM if later is worlds["rollout"] else signal.SIGKILL)
-    codes = [world.wait() for world in (worlds["train"], worlds["rollout"])]
-    status = codes[0] if later is worlds["rollout"] else codes[1] or 1
-    sys.exit(status if status >= 0 else 128 - status)
-
-
 def start(module: str, arguments: Sequence[str], *, ranks: int, restarts: int = 0) -> NoReturn:
     """Replace this process by the launcher of `python -m module arguments` on `ranks` ranks of this host."""
-    _prepare()
-    command = _command(module, arguments, ranks=ranks, restarts=restarts)
+    prepare()
+    command = launcher_command(module, arguments, ranks=ranks, restarts=restarts)
     os.execv(sys.executable, command)
 
 
-def _command(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:
+def launcher_command(module: str, arguments: Sequence[str], *, ranks: int, restarts: int) -> list[str]:
     """Return the launcher's command for `python -m module arguments` on this host."""
     launcher = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     launcher += ["--rdzv-id", "verl_megatron", "--local-addr", "127.0.0.1"]

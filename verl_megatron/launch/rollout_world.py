@@ -1,18 +1,19 @@
 """The rollout world: generates and scores what the training world orders, with the weights that it sends."""
 
+import gc
 import pickle
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from parallel import device
-from parallel.bridge import Bridge, BridgeLostError, Parcels
+from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels, losing, together
 from parallel.layout import Layout
 from parallel.rank_set import RankSet, agree, world
 from parallel.reshard.versions import VersionedReshard
-from parallel.runtime import process
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
@@ -30,6 +31,7 @@ from verl_megatron.rollout.sampler import Sampler
 from verl_megatron.run import make_reward_pool, make_vllm, rollout_dtype
 from verl_megatron.separate.orders import (
     ENGINE,
+    FIRST,
     SHARDS,
     STOP,
     Order,
@@ -39,10 +41,6 @@ from verl_megatron.separate.orders import (
     order_key,
 )
 from verl_megatron.separate.weights import plan_of, receive_versions
-
-
-class _StoppedError(Exception):
-    """The training world has ended."""
 
 
 class RolloutWorld:
@@ -79,31 +77,15 @@ class RolloutWorld:
         ):
             with watchdog.operation("build", timeout_s=SLOW_S):
                 server = _Server(self.config, self.inputs, self.world, watchdog.beat)
-            try:
-                server.serve()
-            except _StoppedError:
-                server.close()
-            except Exception:
-                if server.is_alone():
-                    print("rollout: the training world has ended, and this one with it", flush=True)
-                    process.end(1)
-                raise
+            server.serve()
+            server.close()
 
 
 class _Server:
     def __init__(self, config: TrainerConfig, inputs: Inputs, own: RankSet, beat: Callable[[], None]):
         self._config, self._world, self._beat = config, own, beat
-        dtype, arch = rollout_dtype(config), read_architecture(config.actor.path)
+        self._dtype, self._arch = rollout_dtype(config), read_architecture(config.actor.path)
         self._engine = make_vllm(config, Layout.parse(f"tp{config.rollout.tp}", ranks=own.ranks))
-        self._bridge = Bridge.join(own, trains=False, num_other=num_training_ranks(config), wait=self._wait)
-        source: SourceShards = pickle.loads(self._bridge.value(SHARDS))
-        self._parcels = Parcels(self._bridge, "samples")
-        plan = plan_of(config, self._bridge, arch, source.shards, dtype)
-        self._versions: VersionedReshard = receive_versions(
-            config, self._bridge, plan, arch, self._engine.weight_target(), dtype
-        )
-        if own.is_first:
-            self._bridge.put(ENGINE, str(self._engine.kv_cache_tokens).encode())
         self._engine.wake("weights")
         self._engine.wake("kv_cache")
         self._pool = make_reward_pool(config, self._engine)
@@ -125,29 +107,88 @@ class _Server:
         self._validation = GivenPrompts(validated)
         self._sender = ThreadPoolExecutor(1, "samples")  # the next order need not wait for the receiver
         self._sending: deque[Future] = deque()
-        # This rank's samples go to one training rank, as those of other replicas do.
-        self._to = self._engine.replica % self._bridge.num_training
+        self._bridge: Bridge
+        self._parcels: Parcels
+        self._versions: VersionedReshard
+        self._first = 0  # number of the first order of the bridge
 
     def serve(self) -> None:
-        """Carry out all orders; `_StoppedError` ends it."""
-        number = 0
+        """Carry out all orders; a training world that is started again joins anew."""
         while True:
-            begin = time.perf_counter()
-            order: Order = pickle.loads(self._bridge.value(order_key(number)))
-            while self._versions.version < order.version + 1:
-                self._adopt()
-            waited = time.perf_counter() - begin
-            self._carry_out(number, order, waited)
-            number += 1
+            self._join()
+            number = self._first
+            try:
+                while (order := together(self._world, partial(self._next, number))) is not None:
+                    self._carry_out(number, order)
+                    number += 1
+                return
+            except BridgeLostError as error:
+                self._leave(str(error))
+
+    # ---- the bridge ----------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        while True:
+            try:
+                return together(self._world, self._connect)
+            except BridgeLostError:
+                continue
+
+    def _connect(self) -> None:
+        config = self._config
+        self._bridge = Bridge.join(
+            self._world, trains=False, num_other=num_training_ranks(config), wait=self._beat
+        )
+        source: SourceShards = pickle.loads(self._bridge.value(SHARDS))
+        self._first = int(self._bridge.value(FIRST))
+        self._parcels = Parcels(self._bridge, "samples")
+        plan = plan_of(config, self._bridge, self._arch, source.shards, self._dtype)
+        self._versions = receive_versions(
+            config, self._bridge, plan, self._arch, self._engine.weight_target(), self._dtype
+        )
+        if self._world.is_first:
+            self._bridge.put(ENGINE, str(self._engine.kv_cache_tokens).encode())
+
+    def _leave(self, reason: str) -> None:
+        """Let go of a bridge that is lost."""
+        if self._world.is_first:
+            print(f"rollout: {reason}; waiting for a training world", flush=True)
+        self._versions.abandon()
+        self._bridge.abandon()
+        self._sending.clear()
+        self._sender.shutdown(cancel_futures=True)
+        self._sender = ThreadPoolExecutor(1, "samples")
+        del self._parcels, self._versions
+        gc.collect()  # closes the connections of the old groups
+
+    # ---- orders --------------------------------------------------------------------------------------------
+
+    def _next(self, number: int) -> tuple[Order, float] | None:
+        """Return the next order once its weights are here, and the seconds until then; None at the end."""
+        begin = time.perf_counter()
+        while self._sending and self._sending[0].done():
+            self._sending.popleft().result()  # raises what went wrong
+        while not self._bridge.has(order_key(number)):
+            if self._bridge.has(STOP):
+                return None
+            self._beat()
+            time.sleep(POLL_S)
+        order: Order = pickle.loads(self._bridge.value(order_key(number)))
+        while self._versions.version < order.version + 1:
+            self._adopt()
+        return order, time.perf_counter() - begin
 
     def _adopt(self) -> None:
-        while not self._versions.ready():
-            self._wait()
-            time.sleep(0.001)
-        self._versions.adopt()
+        with losing("receiving weights"):
+            while not self._versions.ready():
+                self._bridge.check()
+                self._beat()
+                time.sleep(POLL_S)
+            self._versions.adopt()
         self._engine.reset_cache()
 
-    def _carry_out(self, number: int, order: Order, waited: float) -> None:
+    def _carry_out(self, number: int, given: tuple[Order, float]) -> None:
+        order, waited = given
         begin, sums = time.perf_counter(), Sums()
         trains = order.iteration > 0
         if order.cursor is not None:
@@ -164,33 +205,22 @@ class _Server:
         if trains and self._world.is_first:
             sums.add("async/rollout_wait_s", waited, 1)
             sums.add("async/generation_s", time.perf_counter() - begin, 1)
-            self._bridge.put(cursor_key(number), pickle.dumps(self._source.cursor.state_dict()))
+        has_reward = bool(self._config.reward.function)
+        samples = Samples(
+            batch=batch.tensors(), rewards_B=rewards_B if has_reward else None, sums=sums.state_dict()
+        )
+        self._sending.append(
+            self._sender.submit(self._send, number, samples, self._source.cursor.state_dict())
+        )
+
+    def _send(self, number: int, samples: Samples, cursor: dict[str, int]) -> None:
+        """Send this rank's samples to one training rank, as those of other replicas go to others."""
+        if self._world.is_first:
+            self._bridge.put(cursor_key(number), pickle.dumps(cursor))
         if self._engine.is_owner:
-            has_reward = bool(self._config.reward.function)
-            samples = Samples(
-                batch=batch.tensors(), rewards_B=rewards_B if has_reward else None, sums=sums.state_dict()
+            self._parcels.send(
+                samples, to=self._engine.replica % self._bridge.num_training, label=str(number)
             )
-            self._sending.append(
-                self._sender.submit(self._parcels.send, samples, to=self._to, label=str(number))
-            )
-        while self._sending and self._sending[0].done():
-            self._sending.popleft().result()  # raises what went wrong
-
-    def is_alone(self) -> bool:
-        """Whether the training world is gone."""
-        try:
-            self._bridge.has(STOP)
-        except BridgeLostError:
-            return True
-        return False
-
-    def _wait(self) -> None:
-        self._beat()
-        if self._bridge_has_stopped():
-            raise _StoppedError
-
-    def _bridge_has_stopped(self) -> bool:
-        return hasattr(self, "_bridge") and self._bridge.has(STOP)
 
     def close(self) -> None:
         """End the exchange of weights and the reward workers."""

@@ -93,7 +93,7 @@ class Progress:
         self._background.wait()  # its host copies are reused
         step, run = self.step, self.config.run
         manifest = self._manifest() | {"cursor": cursor or self.cursor.state_dict(), "roles": {}}
-        snapshots, rank_state = self._snapshots(manifest["roles"]), {"rng": random_state.rng_state()}
+        snapshots, rank_state = self._snapshots(manifest["roles"]), self._rank_state()
         if run.async_save:
             snapshots = list(snapshots)  # copy all now; otherwise one at a time, as they are written
 
@@ -111,6 +111,13 @@ class Progress:
 
         self._newest = self.folder / f"step_{step}"
         self._background.submit(write)
+
+    def _rank_state(self) -> dict:
+        """Return what each rank saves of its own, for a run under the same layout."""
+        return {"rng": random_state.rng_state()}
+
+    def _restore_rank_state(self, saved: dict) -> None:
+        random_state.set_rng_state(saved.get("rng") or {})
 
     def _snapshots(self, metadata: dict) -> Iterator[tuple[str, Snapshot]]:
         for name, role in self.trainable.items():
@@ -249,7 +256,7 @@ class Progress:
                 f"{path} does not hold the random states of a run; remove it, or set run.resume=never",
                 self.world,
             ):
-                random_state.set_rng_state(resume.read_rank_state(path, self.world).get("rng") or {})
+                self._restore_rank_state(resume.read_rank_state(path, self.world))
         else:
             random_state.seed_anew(
                 next(iter(self.trainable.values())).engine.groups, seed=self.config.run.seed, step=self.step

@@ -9,6 +9,7 @@ from verl_megatron.rollout.sampler import Draw
 
 STOP = "stop"  # key of the store: the training world has ended
 SHARDS, ENGINE = "shards", "engine"  # keys: `SourceShards`, and the cache of a replica in tokens
+FIRST = "first"  # key: number of the first order of this bridge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class SourceShards:
 class Order:
     """A collection to make, with weights of this version and no other.
 
-    Orders are numbered from 0, and the rollout world carries them out in this order.
+    Orders are numbered, and the rollout world carries them out in this order.
     """
 
     iteration: int  # that trains on the samples; 0: the validation prompts

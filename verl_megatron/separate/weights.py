@@ -1,5 +1,7 @@
 """Weights over the bridge: numbered versions of the trained model for the rollout world's engine."""
 
+from collections.abc import Callable
+
 import torch
 
 from parallel import device
@@ -39,11 +41,20 @@ def plan_of(
 
 
 def send_versions(
-    config: TrainerConfig, bridge: Bridge, source: WeightSource, dtype: torch.dtype
+    config: TrainerConfig,
+    bridge: Bridge,
+    source: WeightSource,
+    dtype: torch.dtype,
+    *,
+    keep: Callable[[int, Parameters], None] | None = None,
 ) -> VersionedReshard:
-    """Return the training side of the exchange. Collective over the bridge."""
+    """Return the training side of the exchange. Collective over the bridge.
+
+    Args:
+        keep: as of `VersionedReshard`.
+    """
     plan = plan_of(config, bridge, source.arch, source.shards, dtype)
-    return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype))
+    return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype), keep=keep)
 
 
 def receive_versions(
