@@ -132,6 +132,8 @@ class SavedState(Progress):
         self._resumed = Collected(
             batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
         )
+        if isinstance(self.run.sampler, RemoteSampler):
+            self.run.sampler.begin(self.step + 2, self.cursor.state_dict())
 
 
 def _made_with(part: dict) -> dict:

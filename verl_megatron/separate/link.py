@@ -113,12 +113,12 @@ class RolloutLink:
 
     # ---- another rollout world -----------------------------------------------------------------------------
 
-    def renew(self, reason: str, *, waited_s: float, first_order: int, versions: list[int]) -> None:
+    def renew(self, reason: str, *, since: float, first_order: int, versions: list[int]) -> None:
         """Join the rollout world that follows one which was lost.
 
         Args:
             reason: how the loss was noticed.
-            waited_s: seconds that training has waited for samples.
+            since: since when (`time.perf_counter`) training has waited for samples.
             first_order: number of the first order that it has to carry out.
             versions: of the weights that it needs, increasing. Without copies, it is the present one.
 
@@ -138,8 +138,8 @@ class RolloutLink:
         self._queue = list(versions)
         self.work()
         self._say(
-            f"rollout world {self.bridge.number} has joined ({reason}); training has waited {waited_s:.1f} s, "
-            "and missing samples are made again"
+            f"rollout world {self.bridge.number} has joined; training has waited "
+            f"{time.perf_counter() - since:.1f} s, and missing samples are made again"
         )
 
     def _join(self, *, first_order: int, after: int = 0) -> None:

@@ -111,6 +111,21 @@ class RemoteSampler:
         rewards = [samples.rewards_B for samples in self._received if samples.rewards_B is not None]
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
 
+    def begin(self, iteration: int, cursor: dict[str, int]) -> None:
+        """Order the first collections.
+
+        Args:
+            iteration: the next one to collect.
+            cursor: where to draw its prompts from.
+        """
+        self._first = self._newest
+        if iteration not in self._restored:
+            self._restored.clear()
+        self._restored = {number: found for number, found in self._restored.items() if number >= iteration}
+        self._ordered = max(self._restored, default=iteration - 1)
+        start = self._restored[self._ordered].cursor if self._restored else cursor
+        self._order_until(self._newest + 1 + self._max_staleness, cursor=start)
+
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -141,12 +156,7 @@ class RemoteSampler:
 
     def _collect(self, iteration: int, cursor: dict[str, int]) -> _Arrived:
         if self._first is None:
-            self._first = self._newest
-            if iteration not in self._restored:
-                self._restored.clear()
-            self._ordered = max(self._restored, default=iteration - 1)
-            start = self._restored[self._ordered].cursor if self._restored else cursor
-            self._order_until(iteration + self._max_staleness, cursor=start)
+            self.begin(iteration, cursor)
         if iteration in self._restored:
             return self._restored.pop(iteration)
         number = self._numbers[iteration]
@@ -176,12 +186,12 @@ class RemoteSampler:
 
     def _receive(self, number: int) -> None:
         """Receive this rank's part of an order, and of those before it."""
-        begin = time.perf_counter()
+        since = time.perf_counter()
         while True:
             try:
                 return together(self._link.world, lambda: self._receive_until(number))
             except BridgeLostError as error:
-                self._order_again(str(error), time.perf_counter() - begin)
+                self._order_again(str(error), since)
 
     def _receive_until(self, number: int) -> None:
         bridge = self._link.bridge
@@ -198,7 +208,7 @@ class RemoteSampler:
             self._num_arrived = found + 1
             self._link.made_samples()
 
-    def _order_again(self, reason: str, waited_s: float) -> None:
+    def _order_again(self, reason: str, since: float) -> None:
         """Give the orders whose samples are missing on some rank to the next rollout world."""
         first = min(self._link.world.all_gather_object(self._num_arrived))
         for number in range(first, self._num_arrived):
@@ -209,7 +219,7 @@ class RemoteSampler:
             self._orders[first] = replace(self._orders[first], cursor=self._cursors[first - 1])
         self._link.renew(
             reason,
-            waited_s=waited_s,
+            since=since,
             first_order=first,
             versions=sorted({self._orders[number].version for number in missing}),
         )
