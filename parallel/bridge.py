@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -253,6 +254,7 @@ class Parcels:
 
     def __init__(self, bridge: Bridge, name: str):
         self._bridge, self._name, self._group = bridge, name, bridge.group(name)
+        self._receiver = ThreadPoolExecutor(1, name)
 
     def send(self, value: Any, *, to: int, label: str) -> None:
         """Send an object; returns when it has been received.
@@ -278,7 +280,13 @@ class Parcels:
         self._bridge.put(f"{key}/wanted", b"")
         payload: Tensor = torch.empty(length, dtype=torch.uint8)
         with losing("receiving samples"):
-            self._group.recv([payload], source, 0).wait()
+            # gloo completes a receive in `wait` alone, which cannot be interrupted
+            received = self._receiver.submit(lambda: self._group.recv([payload], source, 0).wait())
+            while not received.done():
+                self._bridge.check()
+                self._bridge.wait()
+                time.sleep(POLL_S)
+            received.result()
         return pickle.loads(payload.numpy().tobytes())
 
     def _key(self, label: str, source: int, to: int) -> str:

@@ -166,9 +166,9 @@ class _Server:
     def _next(self, number: int) -> tuple[Order, float] | None:
         """Return the next order once its weights are here, and the seconds until then; None at the end."""
         begin = time.perf_counter()
-        while self._sending and self._sending[0].done():
-            self._sending.popleft().result()  # raises what went wrong
         while not self._bridge.has(order_key(number)):
+            while self._sending and self._sending[0].done():
+                self._sending.popleft().result()  # raises what went wrong
             if self._bridge.has(STOP):
                 return None
             self._beat()

@@ -19,6 +19,8 @@ from verl_megatron.model_specs import num_training_ranks, rollout_devices
 FROM_TERMINAL_S = 0.5  # in which a Ctrl-C reaches both worlds without this process
 ENDING_S = 60.0  # for the rollout world, once the training world has ended well
 POLL_S = 0.05
+# A rollout world has nothing to save; and torch would log that the store ends with the training world.
+QUICK = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENDED_ON_PURPOSE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -41,8 +43,7 @@ def start_worlds(module: str, arguments: Sequence[str], config: TrainerConfig, *
         ),
         rollout=(
             launcher_command(module, [*arguments, "--role", "rollout"], ranks=num_rollout, restarts=0),
-            # torch would log that the store ends with the training world
-            common | _gpus(num_training, num_rollout) | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+            common | _gpus(num_training, num_rollout) | QUICK,
         ),
     )
     status = worlds.run()
