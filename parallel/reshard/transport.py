@@ -55,7 +55,7 @@ class Transport:
             dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         else:  # torch.distributed would hide errors of a group that it does not know
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             self.group.allreduce([x], options).wait()
 
     def exchange(self, messages: Sequence[Message]) -> list[dist.Work]:

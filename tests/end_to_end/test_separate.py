@@ -1,6 +1,7 @@
 """A rollout world of its own: the toy job beside the same job on one set of ranks, and deaths of a world."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ JOB = [
     *("run.validate_interval=2", "run.save_interval=2", "algorithm.num_mini_batches=2"),
 ]
 SEPARATE = "rollout.devices=1"
+STALE = (SEPARATE, "async.max_staleness=2", "run.iterations=6")
 
 
 def command(*settings: str) -> list[str]:
@@ -53,9 +55,9 @@ def started(folder: Path, *settings: str) -> Iterator[Started]:
         process.wait(60)
 
 
-def ended_of(folder: Path, *settings: str) -> Ended:
+def ended_of(folder: Path, *settings: str, timeout_s: float = 120.0) -> Ended:
     with started(folder, *settings) as both:
-        ended = both.wait(timeout_s=120)
+        ended = both.wait(timeout_s=timeout_s)
         assert not ended.code, ended.text
         assert not both.leftovers()
         return ended
@@ -69,38 +71,73 @@ def together(toy, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
+    """What the run has learned, without times, and without metrics of one kind."""
+    left_out = ("reshard/bytes", "async/generation_s", "async/rollout_wait_s", but)
+    rows = learned(folder)
+    for row in rows:
+        for key in [key for key in row if key.startswith(left_out)]:
+            del row[key]
+    return rows
+
+
 def test_in_turns_it_is_the_run_on_one_set_of_ranks(together, toy, tmp_path):
     ended = ended_of(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, SEPARATE))
-    expected, found = learned(together), learned(tmp_path / "run")
-    for row in [*expected, *found]:
-        for key in [key for key in row if key == "reshard/bytes" or key.startswith("async/")]:
-            del row[key]
-    assert found == expected
+    assert numbers(tmp_path / "run", but="async/") == numbers(together)
     assert all(row["async/staleness_max"] == 0 for row in read_metrics(tmp_path / "run")[1:])
     assert ended.last_line.startswith("validation accuracy")
 
 
-def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(toy, tmp_path):
-    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, "async.max_staleness=3", "run.iterations=6")
-    ended_of(tmp_path, *settings)
-    rows = read_metrics(tmp_path / "run")[1:]
-    assert [row["async/staleness_max"] for row in rows] == [0, 1, 2, 3, 3, 3]
-    assert [row["async/iterations_in_flight"] for row in rows] == [3, 3, 3, 2, 1, 0]
+@pytest.fixture(scope="module")
+def stale(toy, tmp_path_factory) -> Path:
+    """A run with stale samples."""
+    folder = tmp_path_factory.mktemp("stale")
+    ended_of(folder, *settings_of(toy, folder / "run", *JOB, *STALE))
+    return folder / "run"
+
+
+def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(stale):
+    rows = read_metrics(stale)[1:]
+    assert [row["async/staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2]
+    assert [row["async/iterations_in_flight"] for row in rows] == [2, 2, 2, 2, 1, 0]
     assert rows[0]["policy/effective_sample_size"] > 0.99  # truncated importance weights, by default
     assert all(row["policy/importance_weight"] <= 2 for row in rows)
 
 
-@pytest.mark.parametrize("role", ["train", "rollout"])
-def test_a_world_that_dies_ends_the_other_and_a_restart_goes_on(together, toy, tmp_path, role):
+def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_path):
+    with started(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, *STALE), "--max-restarts", "1") as both:
+        kill(both, "rollout", once="step 2/6")
+        kill(both, "train", once="step 4/6")
+        ended = both.wait(timeout_s=120)
+        assert not ended.code and not both.leftovers(), ended.text
+    assert ended.text.count("the rollout world ended with 137 and is started again") == 1
+    assert ended.text.count("rollout world 2 has joined") == 1
+    assert "resuming after iteration 4" in ended.text or "resuming after iteration 2" in ended.text
+    assert numbers(tmp_path / "run") == numbers(stale)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_at_whatever_moments_worlds_die_the_numbers_stay(toy, tmp_path, seed):
+    """Ten kills of the rollout world and five of the training world at random moments."""
+    draw = random.Random(seed)
+    longer = [*JOB, SEPARATE, "run.iterations=40", f"async.max_staleness={(0, 1, 3)[seed]}"]
+    ended_of(tmp_path, *settings_of(toy, tmp_path / "undisturbed", *longer), timeout_s=400)
+    roles = ["rollout"] * 10 + ["train"] * 5
+    draw.shuffle(roles)
+    with started(tmp_path, *settings_of(toy, tmp_path / "run", *longer), "--max-restarts", "5") as both:
+        for place, role in enumerate(roles):
+            kill(both, role, once=f"step {2 * place + 2}/40", after_s=draw.random() * 3, timeout_s=200)
+        ended = both.wait(timeout_s=400)
+        assert not ended.code and not both.leftovers(), ended.text
+    assert ended.text.count("is started again") == 10 and ended.text.count("resuming after") == 5
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+
+
+def test_a_training_world_that_dies_ends_the_run_and_the_same_command_resumes_it(together, toy, tmp_path):
     settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
     with started(tmp_path, *settings) as both:
-        deadline = time.monotonic() + 100
-        while "step 3/4" not in (tmp_path / "stdout").read_text():
-            assert time.monotonic() < deadline and both.process.poll() is None, (
-                tmp_path / "stdout"
-            ).read_text()
-            time.sleep(0.05)
-        os.kill(rank_of(both, role), signal.SIGKILL)
+        kill(both, "train", once="step 3/4")
         ended = both.wait(timeout_s=60)
         assert ended.code == 137 and len(ended.error_lines) == 1, ended.text
         assert "was ended by SIGKILL" in ended.error_lines[0] and "Traceback" not in ended.text
@@ -110,8 +147,33 @@ def test_a_world_that_dies_ends_the_other_and_a_restart_goes_on(together, toy, t
     assert [row["policy/loss"] for row in found[1:]] == [row["policy/loss"] for row in expected[1:]]
 
 
-def rank_of(both: Started, role: str) -> int:
-    """Process id of the first rank of a world."""
+def test_an_error_of_the_rollout_world_ends_the_run_with_one_message(toy, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def score(prompt, response, ground_truth, extra):\n    raise KeyError('no such thing')\n"
+    )
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, f"reward.function={reward}:score")
+    with started(tmp_path, *settings, "run.validate_interval=0") as both:
+        ended = both.wait(timeout_s=60)
+        assert ended.code == 2 and not both.leftovers(), ended.text
+    assert len(ended.error_lines) == 1 and "failed on all" in ended.error_lines[0], ended.text
+
+
+def kill(both: Started, role: str, *, once: str, after_s: float = 0.0, timeout_s: float = 100.0) -> None:
+    """Kill the first rank of a world some time after a line of the run was printed."""
+    deadline = time.monotonic() + timeout_s
+    while once not in (text := (both.folder / "stdout").read_text()):
+        assert time.monotonic() < deadline and both.process.poll() is None, text
+        time.sleep(0.05)
+    time.sleep(after_s)
+    while (rank := rank_of(both, role)) is None:  # it is being started again
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(rank, signal.SIGKILL)
+
+
+def rank_of(both: Started, role: str) -> int | None:
+    """Process id of the first rank of a world, if it is running."""
     for pid, environment in both.processes().items():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         is_rank = environment.get("RANK") == "0" and b"verl_megatron.train" in words
@@ -119,4 +181,4 @@ def rank_of(both: Started, role: str) -> int:
         of_launcher = b"parallel.runtime.launch" in Path(f"/proc/{parent}/cmdline").read_bytes()
         if is_rank and of_launcher and words[words.index(b"--role") + 1] == role.encode():
             return pid
-    raise AssertionError(f"no rank of {role}")
+    return None

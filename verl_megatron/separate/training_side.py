@@ -53,6 +53,7 @@ class RemoteSampler:
         self._newest = 0  # published version
         self._first: int | None = None  # of the versions that samples may have; None: nothing is ordered yet
         self._ordered = 0  # the last ordered iteration
+        self._start: dict[str, int] | None = None  # where the next order draws from, if it is the first one
         self._orders: list[Order] = []  # by number
         self._numbers: dict[int, int] = {}  # iteration -> number of its order; not collected yet
         self._arrived: dict[int, _Arrived] = {}  # by number, not collected yet
@@ -123,8 +124,8 @@ class RemoteSampler:
             self._restored.clear()
         self._restored = {number: found for number, found in self._restored.items() if number >= iteration}
         self._ordered = max(self._restored, default=iteration - 1)
-        start = self._restored[self._ordered].cursor if self._restored else cursor
-        self._order_until(self._newest + 1 + self._max_staleness, cursor=start)
+        self._start = self._restored[self._ordered].cursor if self._restored else cursor
+        self._order_until(self._newest + 1 + self._max_staleness)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
@@ -164,15 +165,13 @@ class RemoteSampler:
         del self._numbers[iteration]
         return self._arrived.pop(number)
 
-    def _order_until(self, iteration: int, *, cursor: dict[str, int] | None = None) -> None:
+    def _order_until(self, iteration: int) -> None:
         assert self._first is not None
         for wanted in range(self._ordered + 1, min(iteration, self._last) + 1):
             version = max(self._first, wanted - 1 - self._max_staleness)
             self._ordered = wanted
-            self._numbers[wanted] = self._give(
-                Order(iteration=wanted, version=version, draw=self._draw, cursor=cursor)
-            )
-            cursor = None
+            order = Order(iteration=wanted, version=version, draw=self._draw, cursor=self._start)
+            self._numbers[wanted], self._start = self._give(order), None
 
     def _give(self, order: Order) -> int:
         """Give an order and return its number."""
