@@ -29,6 +29,7 @@ from torch import Tensor
 from parallel import device
 from parallel.rank_set import RankSet
 from parallel.runtime import store as stores
+from parallel.runtime.refusal import short_repr
 
 T = TypeVar("T")
 ADDRESS, TOKEN = "VERL_MEGATRON_BRIDGE", "VERL_MEGATRON_TOKEN"  # environment variables of every rank
@@ -71,6 +72,24 @@ def new_address() -> dict[str, str]:
     return {ADDRESS: f"{stores.LOCAL}:{port}", TOKEN: secrets.token_hex(16)}
 
 
+def given_address() -> tuple[str, int]:
+    """Return host and port of the bridge that the environment names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    for name in (ADDRESS, TOKEN):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"{name} is not set, and rollout.devices gives the rollout a world of its own; "
+                "start both with verl-megatron train, or give both the same address (HOST:PORT) and token"
+            )
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise ValueError(f"{ADDRESS}={short_repr(os.environ[ADDRESS])} is no address; write HOST:PORT")
+    return host, int(port)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bridge:
     """This process's end of the bridge."""
@@ -108,19 +127,11 @@ class Bridge:
             ValueError: the environment names no bridge, or the other world does not start.
             BridgeLostError: the other world ended before all ranks had joined.
         """
-        for name in (ADDRESS, TOKEN):
-            if not os.environ.get(name):
-                raise ValueError(
-                    f"{name} is not set, and rollout.devices gives the rollout a world of its own; "
-                    "start both with verl-megatron train, or give both the same address (HOST:PORT) and token"
-                )
-        host, _, port = os.environ[ADDRESS].rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"{ADDRESS}={os.environ[ADDRESS]!r} is no address; write HOST:PORT")
+        host, port = given_address()
         num_training, num_rollout = (own.size, num_other) if trains else (num_other, own.size)
         if trains and own.is_first and not after:
-            stores.serve_apart(host, int(port), one_host=host in (stores.LOCAL, "localhost"))
-        root = dist.PrefixStore(os.environ[TOKEN], _connected(host, int(port), wait))
+            stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
+        root = dist.PrefixStore(os.environ[TOKEN], _connected(host, port, wait))
         number = _agreed_number(own, root, after if trains else None, wait)
         bridge = cls(
             own=own,

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from parallel.bridge import given_address
+from parallel.rank_set import agree
 from parallel.runtime.refusal import short_repr, speak_once
 from verl_megatron.checks.batches import batch_arithmetic
 from verl_megatron.checks.versions import optional_packages
@@ -14,6 +16,7 @@ from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.iteration import collect, learn
 from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
+from verl_megatron.model_specs import is_separate
 from verl_megatron.observe import samples
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.observe.pictures import draw_report
@@ -67,6 +70,8 @@ class RLTrainer(BaseTrainer):
         config.reward.path = reward_model or config.reward.path
         config.reward.function = spec_of(reward_function or config.reward.function, config.run.output_dir)
         super().__init__(config, inspect_run, vllm=True)
+        if is_separate(config):
+            agree(given_address, self.world)
         self.say(optional_packages())
         for note in self.inputs.notes:
             self.say(note)

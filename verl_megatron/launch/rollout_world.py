@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from parallel import device
-from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels, losing, together
+from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels, given_address, losing, together
 from parallel.layout import Layout
 from parallel.rank_set import RankSet, agree, world
 from parallel.reshard.versions import VersionedReshard
@@ -65,6 +65,7 @@ class RolloutWorld:
                 f"rollout.devices={config.rollout.devices!r} names {len(devices)} ranks, and --role rollout "
                 f"was started on {started}; start as many"
             )
+        given_address()
         refuse(inspect_run(config, world_size=num_training_ranks(config), inputs=self.inputs))
 
     def serve(self) -> None:
