@@ -86,7 +86,9 @@ def state(tmp_path) -> SavedState:
     state.world = SimpleNamespace(rank=1, size=2, is_first=False)
     state.config = SimpleNamespace(run=SimpleNamespace(resume="newest", iterations=9))
     state.cursor = SimpleNamespace(load_state_dict=lambda _: None)
-    state.run = SimpleNamespace(clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch))
+    state.run = SimpleNamespace(
+        clock=SimpleNamespace(seconds={}), table_of=lambda batch: len(batch), sampler=None
+    )
     state.say, state.step, state.folder, state._resumed = pytest.fail, 2, tmp_path, None
     state._made_with = lambda: {"data": {"validation_samples": 8}}
     return state
