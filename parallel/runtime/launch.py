@@ -9,7 +9,6 @@ It starts the same agent and the same ranks as torchrun, with these differences:
 - Files that ranks leave in shared folders are removed.
 """
 
-import contextlib
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 from parallel.runtime import leftovers, process
 
@@ -75,7 +73,7 @@ class _Asked:
 
     @classmethod
     def _take(cls, number: int, frame: object) -> None:
-        ranks = children()
+        ranks = process.children()
         if number == signal.SIGINT:
             if cls.by != signal.SIGINT:
                 process.say_interrupted()
@@ -98,7 +96,7 @@ def _end_without_others() -> None:
     """
     gone_at = None
     while True:
-        gone_at = None if children() else gone_at or time.monotonic()
+        gone_at = None if process.children() else gone_at or time.monotonic()
         if gone_at and time.monotonic() > gone_at + OTHERS_S:
             process.end(128 + (_Asked.by or signal.SIGTERM))
         time.sleep(0.5)
@@ -106,15 +104,6 @@ def _end_without_others() -> None:
 
 class Ended(BaseException):
     """The launcher received a signal while no rank was running or should be started."""
-
-
-def children() -> list[int]:
-    """Return the process ids of the ranks."""
-    found: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
-    return found
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -22,13 +22,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from math import inf
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
 from parallel.rank_set import RankSet
-from parallel.runtime import endings, leftovers
+from parallel.runtime import endings, leftovers, process
 
 EXIT_STATUS = 128 + signal.SIGTERM  # a shell's status for a process ended by SIGTERM
 # the scheduler may signal torchrun and its ranks, and torchrun forwards its own: one request, two signals
@@ -46,22 +48,25 @@ class Preemption:
 
     The end of the `with` block restores the former handler. If the block ends with an exception after a
     SIGTERM, one line reports the exception and the former handler receives the signal, because torchrun also
-    sends SIGTERM when another rank has failed.
+    sends SIGTERM when another rank has failed. If another rank of this host has ended, that rank's error is
+    the one to tell: everything goes to `log`.
 
     Args:
         grace_s: seconds from the first SIGTERM to the forced exit; below torchrun's --shutdown-timeout.
+        log: takes what is not for the console; called from a thread as well.
 
     Raises:
         ValueError: `grace_s` is not positive, or `with` is not entered in the main thread.
     """
 
-    def __init__(self, *, grace_s: float = 25.0):
+    def __init__(self, *, grace_s: float = 25.0, log: Callable[[str], None] | None = None):
         if not grace_s > 0:
             raise ValueError(
                 f"grace_s={grace_s} must be greater than 0: seconds from SIGTERM to the end by force"
             )
         self.grace_s = grace_s
         self._asked, self._held = threading.Event(), threading.Event()
+        self._say, self._log = _say, log or _say
 
     def hold(self) -> None:
         """Cancel the deadline because the run is saving.
@@ -97,12 +102,18 @@ class Preemption:
         for end in self._ends:
             os.close(end)
         if error is not None and self._asked.is_set():
-            line = next(iter(traceback.extract_tb(trace)[-1:]), None)
-            place = f" ({line.filename}:{line.lineno})" if line else ""
-            _say(f"{_who()}: after SIGTERM came {type(error).__name__}: {error}{place}")
+            self._report(error, trace)
             sys.stdout.flush()
             endings.tell("error", f"after SIGTERM came {type(error).__name__}: {error}")
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _report(self, error: BaseException, trace: TracebackType | None) -> None:
+        if self._say is not _say:
+            self._say("".join(traceback.format_exception(error)))
+            return
+        line = next(iter(traceback.extract_tb(trace)[-1:]), None)
+        place = f" ({line.filename}:{line.lineno})" if line else ""
+        _say(f"{_who()}: after SIGTERM came {type(error).__name__}: {error}{place}")
 
     def _restore(self) -> None:
         self._is_entered = False
@@ -122,7 +133,7 @@ class Preemption:
             if left_s is not None and left_s <= 0 and self._held.is_set():
                 left_s = None
             elif left_s is not None and left_s <= 0:
-                _end(f"{self.grace_s:g} s of grace are over before the end of the iteration")
+                self._end(f"{self.grace_s:g} s of grace are over before the end of the iteration")
             if not select.select([self._ends[0]], [], [], left_s)[0]:
                 continue
             signals = os.read(self._ends[0], 4096)
@@ -136,10 +147,17 @@ class Preemption:
             now = time.monotonic()
             if deadline is None:
                 deadline, copies_end = now + self.grace_s, now + COPY_S
+                self._say = self._log if process.has_lost_rank() else _say
                 self._asked.set()
-                _say(f"{_who()}: SIGTERM; the run ends after this iteration, or in {self.grace_s:g} s")
+                self._say(f"{_who()}: SIGTERM; the run ends after this iteration, or in {self.grace_s:g} s")
             elif now > copies_end:
-                _end("a second SIGTERM")
+                self._end("a second SIGTERM")
+
+    def _end(self, reason: str) -> NoReturn:
+        self._say(f"{_who()}: {reason}: ending now")
+        endings.tell("stopped", f"SIGTERM: {reason}; nothing is saved beyond the newest checkpoint")
+        leftovers.end()
+        os._exit(EXIT_STATUS)
 
 
 def usual_grace_s() -> float:
@@ -170,10 +188,3 @@ def _who() -> str:
 
 def _say(text: str) -> None:
     os.write(2, f"{text}\n".encode())  # not sys.stderr: the main thread may be inside it
-
-
-def _end(reason: str) -> None:
-    _say(f"{_who()}: {reason}: ending now")
-    endings.tell("stopped", f"SIGTERM: {reason}; nothing is saved beyond the newest checkpoint")
-    leftovers.end()
-    os._exit(EXIT_STATUS)

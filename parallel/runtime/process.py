@@ -3,6 +3,7 @@
 Needs only the standard library.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -51,6 +52,24 @@ def end_with(number: signal.Signals, *, is_orphan) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if is_orphan():
         os._exit(128 + number)
+
+
+def children(parent: int | str = "self") -> list[int]:
+    """Return the ids of a process's children; empty where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended, or is another user's
+        for task in os.listdir(f"/proc/{parent}/task"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+    return found
+
+
+def has_lost_rank() -> bool:
+    """Return whether another rank of this host has ended, as far as parallel.runtime.launch shows it."""
+    parent, ranks = os.getppid(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if os.environ.get(LAUNCHER) != str(parent) or not ranks.isdecimal():
+        return False
+    return 0 < len(children(parent)) < int(ranks)
 
 
 def _has_lost_launcher() -> bool:

@@ -17,10 +17,11 @@ from parallel.runtime import launch, process
 from tests.unit.test_run_log import logged
 from tests.worlds import ROOT
 
+LAUNCHER = [sys.executable, "-m", "parallel.runtime.launch", "--local-addr", "127.0.0.1"]
 HEAD = """
 import os, signal, sys, time
 from parallel.runtime import endings
-from parallel.runtime.refusal import complain, fail, speak_once
+from parallel.runtime.refusal import RefusalError, complain, fail, speak_once
 from parallel.runtime.run_log import RunLog
 rank = int(os.environ["RANK"])
 """
@@ -47,9 +48,8 @@ def script(body: str, folder: Path) -> Path:
 
 def test_an_error_of_all_ranks_is_one_line_and_the_tracebacks_are_in_the_log(tmp_path):
     """Of the attempt before the last the ranks speak themselves."""
-    launcher = [sys.executable, "-m", "parallel.runtime.launch", "--nproc-per-node=3", "--max-restarts=1"]
     said = subprocess.run(
-        [*launcher, "--local-addr", "127.0.0.1", script(FAILS, tmp_path)],
+        [*LAUNCHER, "--nproc-per-node=3", "--max-restarts=1", script(FAILS, tmp_path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -64,6 +64,35 @@ def test_an_error_of_all_ranks_is_one_line_and_the_tracebacks_are_in_the_log(tmp
     lines = logged(tmp_path / "run.log")
     failed = {rank for rank, text in lines if text == "RuntimeError: attempt 1"}
     assert failed and failed <= {rank for rank, text in lines if text.startswith("Traceback")}
+
+
+RAISES_LATER = """
+    from parallel.runtime.preemption import Preemption
+    try:
+        with RunLog(".", rank=rank) as log, Preemption(log=log.write) as preemption:
+            assert rank == 0 or preemption._asked.wait(60)
+            raise RefusalError("reward.function=mine.py:score failed")
+    except RefusalError as error:
+        complain(str(error), agreed=True)
+"""
+
+
+def test_what_other_ranks_raise_after_the_first_is_in_the_log_only(tmp_path):
+    """They get SIGTERM because a rank has ended, which is no request to end a run."""
+    said = subprocess.run(
+        [*LAUNCHER, "--nproc-per-node=3", script(RAISES_LATER, tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    status, last = said.stderr.splitlines()
+    assert said.returncode == 2 and re.fullmatch(r"rank 0 \(process \d+\) ended with 2", status), said.stderr
+    assert last == "error: reward.function=mine.py:score failed"
+    lines = logged(tmp_path / "run.log")
+    error = "parallel.runtime.refusal.RefusalError: reward.function=mine.py:score failed"
+    assert {rank for rank, text in lines if text == error} == {0, 1, 2}
 
 
 def failure(folder: Path, rank: int, *, code: int, body: str = "") -> ProcessFailure:

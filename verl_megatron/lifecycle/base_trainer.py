@@ -95,7 +95,7 @@ class BaseTrainer:
             self._closing_metrics(),  # once the record says how the run ended
             RunRecord(self.config, self.world, step=self._step_reached) as self.record,
             Watchdog(run.stall_timeout_s, self.output_dir, self.world) as self.watchdog,
-            Preemption(grace_s=usual_grace_s()) as self.preemption,
+            Preemption(grace_s=usual_grace_s(), log=log.write) as self.preemption,
         ):
             log.write("\n".join([f"start {self.record.number}", *self._said]))
             with (

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from parallel.runtime.refusal import RefusalError
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.prompts import Prompt
 from verl_megatron.data.tokenizer import Tokenizer
@@ -164,7 +165,7 @@ class Sampler:
         """Return the rewards of the last collection, [B] float32; 0 without a reward function.
 
         Raises:
-            ValueError: on every rank, if the function failed on all samples or reports too many metrics.
+            RefusalError: on every rank, if the function failed on all samples or reports too many metrics.
         """
         rewards_B = torch.zeros(len(batch))
         self._wait_for_rewards()
@@ -193,7 +194,7 @@ class Sampler:
         self._check_rewards()
 
     def _check_rewards(self) -> None:
-        """Raise ValueError on every rank if all reward calls failed or there are too many metrics."""
+        """Raise RefusalError on every rank if all reward calls failed or there are too many metrics."""
         pool = self.pool
         here = [pool.failures.total(), pool.calls, len(pool.metric_names)] if pool is not None else [0, 0, 0]
         failed, calls, names = self.engine.world.all_sum(torch.tensor(here)).tolist()
@@ -202,7 +203,7 @@ class Sampler:
                 [complaint] if pool is not None and (complaint := pool.complaint(failed, calls)) else []
             )
             if said:
-                raise ValueError(said[0])
+                raise RefusalError(said[0])
 
     def _kept_groups(self, batch: RolloutBatch, keep_group: KeepGroup) -> list[int]:
         """Return the groups of this round to keep, in order; the same on every rank.
