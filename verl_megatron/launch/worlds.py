@@ -32,6 +32,9 @@ def start_worlds(module: str, arguments: Sequence[str], config: TrainerConfig, *
 
     Args:
         restarts: of the training world, from the newest checkpoint.
+
+    Raises:
+        ValueError: this host has too few GPUs for both.
     """
     prepare()
     common = dict(os.environ) | new_address() | {PARENT: str(os.getpid())}
@@ -51,11 +54,20 @@ def start_worlds(module: str, arguments: Sequence[str], config: TrainerConfig, *
 
 
 def _gpus(first: int, count: int) -> dict[str, str]:
-    """Return the variable that gives a world its GPUs; empty without GPUs."""
+    """Return the variable that gives a world its GPUs; empty without GPUs.
+
+    Raises:
+        ValueError: this host has too few.
+    """
     if not device.is_gpu():
         return {}
     named = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     gpus = named or [str(gpu) for gpu in range(device.visible_gpus())]
+    if len(gpus) < first + count:
+        raise ValueError(
+            f"rollout.devices: ranks to {first + count - 1} need {first + count} GPUs, and this host has "
+            f"{len(gpus)}; name lower ranks, or start each world on a host of its own with --role"
+        )
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + count])}
 
 
