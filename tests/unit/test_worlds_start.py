@@ -26,6 +26,5 @@ def test_too_few_are_refused(four_gpus):
 
 
 def test_a_fault_is_started_again_and_an_error_is_not():
-    assert [status for status in (0, 1, 2, 75, 130, 134, 137, 139, 143, -9, -15) if worlds._is_fault(status)] == [
-        75, 134, 137, 139, -9,
-    ]  # fmt: skip
+    statuses = (0, 1, 2, 75, 130, 134, 137, 139, 143, -9, -15)
+    assert [status for status in statuses if worlds._is_fault(status)] == [75, 134, 137, 139, -9]
