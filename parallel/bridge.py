@@ -1,13 +1,15 @@
-"""A bridge between torchrun worlds: the ranks of a training world and of the rollout world that serves it.
+"""A bridge between torchrun worlds: the ranks of a training world and of a world that serves it.
 
-A bridge is lost when either world ends. The one that is left joins the next bridge, which has a new number,
-new keys and new groups; nothing of the old one is used again.
+A training world may have several bridges, each to a world with a name. A bridge is lost when either world
+ends. The one that is left joins the next bridge of that name, which has a new number, new keys and new
+groups; nothing of the old one is used again.
 
-Each world has its own torchrun and its own default group. The bridge adds a store, which the first training
-rank serves, and process groups over the ranks of both worlds. These groups are in none of torch.distributed's
-tables. Collectives take them, but functions that look up ranks do not: `Transport.ranks` numbers them.
+Each world has its own torchrun and its own default group. The bridge adds keys in a store, which the first
+training rank serves, and process groups over the ranks of both worlds. These groups are in none of
+torch.distributed's tables. Collectives take them, but functions that look up ranks do not: `Transport.ranks`
+numbers them.
 
-On the bridge, ranks are numbered from 0: first those of the training world, then those of the rollout world.
+On the bridge, ranks are numbered from 0: first those of the training world, then those of the other world.
 """
 
 import os
@@ -40,7 +42,7 @@ TRY_S = 2.0  # for one connection to the store, which may not be served yet
 QUIET = timedelta(days=2)  # limit of an operation; a peer that has ended is noticed at once
 
 
-WORLDS = "worlds"  # key of the store: how many rollout worlds have joined
+WORLDS = "worlds"  # key of the store: how many worlds of a bridge's name have joined
 
 
 class BridgeLostError(RuntimeError):
@@ -90,16 +92,39 @@ def given_address() -> tuple[str, int]:
     return host, int(port)
 
 
+def open_store(own: RankSet, *, serves: bool = False, wait: Callable[[], None] = lambda: None) -> dist.Store:
+    """Return the store that the environment names, which the training world's first rank serves.
+
+    Args:
+        own: all ranks of this process's world.
+        serves: whether that is the training world.
+        wait: called again and again while this rank waits for the training world.
+
+    Raises:
+        ValueError: the environment names no store, or nobody serves it.
+    """
+    host, port = given_address()
+    if serves and own.is_first:
+        stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
+    return dist.PrefixStore(os.environ[TOKEN], _connected(host, port, wait))
+
+
+def newest(store: dist.Store, name: str) -> int:
+    """Return the number of the newest bridge of a name; 0 until a world of that name has joined."""
+    return dist.PrefixStore(name, store).add(WORLDS, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bridge:
     """This process's end of the bridge."""
 
     own: RankSet  # the ranks of this process's world
+    name: str  # of the world that serves training
     num_training: int  # ranks of the training world
-    num_rollout: int
+    num_serving: int  # ranks of the other world
     rank: int  # of this process on the bridge
-    number: int  # of the bridges of a run, from 1
-    root: dist.Store  # what all bridges of the run share
+    number: int  # of the bridges of this name, from 1
+    root: dist.Store  # what all bridges of this name share
     store: dist.Store  # what is this bridge's alone
     wait: Callable[[], None]  # called while waiting for the other world
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -108,54 +133,63 @@ class Bridge:
     def join(
         cls,
         own: RankSet,
+        store: dist.Store,
+        name: str,
         *,
-        trains: bool,
         num_other: int,
+        number: int | None = None,
         wait: Callable[[], None] = lambda: None,
-        after: int = 0,
     ) -> "Bridge":
-        """Join the bridge that the environment names. Collective over both worlds.
+        """Join a bridge. Collective over both worlds.
 
         Args:
             own: all ranks of this process's world.
-            trains: whether that is the training world, which serves the store.
+            store: of `open_store`.
+            name: of the world that serves training.
             num_other: ranks of the other world.
+            number: in the training world, the bridge's number, as `newest` tells it; None in the other.
             wait: called again and again while this rank waits.
-            after: number of the bridge that this world has lost; 0 for its first one.
 
         Raises:
-            ValueError: the environment names no bridge, or the other world does not start.
+            ValueError: the worlds have other sizes than expected, or the training world does not answer.
             BridgeLostError: the other world ended before all ranks had joined.
         """
-        host, port = given_address()
-        num_training, num_rollout = (own.size, num_other) if trains else (num_other, own.size)
-        if trains and own.is_first and not after:
-            stores.serve_apart(host, port, one_host=host in (stores.LOCAL, "localhost"))
-        root = dist.PrefixStore(os.environ[TOKEN], _connected(host, port, wait))
-        number = _agreed_number(own, root, after if trains else None, wait)
+        root, trains = dist.PrefixStore(name, store), number is not None
+        if number is None:
+            number = _next_number(own, root)
+        num_training, num_serving = (own.size, num_other) if trains else (num_other, own.size)
         bridge = cls(
             own=own,
+            name=name,
             num_training=num_training,
-            num_rollout=num_rollout,
+            num_serving=num_serving,
             rank=own.rank + (0 if trains else num_training),
             number=number,
             root=root,
             store=dist.PrefixStore(str(number), root),
             wait=wait,
         )
-        bridge.put(f"joined/{bridge.rank}", f"{num_training}+{num_rollout}")
+        bridge.put(f"joined/{bridge.rank}", f"{num_training}+{num_serving}")
         for rank in range(bridge.size):
-            sizes = bridge.value(f"joined/{rank}", within_s=JOIN_S).decode()
-            if sizes != f"{num_training}+{num_rollout}":
+            within_s = (
+                CONNECT_S if trains else JOIN_S
+            )  # the serving ranks are there, but training may be busy
+            try:
+                sizes = bridge.value(f"joined/{rank}", within_s=within_s).decode()
+            except TimeoutError as error:
+                if trains:
+                    raise BridgeLostError(f"the {name} world did not connect ({error})") from None
+                raise ValueError(f"{name}: {error}; look at training's output, or start it") from None
+            if sizes != f"{num_training}+{num_serving}":
                 raise ValueError(
-                    f"this world has {num_training} training and {num_rollout} rollout ranks, and "
+                    f"{name}: this world has {num_training} training and {num_serving} other ranks, and "
                     f"rank {rank} of the bridge expects {sizes}; start both worlds with the same settings"
                 )
         return bridge
 
     @property
     def size(self) -> int:
-        return self.num_training + self.num_rollout
+        return self.num_training + self.num_serving
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -166,7 +200,7 @@ class Bridge:
         return range(self.num_training)
 
     @property
-    def rollout_ranks(self) -> range:
+    def serving_ranks(self) -> range:
         return range(self.num_training, self.size)
 
     def group(self, name: str) -> dist.ProcessGroup:
@@ -218,31 +252,28 @@ class Bridge:
         """Whether a key has been set.
 
         Raises:
-            BridgeLostError: the training world's store is gone, or another rollout world has joined.
+            BridgeLostError: the training world's store is gone, or another world of this name has joined.
         """
         self.check()
         with losing("the training world has ended"):
             return self.store.check([key])
 
     def check(self) -> None:
-        """Raise a `BridgeLostError` if the training world has ended or another rollout world has joined."""
+        """Raise a `BridgeLostError` if either world has ended: another of this name has joined then."""
         with losing("the training world has ended"):
             if self.root.add(WORLDS, 0) != self.number:
-                raise BridgeLostError("the rollout world has ended")
+                raise BridgeLostError(f"the {self.name} world has ended")
 
     def value(self, key: str, *, within_s: float | None = None) -> bytes:
         """Wait for a key and return its value.
 
         Raises:
-            ValueError: nobody has set it `within_s` seconds.
+            TimeoutError: nobody has set it within `within_s` seconds.
         """
         begin = time.monotonic()
         while not self.has(key):
             if within_s is not None and time.monotonic() > begin + within_s:
-                raise ValueError(
-                    f"nothing of the other world for {within_s:.0f} s ({key}); look at its output, "
-                    "and start both worlds together"
-                )
+                raise TimeoutError(f"nothing of the other world for {within_s:.0f} s, {key} is missing")
             self.wait()
             time.sleep(POLL_S)
         with losing("the training world has ended"):
@@ -251,9 +282,13 @@ class Bridge:
     def take(self, key: str) -> bytes:
         """Wait for a key that only this rank reads, remove it and return its value."""
         found = self.value(key)
+        self.drop(key)
+        return found
+
+    def drop(self, key: str) -> None:
+        """Remove a key that nobody reads any more."""
         with losing("the training world has ended"):
             self.store.delete_key(key)
-        return found
 
 
 class Parcels:
@@ -332,26 +367,16 @@ def _connected(host: str, port: int, wait: Callable[[], None]) -> dist.TCPStore:
             time.sleep(0.1)
 
 
-def _agreed_number(own: RankSet, root: dist.Store, after: int | None, wait: Callable[[], None]) -> int:
-    """Return the number of the bridge to join: a new one for a rollout world, the newest for training.
-
-    Args:
-        after: the number that training has lost; None in a rollout world.
-    """
-    number, problem, end = 0, "", time.monotonic() + JOIN_S
+def _next_number(own: RankSet, root: dist.Store) -> int:
+    """Return the number of the next bridge of a name. Collective over the world that serves training."""
+    number, problem = 0, ""
     if own.is_first:
         try:
             with losing("the training world has ended"):
-                number = root.add(WORLDS, after is None)
-                while after is not None and number <= after and time.monotonic() < end:
-                    wait()
-                    time.sleep(POLL_S)
-                    number = root.add(WORLDS, 0)
+                number = root.add(WORLDS, 1)
         except BridgeLostError as error:
             problem = str(error)
     number, problem = own.broadcast_object((number, problem))
     if problem:
         raise BridgeLostError(problem)
-    if after is not None and number <= after:
-        raise ValueError(f"no rollout world has joined for {JOIN_S:.0f} s; look at its output, and start it")
     return number

@@ -177,6 +177,19 @@ def used_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def free_memory_bytes() -> int:
+    """Return the bytes that this rank may still allocate on its device; on a CPU its share of the host's.
+
+    Cached blocks are given back first: an allocator's count of them has some that sleep (vLLM's).
+    """
+    if is_gpu():
+        release_cached_memory()
+        return torch.cuda.mem_get_info()[0]
+    with open("/proc/meminfo") as lines:
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return kib * 1024 // ranks_per_host()
+
+
 def host_memory_bytes() -> int:
     """Return the memory of this host in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -210,3 +210,10 @@ def optimizer_tensors(optimizer) -> list[Tensor]:
         value for _, state in optimizer.state.items() for name, value in state.items() if name != "step"
     ]
     return stepped + [value for value in moments if isinstance(value, Tensor)]
+
+
+def missing_moments_bytes(optimizer) -> int:
+    """Return the bytes of Adam's float32 moments that a Megatron optimizer's first step will allocate."""
+    stepped = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    both = sum(tensor.numel() for tensor in optimizer_tensors(optimizer))  # and the moments that exist
+    return 4 * max(0, 3 * stepped - both)

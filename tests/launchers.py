@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.worlds import ROOT
+from tests.worlds import OF_A_WORLD, ROOT
 
 LAUNCH = Path("recipes/launch")
 RECORDER = """#!/usr/bin/env bash
@@ -56,7 +56,8 @@ class Said:
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what would change a launcher, and with the Python that runs the tests."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {name: value for name, value in os.environ.items() if name not in AROUND} | {"PATH": path} | more
+    left_out = {*AROUND, *OF_A_WORLD}
+    return {name: value for name, value in os.environ.items() if name not in left_out} | {"PATH": path} | more
 
 
 def say(*command: str | Path, folder: Path, **more: str) -> Said:

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from tests.one_rank import ONE_RANK
+from verl_megatron.rollout.admission import Admission, CacheReading, KVCache
 from verl_megatron.rollout.sampling import Generation, Request
 
 
@@ -22,6 +25,11 @@ class RecordedSleeper:
         return True
 
 
+def admission_of(limit: int, *, tokens: int = 10_000, adaptive: bool = False) -> Admission:
+    """Admission to a cache of blocks of four tokens."""
+    return Admission(KVCache(num_blocks=tokens // 4, block_tokens=4), limit=limit, adaptive=adaptive)
+
+
 class ScriptedEngine(RecordedSleeper):
     """One replica of one rank; `answer(request)` gives the response's tokens, each of log-probability -1."""
 
@@ -36,13 +44,13 @@ class ScriptedEngine(RecordedSleeper):
         max_num_seqs: int = 4,
         max_model_len: int = 64,
         vocab_size: int = 100,
+        kv_cache_tokens: int = 10_000,
+        dynamic_batching: bool = False,
     ):
-        self.answer, self.max_num_seqs, self.max_model_len, self.vocab_size = (
-            answer,
-            max_num_seqs,
-            max_model_len,
-            vocab_size,
-        )
+        self.answer, self.max_model_len, self.vocab_size = answer, max_model_len, vocab_size
+        self.kv_cache_tokens = kv_cache_tokens
+        self.admission = admission_of(max_num_seqs, tokens=kv_cache_tokens, adaptive=dynamic_batching)
+        self.preempted, self.readings = 0, []
         # By sample: request, whole answer, tokens so far.
         self.running: dict[int, tuple[Request, list[int], list[int]]] = {}
         self.submitted: list[Request] = []
@@ -65,6 +73,15 @@ class ScriptedEngine(RecordedSleeper):
         )
         self.most_running = max(self.most_running, len(self.running))
 
+    def read_cache(self):
+        """A step whose samples do not fit counts as a preemption, though none is stopped."""
+        cache = self.admission.cache
+        tokens = [len(r.prompt_token_ids) + len(so_far) for r, _, so_far in self.running.values()]
+        held = int(cache.blocks(np.array(tokens)).sum())
+        self.preempted += held > cache.num_blocks
+        self.readings.append(min(1.0, held / cache.num_blocks))
+        return CacheReading(used=self.readings[-1], preempted=self.preempted)
+
     def step(self):
         finished = []
         for sample_id, (_, whole, so_far) in list(self.running.items()):
@@ -75,6 +92,9 @@ class ScriptedEngine(RecordedSleeper):
 
     def abort(self, request_ids):
         return [self._end(sample_id, "abort") for sample_id in request_ids]
+
+    def num_generated(self, request_id):
+        return len(self.running[request_id][2])
 
     def _end(self, sample_id, reason):
         request, _, tokens = self.running.pop(sample_id)

@@ -19,10 +19,14 @@ def torchrun(nproc: int, *arguments: object) -> list[str]:
     return [sys.executable, *launcher, *map(str, arguments)]
 
 
+OF_A_WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def environment_of_ranks() -> dict[str, str]:
-    """This process's environment, with the repository on the path and one thread a rank."""
+    """This process's environment outside any world, with the repository on the path, one thread a rank."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path}
+    outside = {name: value for name, value in os.environ.items() if name not in OF_A_WORLD}
+    return {**outside, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": path}
 
 
 def run_world(

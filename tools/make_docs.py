@@ -39,8 +39,9 @@ defaults. The command line overrides the recipe:
 verl-megatron train --config-name ppo_toy_cpu actor.lr=1e-4 rollout.stop=[END]
 ```
 
-Lists are written `[a,b]`. All wrong settings are refused together, before a model is built. From Python, the
-sections are attributes of `TrainerConfig`, such as `config.rollout.temperature`.
+Lists are written `[a,b]`. A text with commas, or with a bracket at its start, stands in quotes. All
+wrong settings are refused together, before a model is built. From Python, the sections are
+attributes of `TrainerConfig`, such as `config.rollout.temperature`.
 """
 TABLE_HEAD = ("| setting | default | values | meaning |", "|---|---|---|---|")
 SUPERVISED = {

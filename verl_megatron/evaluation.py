@@ -52,12 +52,21 @@ class Evaluation:
         from verl_megatron.checks.limits import check_values
         from verl_megatron.checks.problems import problem_of
         from verl_megatron.checks.rollout import check_rollout
+        from verl_megatron.rewards.checks import check_reward
+        from verl_megatron.rewards.functions import options_of
 
         config = self.config()
         if problems := check_values(config):
             return problems
+        if config.rollout.adaptive_sampling:
+            return [
+                f"rollout.adaptive_sampling={config.rollout.adaptive_sampling} is for training; prompts are "
+                "sampled at data.validation_temperature here; leave it out"
+            ]
         if self.scored and not config.reward.function:
             return ["reward.function is not given; name a built-in function or FILE.py:NAME"]
+        if self.scored and (problems := check_reward(config.reward.function, options_of(config.reward))):
+            return problems
         problems = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=True).problems
         problems = problems or check_rollout(config, read_architecture(config.actor.path), world_size)
         return problems or problem_of(self.read)
@@ -66,16 +75,20 @@ class Evaluation:
         """Read tokenizer and prompts.
 
         Raises:
-            ValueError: the tokenizer or the file cannot be used.
+            ValueError: the tokenizer or the file cannot be used, or no reward function is for some rows.
         """
         from parallel.weights.architecture import read_architecture
         from verl_megatron.data.prompts import PromptDataset
         from verl_megatron.data.tokenizer import load_tokenizer
+        from verl_megatron.rewards.checks import sources_problem
 
         config = self.config()
         tokenizer = load_tokenizer(config.actor.path)
         vocab_size = read_architecture(config.actor.path).vocab_size
-        return tokenizer, PromptDataset(config.data.validation, tokenizer, config.data, vocab_size=vocab_size)
+        prompts = PromptDataset(config.data.validation, tokenizer, config.data, vocab_size=vocab_size)
+        if self.scored and (problem := sources_problem(config.reward.function, prompts.sources)):
+            raise ValueError(f"{problem} ({config.data.validation})")
+        return tokenizer, prompts
 
     def run(self) -> dict[str, float] | None:
         """Generate, score and write; return the means on the first rank and None on others. Collective.
@@ -87,6 +100,8 @@ class Evaluation:
         from parallel.rank_set import agree, world
         from verl_megatron.checks.problems import refuse
         from verl_megatron.checks.versions import check_versions
+        from verl_megatron.observe.sources import Sources
+        from verl_megatron.rewards.plan import is_routed
         from verl_megatron.rollout.sampler import Draw, Sampler
         from verl_megatron.rollout.sampling import Sampling
         from verl_megatron.rollout.vllm import VLLMActor
@@ -106,7 +121,8 @@ class Evaluation:
             seed=config.run.seed,
         )
         pool = make_reward_pool(config, engine) if self.scored else None
-        sampler = Sampler(engine, tokenizer=tokenizer, pool=pool, seed=config.run.seed)
+        sources = Sources([dataset.sources], always=self.scored and is_routed(config.reward.function))
+        sampler = Sampler(engine, tokenizer=tokenizer, pool=pool, seed=config.run.seed, sources=sources)
         sampling = replace(
             Sampling.from_config(config.rollout), temperature=config.data.validation_temperature
         )
@@ -115,6 +131,8 @@ class Evaluation:
         try:
             batch = sampler.collect(GivenPrompts(prompts), draw, iteration=0, version=0)
             batch.rewards = sampler.score(batch, sums)
+            if self.scored:
+                sources.add(sums, "score", batch.rewards, batch.source_id)
         finally:
             if pool is not None:
                 pool.close()

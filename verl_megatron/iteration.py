@@ -22,9 +22,14 @@ def collect(run: Run, step: int) -> Collected:
     with clock.phase("return"):
         run.residency.enter_training(run.learner.first_trained)
     with clock.phase("reward"):
+        scores_B = run.sampler.score(batch, sums)
         if run.config.reward.is_given:
-            batch.rewards = run.sampler.score(batch, sums) + run.learner.score(batch, table)
+            batch.rewards = scores_B + run.learner.score(batch, table)
+        if run.curriculum is not None:
+            run.curriculum.follow(batch, sums)
         batch, table = run.shape_rewards(batch, table, sums)
+        if batch.rewards is not None:
+            run.sources.add(sums, "reward", batch.rewards, batch.source_id)
     return Collected(
         batch=batch,
         table=table,
@@ -35,6 +40,9 @@ def collect(run: Run, step: int) -> Collected:
 
 def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
     """Update the models, publish the weights and return the iteration's metrics."""
+    for said in run.learner.fit_budgets():
+        if run.world.is_first:
+            print(said, flush=True)
     metrics = run.learner.learn(collected.batch, collected.table, collected.sums, step=step)
     run.channel.publish(step)
     costs = iteration_metrics(

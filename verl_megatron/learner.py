@@ -4,7 +4,7 @@ These functions and the methods of roles are collective over the ranks of the ru
 layout only dispatch their samples.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from verl_megatron.algorithms.correction import add_sample_size
 from verl_megatron.algorithms.diagnostics import batch_sums, zero_variance_fraction
 from verl_megatron.algorithms.kl import KLController
 from verl_megatron.algorithms.losses import policy_loss, value_loss
-from verl_megatron.algorithms.normalizers import token_mean
+from verl_megatron.algorithms.normalizers import LossScale, leave_out, token_mean
 from verl_megatron.algorithms.tokens import PolicyTokens
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
@@ -78,6 +78,15 @@ class Learner:
     def first_trained(self) -> Engine:
         """The first model that an iteration updates."""
         return (self.critic or self.actor).engine
+
+    def fit_budgets(self) -> list[str]:
+        """With engine.dynamic_batching, measure once which micro-batches fit; return what to say of it."""
+        said = []
+        for name, role in self.trainable.items():  # the first to be updated comes last
+            if role.budget is not None and not role.budget.is_fitted:
+                self.residency.enter_training(role.engine)
+                said.append(f"engine.dynamic_batching: {name} takes {role.budget.fit()}")
+        return said
 
     def score(self, batch: RolloutBatch, table: SampleTable) -> Tensor:
         """Return the reward model's scores of the samples owned by this rank, [B] float32; 0 without one."""
@@ -211,7 +220,7 @@ class Learner:
         self.actor.send_fields(dispatched, batch, fields)
         update = Update(
             loss=loss,
-            normalizer=self.normalizer,
+            normalizer=self._normalizer(self.normalizer, dispatched.table),
             fields=fields,
             first_fields=fields[1:] if reuses else fields,
             after_first=keep_own,
@@ -234,9 +243,20 @@ class Learner:
         critic = self.roles["critic"]
         critic.send_fields(dispatched, batch, VALUE_FIELDS)
         update = Update(
-            loss=self._value_loss, normalizer=token_mean, fields=VALUE_FIELDS, epochs=self.config.epochs
+            loss=self._value_loss,
+            normalizer=self._normalizer(token_mean, dispatched.table),
+            fields=VALUE_FIELDS,
+            epochs=self.config.epochs,
         )
         return critic.update(dispatched, update)[0]
 
     def _value_loss(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Sums]:
         return value_loss(outputs["values"], micro.fields["values"], micro.fields["returns"], self.config)
+
+    def _normalizer(
+        self, normalizer: Callable[[Tensor, range], LossScale], table: SampleTable
+    ) -> Callable[[Tensor, range], LossScale]:
+        """Return the normalizer of an iteration: with `algorithm.mask_cut` without its cut responses."""
+        if not self.config.mask_cut or table.is_cut_B is None:
+            return normalizer
+        return leave_out(normalizer, table.is_cut_B)

@@ -65,7 +65,9 @@ def _is_kl(value: Any) -> bool:
 
 def _is_cursor(value: Any) -> bool:
     names = {"epoch", "position", "num_prompts", "seed", "shuffle"}
-    if not (isinstance(value, dict) and names <= value.keys() <= names | {"mixture"}):
+    if not (isinstance(value, dict) and names <= value.keys() <= names | {"mixture", "curriculum"}):
+        return False
+    if "curriculum" in value and not _is_curriculum(value["curriculum"]):
         return False
     if type(value["seed"]) is not int or not is_count(value.get("mixture", 0)):
         return False
@@ -74,6 +76,17 @@ def _is_cursor(value: Any) -> bool:
     return (
         all(is_count(value[name]) for name in names - {"seed"}) and value["position"] <= value["num_prompts"]
     )
+
+
+def _is_curriculum(value: Any) -> bool:
+    names = {"weight", "drawn", "groups", "score", "variance", "varied", "credits"}
+    if not isinstance(value, dict) or value.keys() != names:
+        return False
+    if not all(isinstance(column, list) and all(map(_is_finite, column)) for column in value.values()):
+        return False
+    positive = [number for name in names - {"score", "credits"} for number in value[name]]
+    same_length = len({len(column) for column in value.values()}) == 1
+    return same_length and all(map(is_count, value["drawn"])) and min(positive, default=-1) >= 0
 
 
 def _is_scheduler(value: Any) -> bool:
@@ -152,7 +165,7 @@ def _is_batch(value: Any) -> bool:
     )
     dtypes |= dict.fromkeys(("attention_mask", "response_mask"), torch.bool)
     required = dtypes.keys()
-    dtypes = dtypes | {"is_cut": torch.bool}
+    dtypes = dtypes | {"is_cut": torch.bool, "source_id": torch.int64, "token_versions": torch.int64}
     known = RolloutBatch.__dataclass_fields__.keys()
     if not isinstance(value, dict) or not required <= value.keys() <= known:
         return False
@@ -161,7 +174,7 @@ def _is_batch(value: Any) -> bool:
     samples, whole = value["sample_id"].shape, value["generated_ids"].shape
     if len(samples) != 1 or len(whole) != 2 or value["input_ids"].dim() != 2:
         return False
-    per_sample = ("sample_id", "group_id", "policy_version", "rewards", "is_cut", "baselines")
+    per_sample = ("sample_id", "group_id", "policy_version", "rewards", "is_cut", "baselines", "source_id")
     shapes = {name: samples if name in per_sample else whole for name in value}
     shapes["input_ids"] = (*samples, value["input_ids"].size(1))
     return all(

@@ -1,6 +1,7 @@
 """Models of a run (name, settings, head, trainable or not), and the ranks that train and generate."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from parallel.layout import Layout, last_rank, parse_devices
 from parallel.runtime.refusal import short_repr
@@ -95,25 +96,51 @@ def shares_dtype(config: TrainerConfig) -> bool:
 # ---- ranks ------------------------------------------------------------------------------------------------
 
 
-def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
-    """Return the ranks that only generate; empty if the ranks that train generate, too.
+@dataclass(frozen=True, kw_only=True)
+class ServingWorld:
+    """A world of its own that serves training."""
+
+    name: str  # "rollout" if there is one of its kind, else "rollout:0", "rollout:1", ...
+    ranks: tuple[int, ...]  # of the run
+
+    @property
+    def kind(self) -> str:
+        """The world's role, "rollout"."""
+        return self.name.partition(":")[0]
+
+
+def rollout_worlds(config: TrainerConfig) -> tuple[ServingWorld, ...]:
+    """Return the worlds that only generate; empty if the ranks that train generate, too.
 
     Raises:
-        ValueError: the devices are not understood, or other ranks come after them.
+        ValueError: the devices are not understood, or are not the last ranks of the run.
     """
     text = config.rollout.devices
-    if not text:
-        return ()
+    parts = text.split("+") if text else []
     try:
-        ranks = parse_devices(text, last_rank(text) + 1)
+        ranks_of = [_ranks_of_world(part) for part in parts]
     except ValueError as error:
         raise ValueError(f"rollout.devices={short_repr(text)}: {error}") from None
-    if ranks != tuple(range(ranks[0], ranks[-1] + 1)) or not ranks[0]:
+    ranks = tuple(chain.from_iterable(ranks_of))
+    if ranks and (ranks != tuple(range(ranks[0], ranks[-1] + 1)) or not ranks[0]):
         raise ValueError(
-            f"rollout.devices={short_repr(text)} must be the last ranks of the run, after those that train, "
-            "such as 2-3 of four"
+            f"rollout.devices={short_repr(text)} must be the last ranks of the run in order, after those "
+            "that train, such as 2-3 of four, or 2+3 for two worlds"
         )
-    return ranks
+    if len(ranks_of) == 1:
+        return (ServingWorld(name="rollout", ranks=ranks),)
+    return tuple(ServingWorld(name=f"rollout:{at}", ranks=own) for at, own in enumerate(ranks_of))
+
+
+def _ranks_of_world(text: str) -> tuple[int, ...]:
+    if not text.strip():
+        raise ValueError("a world has no ranks; write those of each, such as 2+3")
+    return parse_devices(text, last_rank(text) + 1)
+
+
+def rollout_devices(config: TrainerConfig) -> tuple[int, ...]:
+    """Return the ranks that only generate, of all worlds; errors as of `rollout_worlds`."""
+    return tuple(chain.from_iterable(each.ranks for each in rollout_worlds(config)))
 
 
 def is_separate(config: TrainerConfig) -> bool:

@@ -1,19 +1,24 @@
 """Checks of a run before anything is built: settings, memory, tokenizer, data and weight-file headers."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from parallel import device
 from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.folders import inspect_folders, roles_of
+from verl_megatron.checks.rollout import sampling_notes
 from verl_megatron.checks.settings import check_config, check_supervised_config
 from verl_megatron.checks.unused import unused_notes
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.data.pairs import READERS
+from verl_megatron.data.shared import OncePerHost
 from verl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 from verl_megatron.model_specs import models_of
 from verl_megatron.planner import Machine, check_fits, check_supervised_fits
-from verl_megatron.rewards.pool import columns_problem
+from verl_megatron.rewards.checks import columns_problem, sources_note, sources_problem
 
 SAMPLE_ROWS = 1000  # read from each data file in a dry run
 
@@ -25,6 +30,8 @@ class Inputs:
     tokenizer: Any = None  # Tokenizer
     train: Any = None  # RowReader of the program's kind of rows
     validation: Any = None  # as `train`; None without validation data
+    curriculum: Callable[..., Any] | None = None  # gives sources of prompts their weights
+    once: OncePerHost | None = None  # reads the data for all ranks of a host; None: each rank does
     notes: list[str] = field(default_factory=list)  # to print; not problems
 
 
@@ -53,7 +60,7 @@ def inspect_run(
     )
     inputs = inputs or Inputs()
     findings = inspect_folders(roles_of(config), rollout=True, dry=rows is not None)
-    inputs.notes += findings.notes + unused_notes(config)
+    inputs.notes += findings.notes + unused_notes(config) + sampling_notes(config)
     return problems + (findings.problems or _inspect_data(config, rows, inputs))
 
 
@@ -85,19 +92,45 @@ def _inspect_data(config: TrainerConfig | SupervisedConfig, rows: int | None, in
     problems = []
     try:
         inputs.tokenizer = load_tokenizer(folder)
-        vocab_size = read_architecture(folder).vocab_size
+        vocab_size, ends = read_architecture(folder).vocab_size, inputs.tokenizer.end_token_ids
     except ValueError as error:
         return [str(error)]
+    if isinstance(config, TrainerConfig) and config.reward.missing_eos_penalty and not ends:
+        problems.append(
+            f"reward.missing_eos_penalty={config.reward.missing_eos_penalty:g} needs an end-of-sequence "
+            f"token, and neither tokenizer nor model in {folder} names one; name it as eos_token in its "
+            "tokenizer_config.json, or set the penalty to 0"
+        )
     for name, path in (("train", config.data.train), ("validation", config.data.validation)):
         if path:
             try:
-                data = reader(path, inputs.tokenizer, config.data, vocab_size=vocab_size, max_rows=rows)
+                read = partial(
+                    reader, path, inputs.tokenizer, config.data, vocab_size=vocab_size, max_rows=rows
+                )
+                data = inputs.once(read, inputs.tokenizer) if inputs.once else read()
                 inputs.notes += [note for note in data.notes if note not in inputs.notes]
                 setattr(inputs, name, data)
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            if isinstance(config, TrainerConfig) and len(data):
-                problem = columns_problem(config.reward.function, data[0].extra)
+            if name == "train" and (index := getattr(data, "source_index", None)) is not None:
+                problem = index.why_not(is_whole=data.is_whole)
+                problems += [problem] * bool(problem)
+                inputs.notes.append(index.note)
+            if isinstance(config, TrainerConfig) and config.reward.function:
+                problem = _reward_problem(config.reward.function, data)
                 problems += [f"{problem} ({path})"] * bool(problem)
+    if isinstance(config, TrainerConfig) and config.reward.function and rows is None and not problems:
+        files = filter(None, (inputs.train, inputs.validation))
+        note = sources_note(config.reward.function, sum((data.sources for data in files), Counter()))
+        inputs.notes += [note] * bool(note)
     return problems
+
+
+def _reward_problem(function: str, data: Any) -> str:
+    """Return what the reward functions lack for the rows of `data`, a PromptDataset; empty if nothing."""
+    if problem := sources_problem(function, data.sources):
+        return problem
+    firsts = ((source, data[index].extra) for source, index in data.first_of.items())
+    found = (columns_problem(function, extra, source) for source, extra in firsts)
+    return next(filter(None, found), "")

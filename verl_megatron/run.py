@@ -23,25 +23,33 @@ from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.prompts import PromptCursor, PromptDataset, TrainingPrompts
+from verl_megatron.data.order.curriculum import CurriculumCursor
+from verl_megatron.data.prompts import PromptDataset, TrainingPrompts
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.learner import Learner
 from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import OVERLONG_PENALTY, PhaseTimer, Sums
+from verl_megatron.observe.sources import Sources
 from verl_megatron.preflight import Inputs
 from verl_megatron.residency import Residency
+from verl_megatron.rewards.functions import options_of
+from verl_megatron.rewards.plan import is_routed
 from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.rewards.shaping import has_variance, overlong_penalty, take_baselines
+from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
 from verl_megatron.roles.engine import EngineOptions, compute_of
-from verl_megatron.roles.role import Role, make_role
+from verl_megatron.roles.role import Role, Training, make_role
+from verl_megatron.roles.token_budget import LongestRows
+from verl_megatron.rollout.adaptive import add_shares, parse_table
+from verl_megatron.rollout.curriculum import Curriculum
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Sampler
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.rollout.vllm import Colocation, VLLMActor
 from verl_megatron.rollout.weights import ColocatedChannel, WeightSync
-from verl_megatron.separate.link import RolloutLink
-from verl_megatron.separate.training_side import RemoteEngine, RemoteSampler, SeparateChannel, rollout_side
+from verl_megatron.separate.fleet import Fleet
+from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.training_side import RemoteEngine, SeparateChannel, rollout_side
 
 
 @dataclass(kw_only=True)
@@ -55,8 +63,10 @@ class Run:
     draw: Draw  # sampling plan of an iteration
     keep_group: KeepGroup | None  # dynamic sampling: which prompts to train on; None: all
     validation: PromptDataset | None
+    sources: Sources  # of the prompts
     engine: RolloutEngine | RemoteEngine
     sampler: Sampler | RemoteSampler
+    curriculum: Curriculum | None
     channel: ColocatedChannel | SeparateChannel
     residency: Residency
     learner: Learner
@@ -71,8 +81,12 @@ class Run:
     def shape_rewards(
         self, batch: RolloutBatch, table: SampleTable, sums: Sums
     ) -> tuple[RolloutBatch, SampleTable]:
-        """Apply the overlong penalty and take the greedy samples out. Collective over the world."""
+        """Apply the penalties of responses and take the baselines' samples out. Collective over the world."""
         reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
+        lacks_eos_B = lacks_eos(batch, self.tokenizer.end_token_ids)
+        sums.add("rollout/no_eos_fraction", lacks_eos_B.sum(), len(batch))
+        if reward.missing_eos_penalty:
+            batch.rewards = batch.required("rewards") - reward.missing_eos_penalty * lacks_eos_B
         if reward.overlong_tokens:
             penalty_B = reward.overlong_penalty * overlong_penalty(
                 batch.response_mask.sum(1), max_tokens=max_tokens, overlong_tokens=reward.overlong_tokens
@@ -80,11 +94,9 @@ class Run:
             batch.rewards = batch.required("rewards") + penalty_B
             sums.add(OVERLONG_PENALTY, penalty_B.sum(), len(penalty_B))
         if self.draw.with_greedy:
-            size, num_groups = self.draw.group_size, table.num_groups
-            batch = take_baselines(
-                batch, sums, num_groups=num_groups, group_size=size, all_sum=self.world.all_sum
-            )
+            batch = take_baselines(batch, sums, num_groups=table.num_groups, all_sum=self.world.all_sum)
             table = self.table_of(batch)
+        add_shares(self.draw.table, batch, sums)
         return batch, table
 
     def used_memory(self) -> dict[str, int]:
@@ -111,11 +123,12 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
     dtypes = (compute_of(config.engine).dtype, rollout_dtype(config))
     agree(lambda: refuse(find_not_finite(roles_of(config), dtypes, place=world.rank, of=world.size)), world)
     models = _Models(config, watchdog, world)
+    source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
     draw = _draw_of(config)
     generation = (
         _colocated(config, models, inputs, watchdog)
         if models.engine is not None
-        else _separate(config, models, world, draw, watchdog)
+        else _separate(config, models, source, draw, watchdog)
     )
     clock = PhaseTimer(
         device.synchronize_stream, device.used_memory_bytes, around=partial(phase_around, watchdog)
@@ -128,24 +141,21 @@ def build_run(config: TrainerConfig, inputs: Inputs, watchdog: Watchdog, world: 
         residency=generation.residency,
         clock=clock,
     )
+    sampler, curriculum = generation.sampler, None
+    if isinstance(source.cursor, CurriculumCursor):
+        curriculum = Curriculum(source.cursor, sampler, hook=inputs.curriculum, with_greedy=draw.with_greedy)
     return Run(
         config=config,
         world=world,
         tokenizer=inputs.tokenizer,
-        source=TrainingPrompts(
-            inputs.train,
-            PromptCursor(
-                num_prompts=len(inputs.train),
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-                shares=inputs.train.shares,
-            ),
-        ),
+        source=source,
         draw=draw,
         keep_group=has_variance if config.algorithm.dynamic_sampling else None,
         validation=inputs.validation,
+        sources=sources_of(config, inputs),
         engine=generation.engine,
-        sampler=generation.sampler,
+        sampler=sampler,
+        curriculum=curriculum,
         channel=generation.channel,
         residency=generation.residency,
         learner=learner,
@@ -182,6 +192,7 @@ def _colocated(config: TrainerConfig, models: "_Models", inputs: Inputs, watchdo
         tokenizer=inputs.tokenizer,
         pool=make_reward_pool(config, engine),
         seed=config.run.seed,
+        sources=sources_of(config, inputs),
         on_step=watchdog.beat,
     )
     return _Generation(
@@ -194,12 +205,12 @@ def _colocated(config: TrainerConfig, models: "_Models", inputs: Inputs, watchdo
 
 
 def _separate(
-    config: TrainerConfig, models: "_Models", world: RankSet, draw: Draw, watchdog: Watchdog
+    config: TrainerConfig, models: "_Models", prompts: TrainingPrompts, draw: Draw, watchdog: Watchdog
 ) -> _Generation:
-    """Join the rollout world of `rollout.devices`, and return what stands for it."""
-    source = models.roles["actor"].engine.weight_source()
+    """Join the rollout worlds of `rollout.devices`, and return what stands for them."""
+    source, world = models.roles["actor"].engine.weight_source(), models.world
     with models.clock.phase("vllm"):
-        link = RolloutLink(
+        fleet = Fleet(
             config,
             world,
             source,
@@ -207,7 +218,7 @@ def _separate(
             wait=watchdog.beat,
             say=partial(print, flush=True) if world.is_first else lambda text: None,
         )
-    side = rollout_side(config, link, draw, gather=source.gather)
+    side = rollout_side(config, fleet, draw, prompts.cursor, gather=source.gather)
     residency = Residency(
         side.engine,
         side.engine,
@@ -220,7 +231,7 @@ def _separate(
         sampler=side.sampler,
         channel=side.channel,
         residency=residency,
-        plan=link.plan,
+        plan=fleet.plan,
     )
 
 
@@ -232,7 +243,14 @@ def _draw_of(config: TrainerConfig) -> Draw:
         sampling=Sampling.from_config(config.rollout),
         max_rounds=config.algorithm.max_sampling_rounds,
         with_greedy="greedy" in get_algorithm(config.algorithm).needs,
+        table=parse_table(config.rollout.adaptive_sampling),
     )
+
+
+def sources_of(config: TrainerConfig, inputs: Inputs) -> Sources:
+    """Return the prompts' sources: they have metrics if there are several, or rewards differ by them."""
+    files = filter(None, (inputs.train, inputs.validation))
+    return Sources((file.sources for file in files), always=is_routed(config.reward.function))
 
 
 def make_reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool | None:
@@ -242,6 +260,7 @@ def make_reward_pool(config: TrainerConfig, engine: RolloutEngine) -> RewardPool
         return None
     pool = RewardPool(
         reward.function,
+        options_of(reward),
         workers=reward.workers,
         timeout_s=reward.timeout_s,
         failure_score=reward.failure_score,
@@ -314,20 +333,25 @@ class _Models:
                 arch=read_architecture(spec.model.path),
                 head=spec.head,
                 options=options,
-                train_steps=self._train_steps(spec),
+                training=self._training(spec, layout) if spec.trainable else None,
             )
             role.engine.offload_async(config.reshard.offload)  # the next model, or vLLM, may need the memory
             role.engine.wait_offload()
         return role
 
-    def _train_steps(self, spec: ModelSpec) -> int:
-        """Return the optimizer steps of a model in the whole run; 0 if it is not trained."""
-        if not spec.trainable:
-            return 0
-        algorithm = self.config.algorithm
+    def _training(self, spec: ModelSpec, layout: Layout) -> Training:
+        data, algorithm = self.config.data, self.config.algorithm
         idle = algorithm.critic_warmup if spec.name == "actor" else 0
         iterations = max(self.config.run.iterations - idle, 1)
-        return iterations * algorithm.epochs * algorithm.num_mini_batches
+        samples = data.prompts_per_iteration * data.samples_per_prompt // algorithm.num_mini_batches
+        return Training(
+            steps=iterations * algorithm.epochs * algorithm.num_mini_batches,
+            rows=LongestRows(
+                prompt_tokens=data.max_prompt_tokens,
+                response_tokens=self.config.rollout.max_tokens,
+                count=-(-samples // layout.dp),
+            ),
+        )
 
     def _make_sync(self, actor: Role) -> WeightSync:
         with self.clock.phase("reshard"):

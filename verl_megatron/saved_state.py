@@ -13,9 +13,10 @@ from verl_megatron.learner import Collected
 from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.manifest import samples_problem, with_present_names
 from verl_megatron.observe.metrics import Sums
+from verl_megatron.rewards.functions import options_of
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
-from verl_megatron.separate.training_side import RemoteSampler
+from verl_megatron.separate.remote_sampler import RemoteSampler
 
 SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
 
@@ -51,13 +52,14 @@ class SavedState(Progress):
 
     def _rank_state(self) -> dict:
         sampler = self.run.sampler
-        in_flight = sampler.state_dict() if isinstance(sampler, RemoteSampler) else []
+        in_flight = sampler.state_dict() if isinstance(sampler, RemoteSampler) else {}
         return super()._rank_state() | {"in_flight": in_flight}
 
     def _restore_rank_state(self, saved: dict) -> None:
         super()._restore_rank_state(saved)
         if isinstance(self.run.sampler, RemoteSampler):
-            self.run.sampler.load_state_dict(saved.get("in_flight") or [])
+            if in_flight := saved.get("in_flight"):
+                self.run.sampler.load_state_dict(in_flight)
 
     def done(self, metrics: dict[str, float]) -> None:
         """Count a completed iteration; see `Progress.done`."""
@@ -92,11 +94,13 @@ class SavedState(Progress):
         """Return the settings that samples depend on; if they change, samples are collected again."""
         config = self.config
         sampling = dataclasses.asdict(Sampling.from_config(config.rollout))
+        eos_penalty = [config.reward.missing_eos_penalty] * bool(config.reward.missing_eos_penalty)
         return {
             "data": dataclasses.asdict(config.data),
             "sampling": sampling,
             "reward": [config.reward.function, config.reward.path],
-            "shaping": [config.reward.overlong_tokens, config.reward.overlong_penalty],
+            "reward_options": options_of(config.reward),
+            "shaping": [config.reward.overlong_tokens, config.reward.overlong_penalty, *eos_penalty],
             "with_greedy": self.run.draw.with_greedy,
             "dynamic_sampling": config.algorithm.dynamic_sampling,
             "seed": config.run.seed,

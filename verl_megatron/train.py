@@ -24,12 +24,12 @@ def main(overrides: "DictConfig") -> None:
         )
 
 
-def serve_rollout(overrides: "DictConfig") -> None:
+def serve_rollout(overrides: "DictConfig", role: str) -> None:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import TrainerConfig
     from verl_megatron.launch.rollout_world import RolloutWorld
 
-    RolloutWorld(structured(overrides, TrainerConfig)).serve()
+    RolloutWorld(structured(overrides, TrainerConfig), role).serve()
 
 
 def plan(settings: dict[str, Any], *, gpu: str) -> tuple[str, bool]:

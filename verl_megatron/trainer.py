@@ -1,7 +1,6 @@
 """Python interface: a complete RL run, from the first validation to the exported model."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from parallel.bridge import given_address
@@ -24,6 +23,7 @@ from verl_megatron.observe.tracking import MetricsTracker, writing_to
 from verl_megatron.planner import PlannedRun, kv_bytes_per_token, samples_together
 from verl_megatron.preflight import inspect_run
 from verl_megatron.rewards.callables import spec_of
+from verl_megatron.rollout.curriculum import Hook
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.run import Run, build_run
 from verl_megatron.saved_state import SavedState
@@ -35,7 +35,11 @@ class RLTrainer(BaseTrainer):
     Args:
         config: all settings; `actor_model`, `reward_model` and `reward_function` override actor.path,
             reward.path and reward.function.
-            A function may be given itself: a lambda, or one of a notebook.
+            A function may be given itself: a lambda, or one of a notebook; so may a list of functions, some
+            with a weight (function, weight), and a mapping of either by data_source.
+        curriculum: gives the weights of the sources of `data.curriculum` after each iteration: from a list of
+            `Source` (data/order/curriculum.py) to a dict with a number from 0 on for each name. None: by the
+            variance of scores. It is called on the first rank, and must not change while a run is resumed.
         use_vllm: must be True; vLLM is the only rollout engine.
         older: names of the older interface (`OLDER_NAMES` of the configuration), such as `checkpoint_config`.
 
@@ -49,7 +53,8 @@ class RLTrainer(BaseTrainer):
         *,
         actor_model: str = "",
         reward_model: str = "",
-        reward_function: str | Callable[..., Any] = "",
+        reward_function: Any = "",
+        curriculum: Hook | None = None,
         use_vllm: bool = True,
         **older: Any,
     ):
@@ -68,8 +73,13 @@ class RLTrainer(BaseTrainer):
             config.set(name, value)
         config.actor.path = actor_model or config.actor.path
         config.reward.path = reward_model or config.reward.path
-        config.reward.function = spec_of(reward_function or config.reward.function, config.run.output_dir)
+        is_given = reward_function is not None and not isinstance(reward_function, str) or reward_function
+        function = reward_function if is_given else config.reward.function
+        config.reward.function = spec_of(function, config.run.output_dir)
+        if curriculum is not None and (problem := _hook_problem(curriculum, config.data.curriculum)):
+            raise ValueError(problem)
         super().__init__(config, inspect_run, vllm=True)
+        self.inputs.curriculum = curriculum
         if is_separate(config):
             agree(given_address, self.world)
         self.say(optional_packages())
@@ -191,6 +201,7 @@ class RLTrainer(BaseTrainer):
                 table = SampleTable.gather(batch, self.world, num_mini_batches=1)
                 scores = run.sampler.score(batch, Sums()) + run.learner.score(batch, table)
             sums.add("validation/accuracy", scores.sum(), len(scores))
+            run.sources.add(sums, "validation", scores, batch.source_id)
             validated = sums.reduce(self.world)
             self.state.validated = {"step": self.state.step} | validated
             self._dump(batch, scores.tolist(), prompts)
@@ -226,3 +237,16 @@ def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[
         "validation/before": before["validation/accuracy"],
         "validation/after": after["validation/accuracy"],
     }
+
+
+def _hook_problem(hook: Any, by: str) -> str:
+    """Return what is wrong with `curriculum` of a run whose data.curriculum is `by`; empty if nothing."""
+    given = f"curriculum={short_repr(hook)}"
+    if not callable(hook):
+        return f"{given} is a {type(hook).__name__}; give a function from sources to weights"
+    if not by:
+        return (
+            f"{given} gives weights to the sources of data.curriculum, which is empty; set it to files, or "
+            "to a column such as data_source"
+        )
+    return ""

@@ -120,3 +120,38 @@ class ChecksumVerifier:
                 Checksums([slices[number] for number in numbers], device=self.device), indices
             )
         return self._sides[key]
+
+
+class Fingerprint:
+    """A number for all the weights that a rank holds under a plan, which both sides can compute.
+
+    It is the sum over the plan's slices of the rank of odd factor x checksum, modulo 2**64, so that a changed
+    element of one slice always changes it. A rank's number is the sum of what the ranks compute that send its
+    slices.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], slices: Mapping[int, Tensor], ranks: Sequence[int]):
+        """
+        Args:
+            transfers: of the plan, in its order.
+            slices: [R, C] views of this rank's parameters by transfer number, in the plan's dtype: those that
+                it sends, or those that it holds.
+            ranks: of the plan whose numbers are wanted.
+        """
+        numbers = list(slices)
+        self._sums = None
+        self._count = len(ranks)
+        if not numbers:
+            return
+        device = slices[numbers[0]].device
+        self._sums = Checksums([slices[number] for number in numbers], device=device)
+        place = {rank: index for index, rank in enumerate(ranks)}
+        self._places = torch.tensor([place[transfers[number].destination_rank] for number in numbers])
+        self._factors = 2 * torch.tensor(numbers, dtype=torch.int64) + 1
+
+    def run(self) -> Tensor:
+        """Return this rank's part of the numbers [len(ranks)], int64 on the CPU."""
+        total = torch.zeros(self._count, dtype=torch.int64)
+        if self._sums is None:
+            return total
+        return total.index_add_(0, self._places, self._sums.run().cpu() * self._factors)

@@ -80,7 +80,8 @@ class VersionedReshard:
             transport: its group is from `background_group` or of a `Bridge`, over every rank of the plan, and
                 nothing else may use it. Its device is that of the buffers and messages; with the CPU the
                 parameters may still be on GPUs. Slices are verified between snapshot and back buffer.
-            keep: called in the background with each version and its snapshot, once it has been transferred.
+            keep: called in the background with each version and its snapshot, which is empty on a rank that
+                the plan does not read, once it has been transferred.
 
         Raises:
             ValueError: the group is the world's or cannot carry CPU tensors, or as in `Resharder`.
@@ -210,12 +211,12 @@ class VersionedReshard:
     def abandon(self) -> tuple[int, Parameters] | None:
         """End the exchange on this rank alone, because other ranks are gone; return what has not left yet.
 
-        That is a version and its snapshot. The thread ends once its group is let go of.
+        That is a version and its snapshot, empty as for `keep`. The thread ends once its group is let go of.
         """
         with self._changed:
             self._closing = self._ended = True
             self._changed.notify_all()
-            return None if self._pending is None else (self._pending, self._snapshot)
+            return None if self.transferred >= self._published else (self._published, self._snapshot)
 
     # ---- the thread --------------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class VersionedReshard:
         report = self.resharder.run()
         if self._stream:
             self._stream.synchronize()
-        if self._keep is not None and self._snapshot:
+        if self._keep is not None:
             self._keep(version, self._snapshot)
         with self._changed:
             self.report, self.transferred = report, version

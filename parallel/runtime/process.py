@@ -120,7 +120,7 @@ def end(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # the reader is gone
+        except (AttributeError, OSError, ValueError):  # it was closed, or its reader is gone
             continue
     os._exit(status)
 

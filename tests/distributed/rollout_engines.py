@@ -27,6 +27,8 @@ def make_prompt(i: int) -> list[int]:
 
 
 CONFIG = RolloutConfig(max_num_seqs=8, kv_cache_mib=32)
+# Blocks of 128 tokens for three to seven samples, depending on tp.
+FOLLOWING = RolloutConfig(max_num_seqs=8, kv_cache_mib=1, dynamic_batching=True)
 SAMPLING = Sampling(temperature=0.7, max_tokens=24, ignore_eos=True)
 # Prompts of 3 to 149 tokens, two samples each; the long ones fill a block of the prefix cache.
 PROMPTS = [make_prompt(i) for i in range(16)]
@@ -34,8 +36,8 @@ REQUESTS = [Request(sample, PROMPTS[sample // 2], sample_seed(5, 1, sample)) for
 STARTED = time.monotonic()
 
 
-def actor_of(name, tp=1, **options):
-    actor = VLLMActor(folder / name, tp, config=CONFIG, max_model_len=256, **options)
+def actor_of(name, tp=1, *, config=CONFIG, **options):
+    actor = VLLMActor(folder / name, tp, config=config, max_model_len=256, **options)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"{time.monotonic() - STARTED:.1f} s: engine {name} is up", flush=True)
     return actor

@@ -140,7 +140,7 @@ def world():
     actor.close()
     check_shared(shards, expected, expected_logprobs)
     for tp in (4, 1):  # more ranks than key-value heads; four replicas
-        actor = engines.actor_of("a", tp)
+        actor = engines.actor_of("a", tp, config=engines.FOLLOWING)  # its ranks agree on how many at once
         check_samples(actor, actor.generate(engines.REQUESTS, engines.SAMPLING), expected, expected_logprobs)
         actor.close()
     total = torch.ones(1)

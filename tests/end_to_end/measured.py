@@ -4,9 +4,11 @@ import re
 
 from verl_megatron.observe.tracking import read_metrics
 
-# Keys that no two runs agree on: seconds, memory, and the last bit of vLLM's log-probs, which depends on
-# the samples that a replica decodes together.
-MEASURED = re.compile(r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/logprob_gap")
+# Keys that no two runs agree on: seconds, memory, which samples a replica decodes together, and the last bit
+# of vLLM's log-probs, which depends on that.
+MEASURED = re.compile(
+    r"time/|memory/|.*throughput|.*_ms$|.*/ms$|rollout/(logprob_gap|concurrent|kv_cache_used|preempted)"
+)
 
 
 # Settings under which everything that a checkpoint holds changes: schedules, KL coefficient, several steps.

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig
-from verl_megatron.data.json_lines import read_rows
+from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.model_specs import models_of
 from verl_megatron.observe.tracking import read_metrics
 from verl_megatron.supervised.trainer import SupervisedTrainer, spread

@@ -107,7 +107,11 @@ BAD_SETTINGS = {
     "wrong type": (1, ["actor.lr=fast"], ["actor.lr='fast'", "give a value like"]),
     "no value": (2, ["run.iterations"], ["'run.iterations' cannot be read", "SECTION.SETTING=VALUE"]),
     "no end of a list": (1, ["rollout.stop=[a"], ["'rollout.stop=[a' cannot be read", "lists are [A,B]"]),
-    "no recipe": (2, ["--config-name=absent"], ["has no recipe 'absent'", "it has dpo_toy_cpu, grpo_70b"]),
+    "no recipe": (
+        2,
+        ["--config-path", "../recipes", "--config-name=absent"],
+        ["has no recipe 'absent'", "it has dpo_toy_cpu, grpo_70b"],
+    ),
     "two at once": (
         1,
         ["run.seed=-1", "algorithm.kl_in=los"],
@@ -129,7 +133,9 @@ def refusals(toy, tmp_path_factory) -> dict[str, dict]:
         break_it(model)
         cases[break_it.__name__] = (1, [*common, f"actor.path={model}"])
     for name, (nproc, settings, _) in BAD_SETTINGS.items():
-        cases[name] = (nproc, common + [setting.replace("{}", str(folder)) for setting in settings])
+        own = [setting.replace("{}", str(folder)) for setting in settings]
+        recipe = 0 if "--config-path" not in own else 4  # the options of the common recipe
+        cases[name] = (nproc, common[recipe:] + own)
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tests/end_to_end/refusals_worker.py"), str(folder / "cases.json")]

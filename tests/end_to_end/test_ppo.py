@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -255,6 +256,32 @@ def test_grpo_with_a_reward_that_fails(toy, tmp_path):
     for text in ("this reward is broken", "no answer within 1", "score is nan"):
         assert text in ended.stdout, ended.text
     assert ended.stdout.count("prompt: ") <= 2 * 3  # each kind once a replica
+
+
+def test_rewards_by_source(toy, tmp_path):
+    """Two sources with functions of their own: each has its mean, in training and in validation."""
+    for name in ("train", "val"):
+        rows = [json.loads(line) for line in (toy / f"{name}.jsonl").read_text().splitlines()[:4]]
+        lines = [json.dumps(row | {"data_source": "ab"[n % 2]}) for n, row in enumerate(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    file = f"{toy}/rewards.py"
+    job = [
+        *(f"data.train={tmp_path}/train.jsonl", f"data.validation={tmp_path}/val.jsonl"),
+        *("data.prompts_per_iteration=4", "data.samples_per_prompt=2", "rollout.max_tokens=6"),
+        *("algorithm.name=grpo", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2"),
+        *("run.iterations=1", "run.export=false", "run.validate_interval=1"),
+    ]
+    given = settings_of(toy, tmp_path / "run", *job)
+    given[-len(job) - 1] = f"reward.function={{a:[{file}:letters:0.5,{file}:tenth],default:{file}:tenth:2}}"
+    run(2, TRAIN, *given, "actor.layout=dp2", "rollout.tp=1", folder=tmp_path)
+    rows = read_metrics(tmp_path / "run")
+    row = {name: value for one in rows for name, value in one.items()}
+    means = [row["reward/source/a"], row["reward/source/b"]]
+    assert min(means) - 1e-6 <= row["reward/mean"] <= max(means) + 1e-6
+    assert row["reward/letters"] >= 0 and row["reward/tenth"] > 0 and row["reward/letters/length"] > 0
+    assert row["reward/source/b"] > 0 and row["validation/source/a"] > 0 and "reward/length" not in row
+    validated = (row["validation/source/a"] + row["validation/source/b"]) / 2
+    assert row["validation/accuracy"] == pytest.approx(validated)
 
 
 def test_critic_warmup_and_early_stop(toy, tmp_path):

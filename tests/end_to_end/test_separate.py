@@ -21,8 +21,10 @@ from verl_megatron.observe.tracking import read_metrics
 JOB = [
     *("actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1", "run.iterations=4", "run.export=false"),
     *("run.validate_interval=2", "run.save_interval=2", "algorithm.num_mini_batches=2"),
+    "rollout.adaptive_sampling=[0-5:as_set,6-:temperature:0.8]",  # samples have temperatures of their own
 ]
 SEPARATE = "rollout.devices=1"
+ARRIVED = ("async/samples_sampled", "async/samples_in_flight")  # by the time of an iteration
 STALE = (SEPARATE, "async.max_staleness=2", "run.iterations=6")
 
 
@@ -33,10 +35,17 @@ def command(*settings: str) -> list[str]:
 
 
 @contextmanager
-def started(folder: Path, *settings: str) -> Iterator[Started]:
-    """Start both worlds, with their output in `folder`; they are ended with the block."""
+def started(folder: Path, *settings: str, wrong_weights: str = "") -> Iterator[Started]:
+    """Start both worlds, with their output in `folder`; they are ended with the block.
+
+    Args:
+        wrong_weights: what is wrong with those of the rollout (wrong_weights/sitecustomize.py).
+    """
     mark = folder.name
     environment = environment_of_ranks() | {MARK: mark}
+    if wrong_weights:
+        path = f"{Path(__file__).with_name('wrong_weights')}{os.pathsep}{environment['PYTHONPATH']}"
+        environment |= {"PYTHONPATH": path, "WRONG_WEIGHTS": wrong_weights}
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             command(*settings),
@@ -73,7 +82,7 @@ def together(toy, tmp_path_factory) -> Path:
 
 def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
     """What the run has learned, without times, and without metrics of one kind."""
-    left_out = ("reshard/bytes", "async/generation_s", "async/rollout_wait_s", but)
+    left_out = ("reshard/bytes", "async/generation_s", "async/rollout_wait_s", *ARRIVED, but)
     rows = learned(folder)
     for row in rows:
         for key in [key for key in row if key.startswith(left_out)]:
@@ -97,6 +106,7 @@ def stale(toy, tmp_path_factory) -> Path:
 
 
 def test_samples_are_as_stale_as_allowed_and_both_worlds_work_at_once(stale):
+    assert_balanced(stale)
     rows = read_metrics(stale)[1:]
     assert [row["async/staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2]
     assert [row["async/iterations_in_flight"] for row in rows] == [2, 2, 2, 2, 1, 0]
@@ -114,6 +124,7 @@ def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_
     assert ended.stdout.count("rollout world 2 has joined") == 1
     assert "resuming after iteration 4" in ended.text or "resuming after iteration 2" in ended.text
     assert numbers(tmp_path / "run") == numbers(stale)
+    assert_balanced(tmp_path / "run")
 
 
 @pytest.mark.long
@@ -132,6 +143,7 @@ def test_at_whatever_moments_worlds_die_the_numbers_stay(toy, tmp_path, seed):
         assert not ended.code and not both.leftovers(), ended.text
     assert ended.stdout.count("is started again") == 10 and "resuming after" in ended.stdout
     assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+    assert_balanced(tmp_path / "run")
 
 
 def test_a_training_world_that_dies_ends_the_run_and_the_same_command_resumes_it(together, toy, tmp_path):
@@ -157,6 +169,39 @@ def test_an_error_of_the_rollout_world_ends_the_run_with_one_message(toy, tmp_pa
         ended = both.wait(timeout_s=60)
         assert ended.code == 2 and not both.leftovers(), ended.text
     assert len(ended.error_lines) == 1 and "failed on all" in ended.error_lines[0], ended.text
+
+
+def assert_balanced(folder: Path) -> None:
+    """Every sample that was made was trained on or dropped, or is in flight."""
+    rows = [row for row in read_metrics(folder) if "async/samples_sampled" in row]
+    for row in rows:
+        made, trained, dropped, in_flight = (
+            row[f"async/samples_{name}"] for name in ("sampled", "trained", "dropped", "in_flight")
+        )
+        assert (
+            made == trained + dropped + in_flight
+            and trained == row["step"] * rows[0]["async/samples_trained"]
+        )
+    assert rows[-1]["async/samples_in_flight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ("skipped", "of no version that was published"),
+        ("stale", "those of version 0"),
+        ("changed", "of no version that was published"),
+    ],
+)
+def test_wrong_weights_of_the_rollout_end_the_run_before_samples_are_used(toy, tmp_path, wrong, found):
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE)
+    with started(tmp_path, *settings, "run.validate_interval=0", wrong_weights=wrong) as both:
+        ended = both.wait(timeout_s=60)
+        assert ended.code and not both.leftovers(), ended.text
+    (line,) = ended.error_lines
+    assert "rollout rank 0 generated the samples of iteration 2 with wrong weights" in line, ended.text
+    assert f"should be those of version 1 and are {found}" in line
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "policy/loss" in row] == [1]
 
 
 def kill(both: Started, role: str, *, once: str, after_s: float = 0.0, timeout_s: float = 100.0) -> None:

@@ -77,7 +77,23 @@ NUMBERS = {
     "benchmark engine": ("--ranks", "--max-restarts"),
 }
 NO_NUMBERS = (
-    *("", " ", "-1", "x", "nan", "inf", "1e400", "1.5.2", "9" * 5000, "\udcff", "٣٫", "0x10", "--", "1,2"),
+    *(
+        "",
+        " ",
+        "-1",
+        "x",
+        "nan",
+        "inf",
+        "1e400",
+        "1e308",
+        "1.5.2",
+        "9" * 5000,
+        "\udcff",
+        "٣٫",
+        "0x10",
+        "--",
+        "1,2",
+    ),
 )
 # Where to write to: nothing outside a case's own folder, so no devices, and pipes wait for their readers.
 OUTSIDE = ("a device", "an endless device", "a pipe")

@@ -16,6 +16,7 @@ EXTENDED = "defaults: [ppo_toy_cpu, _self_]\n"
 # Lists of defaults that no recipe has; YAML.
 WRONG = (
     *("[nothing_like_it, _self_]", "[ppo_toy_cp]", "[ppo_toy_cpu.yml]", "[/etc/passwd]", "[../../x]"),
+    *("[./mine]", "[sub/../mine]", "[./ppo_toy_cpu]", "[sub]", "[~/base]", "[sub/base, {a: b}]"),
     *("3", "text", "{a: b}", "[3]", "[[a]]", "[{a: [b]}]", "[null]", "[1.5]", "[true]", "['']", "[' ']"),
     *("[{ppo_toy_cpu: 3}]", "[{nothing: here}]", "[{override nothing: here}]", "[{override hydra/job: x}]"),
     *("['${nothing.here}']", "['${']", "[ppo_toy_cpu@nothing]", "['ppo_toy_cpu@run']", "['@']", "[toy_cpu]"),
@@ -24,7 +25,8 @@ WRONG = (
 )
 HARMLESS = (
     *("[ppo_toy_cpu]", "[ppo_toy_cpu, _self_]", "[/ppo_toy_cpu, _self_]"),
-    *("[ppo_toy_cpu.yaml, _self_]", "[base, _self_]"),
+    *("[ppo_toy_cpu.yaml, _self_]", "[base, _self_]", "[./base]", "[./base.yaml]", "[/ppo_toy_cpu, ./base]"),
+    *("[sub/base]", "[./sub/base, base]"),
 )
 FILES: dict[str, Callable[[Path], object]] = {
     "not UTF-8": lambda path: path.write_bytes(b"run: {seed: 3}  # \xff\xfe\n"),
@@ -77,6 +79,8 @@ def _write(job: Job, defaults: str = EXTENDED) -> None:
 def of_defaults(job: Job, rng: random.Random, *, text: str, expected: str) -> Case:
     _write(job, f"defaults: {text}\n")
     job.write(BASE, "defaults: [/ppo_toy_cpu, _self_]\n")
+    (job.folder / "sub").mkdir()
+    job.write("sub/base.yaml", "defaults: [../base, toy_cpu/group]\nrun: {iterations: 3}\n")
     return _case(job, f"defaults: {text[:80]}", expected)
 
 

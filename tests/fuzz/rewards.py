@@ -10,8 +10,17 @@ from tests.fuzz.job import Job
 SPECS = (
     "mtach",
     "Match",
-    "match ",
     "match,last_number",
+    "[match,last_number",
+    "[]",
+    "[match,match:2]",
+    "[match,[last_number]]",
+    "[match:0,last_number:0]",
+    "[match:nan]",
+    "[match:-inf,last_number]",
+    "[match,,last_number]",
+    "[match:1e7]",
+    "[match,{file}:nothing:0.5]",
     "{file}",
     "{file}:",
     ":score",
@@ -105,8 +114,47 @@ WRONG_ARGUMENTS = {
 }
 
 
+PLANS = {
+    "[match:0.8,last_number:0.2]": ACCEPTED,
+    "[FILE:score,match : -1]": ACCEPTED,
+    "[match:0,last_number]": ACCEPTED,
+    "[exact,format:0.1,regex:0.1,json:0]": ACCEPTED,
+    "[code,format:0.1]": EITHER,
+    "http://127.0.0.1:9/score": REFUSED,
+    "[http://127.0.0.1:9/score:0.5,match]": REFUSED,
+    "http://:80/score": REFUSED,
+    "http://a@127.0.0.1/score": REFUSED,
+    "https://127.0.0.1:99999/score": REFUSED,
+    "http://": REFUSED,
+    "http://ä/b": REFUSED,
+    "code reward.code_timeout_s=100": REFUSED,
+    "[match,length:0.1]": REFUSED,
+    "length reward.target_length=5": REFUSED,
+    "[match,Format]": REFUSED,
+    "[{match:0.5},last_number]": ACCEPTED,
+    "{default:[match,FILE:score:0.1]}": ACCEPTED,
+    "{a b/c:last_number,default:match:2}": ACCEPTED,
+    "{1:match,true:match,default:match}": ACCEPTED,
+    "[]": REFUSED,
+    "{}": REFUSED,
+    "{gsm8k:match}": REFUSED,
+    "{default:[]}": REFUSED,
+    "{default:{a:match}}": REFUSED,
+    "{match:0.8,last_number:0.2}": REFUSED,
+    "{default:null}": REFUSED,
+    "[match,null]": REFUSED,
+    "[match,3]": REFUSED,
+    "[match,match]": REFUSED,
+    "[match:nan]": REFUSED,
+    "[[[[[match]]]]]": REFUSED,
+    "[FILE:gone,match]": REFUSED,
+    "[FILE:gone:0.5]": REFUSED,
+}
+
+
 def mutations() -> list[Mutation]:
     found: list[Mutation] = [partial(spec, text=text) for text in SPECS + MORE_SPECS]
+    found += [partial(plan, text=text, expected=expected) for text, expected in PLANS.items()]
     tables = ((BROKEN, "", REFUSED), (ODD, DEF, EITHER), (FINE, "", ACCEPTED), (WRONG_ARGUMENTS, "", EITHER))
     for table, after, expected in tables:
         found += [
@@ -129,6 +177,17 @@ def spec(job: Job, rng: random.Random, *, text: str) -> Case:
         expected=REFUSED,
         names=("reward.function",),
         act=job.dry_run(f"reward.function='{given}'"),
+    )
+
+
+def plan(job: Job, rng: random.Random, *, text: str, expected: str) -> Case:
+    """Several functions in Hydra's own lists and mappings; `FILE` is a good reward file."""
+    given = text.replace("FILE", str(job.write("mine.py", DEF)))
+    return Case(
+        name=f"reward.function={text[:60]}",
+        expected=expected,
+        names=("reward.function",) if expected == REFUSED else (),
+        act=job.dry_run(f"reward.function={given}"),
     )
 
 

@@ -43,7 +43,6 @@ SOUND = {
     "engine.tokens_per_micro_batch": (512, 16384),
     "engine.distributed_optimizer": ("true", "false"),
     "engine.lr_decay_style": ("constant", "linear", "cosine"),
-    "engine.min_lr_ratio": (0, 0.1, 1),
     "engine.weight_decay": (0, 0.1),
     "engine.clip_grad": (0, 0.5, 1),
     "engine.adam_betas": ("[0.9,0.999]", "[0,0.5]"),
@@ -78,7 +77,9 @@ SOUND_ONLY = {
         "rollout.stop": ("[abc]", "[]", "['a b',c]"),
         "rollout.stop_token_ids": ("[2]", "[]", "[2,5,383]"),
         "rollout.ignore_eos": ("true", "false"),
-        "rollout.max_num_seqs": (1, 64),
+        "rollout.max_num_seqs": (2, 64),
+        "rollout.dynamic_batching": ("true", "false"),
+        "rollout.adaptive_sampling": ("true", "false", "[0-8:greedy,9-:temperature:0.7+top_k:20]"),
         "rollout.gpu_memory_utilization": (0.3, 0.6),
         "rollout.kv_cache_mib": (32, 128),
         "rollout.enforce_eager": ("true", "false"),
@@ -118,7 +119,11 @@ USELESS = {
         "algorithm.reuse_logprobs=false",
     ),
     "algorithm.teacher_coef": ("algorithm.teacher_coef=2",),
+    "algorithm.mask_cut": ("algorithm.mask_cut=true", "rollout.ignore_eos=true"),
+    "data.curriculum": ("data.curriculum=files",),
+    "reward.missing_eos_penalty": ("reward.missing_eos_penalty=1", "rollout.ignore_eos=true"),
     "reward.overlong_penalty": ("reward.overlong_penalty=2",),
+    "rollout.dynamic_batching": ("rollout.dynamic_batching=true", "rollout.max_num_seqs=1"),
 }
 
 

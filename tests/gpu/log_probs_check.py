@@ -35,9 +35,10 @@ class Case:
     columns: int
     padding: int
     dtype: torch.dtype
-    temperature: float
+    temperature: float | None  # None: each token has its own
     seed: int
     device: torch.device
+    given: float | Tensor = field(init=False, repr=False)  # the temperature, or [N] float32 of each token
     logits_NV: Tensor = field(init=False, repr=False)
     labels_N: Tensor = field(init=False, repr=False)
 
@@ -50,6 +51,8 @@ class Case:
         self.labels_N[1::4] = self.columns
         self.labels_N[3::4] = -1
         self.gradients_2N = torch.randn(2, self.tokens, **shape)
+        own_N = 0.6 + torch.rand(self.tokens, **shape)
+        self.given = own_N if self.temperature is None else self.temperature
 
     def padding_is_untouched(self) -> Callable[[], bool]:
         before = self.wide[:, self.columns :].clone()
@@ -59,7 +62,7 @@ class Case:
 def truth(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Float64 truth by autograd: log-probability and entropy [N], factors [4, N], gradient [N, V]."""
     logits_NV = case.logits_NV.double().detach().requires_grad_()
-    scaled_NV = logits_NV / case.temperature
+    scaled_NV = (logits_NV.t() / case.given).t()
     log_z_N, log_p_NV = scaled_NV.logsumexp(1), scaled_NV.log_softmax(1)
     mean_N = (log_p_NV.exp() * scaled_NV).sum(1)
     inside_N = (case.labels_N >= 0) & (case.labels_N < case.columns)
@@ -83,12 +86,12 @@ def close(what: str, ours: Tensor, theirs: Tensor, *, atol: float, rtol: float =
 def check_kernels(case: Case) -> None:
     """Both kernels against float64. Sums of about 100,000 float32 numbers, a thousand at a time."""
     logprob_N, entropy_N, factors_4N, grad_NV = truth(case)
-    stats_4N = kernels.stats(case.logits_NV, case.labels_N, case.temperature).double()
+    stats_4N = kernels.stats(case.logits_NV, case.labels_N, case.given).double()
     log_z_N = stats_4N[0] + stats_4N[1].log()
     close(f"log-probability of {case}", stats_4N[3] - log_z_N, logprob_N, atol=4e-6)
     close(f"entropy of {case}", log_z_N - stats_4N[2] / stats_4N[1], entropy_N, atol=2e-5)
     around = case.padding_is_untouched()
-    grad = kernels.grad_logits_(case.logits_NV, case.labels_N, case.temperature, factors_4N.float())
+    grad = kernels.grad_logits_(case.logits_NV, case.labels_N, case.given, factors_4N.float())
     assert around(), f"the kernel wrote beside the columns of {case}"
     close(f"gradient of {case}", grad, grad_NV, atol=1e-6, rtol=TOLERANCES[case.dtype])
 
@@ -113,8 +116,13 @@ def check_far_rows(device: torch.device) -> None:
     ), "far rows' gradients differ"
 
 
-def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, chunk_tokens: int) -> None:
-    """token_log_probs and its gradients against log_softmax of the whole logits; an odd vocabulary."""
+def check_head(
+    device: torch.device, dtype: torch.dtype, *, temperature: float | Tensor, chunk_tokens: int
+) -> None:
+    """token_log_probs and its gradients against log_softmax of the whole logits; an odd vocabulary.
+
+    The temperature is one number or that of each of the 300 tokens.
+    """
     torch.manual_seed(3)
     hidden, weight = (
         torch.randn(300, 256, device=device).to(dtype),
@@ -126,7 +134,7 @@ def check_head(device: torch.device, dtype: torch.dtype, *, temperature: float, 
     for compute in (dtype, torch.float64):
         inputs = [x.to(compute, copy=True).requires_grad_() for x in (hidden, weight)]
         if compute == torch.float64:
-            log_p = (inputs[0] @ inputs[1][:vocab_size].t() / temperature).log_softmax(1)
+            log_p = ((inputs[0] @ inputs[1][:vocab_size].t()).t() / temperature).t().log_softmax(1)
             values = log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
         else:
             softmax = Softmax(vocab_size=vocab_size, temperature=temperature, chunk_tokens=chunk_tokens)
@@ -152,7 +160,7 @@ def check(device: torch.device) -> None:
     seed = 0
     for columns in (*VOCABULARIES, 128255, 100):
         for dtype in TOLERANCES:
-            for tokens, temperature, padding in ((37, 1.0, 0), (5, 0.7, 64), (1, 1.3, 1)):
+            for tokens, temperature, padding in ((37, 1.0, 0), (5, 0.7, 64), (1, 1.3, 1), (9, None, 3)):
                 check_kernels(
                     Case(
                         tokens=tokens,
@@ -166,7 +174,8 @@ def check(device: torch.device) -> None:
                 )
     check_far_rows(device)
     for dtype in TOLERANCES:
-        for temperature, chunk_tokens in ((1.0, 0), (0.7, 128), (1.0, 77)):
+        each = torch.linspace(0.6, 1.6, 300, device=device)
+        for temperature, chunk_tokens in ((1.0, 0), (0.7, 128), (1.0, 77), (each, 128)):
             check_head(device, dtype, temperature=temperature, chunk_tokens=chunk_tokens)
 
 

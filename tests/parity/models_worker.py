@@ -6,6 +6,7 @@ Every check runs inside one world, because importing and starting it costs more 
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -69,11 +70,15 @@ def logits_differ(engine: Engine, mine, micro, truth) -> float:
 
 
 def results_differ(results, mine, truth) -> tuple[float, float]:
-    """Largest differences of log-probs and entropy; both have to be 0 where nothing is asked."""
+    """Largest differences of log-probs and entropy; both have to be 0 where nothing is asked.
+
+    Samples have the engine's temperature, or their own.
+    """
     worst_logprob = worst_entropy = 0.0
     for b, sample in enumerate(mine.sample_id.tolist() if results is not None else []):
         asked = mine.response_mask[b].nonzero().squeeze(1)
-        log_p = torch.log_softmax(truth[sample][asked - 1] / TEMPERATURE, -1)
+        temperature = TEMPERATURE if mine.temperature is None else mine.temperature[b]
+        log_p = torch.log_softmax(truth[sample][asked - 1] / temperature, -1)
         want = log_p.gather(1, mine.generated_ids[b, asked, None]).squeeze(1)
         worst_logprob = max(worst_logprob, (results["logprobs"][b, asked] - want).abs().max().item())
         worst_entropy = max(
@@ -99,13 +104,16 @@ def check_logits(family: str, folder: Path, layouts) -> None:
         }
         mine, micro = parity.share_of(batch, layout, 64)
         logits = logits_differ(LogitsEngine(**common), mine, micro, truth)
-        logprobs, entropy = results_differ(Engine(**common).infer(mine, micro), mine, truth)
+        engine = Engine(**common)
+        logprobs, entropy = results_differ(engine.infer(mine, micro), mine, truth)
+        own = replace(mine, temperature=0.5 + mine.sample_id % 4 / 3)
+        own_logprobs, own_entropy = results_differ(engine.infer(own, micro), own, truth)
         parity.check(
             f"{family} {layout} on {count}{list(stage_layers) or ''}",
             limit=1e-4,
             logits=logits,
-            logprobs=logprobs,
-            entropy=entropy,
+            logprobs=max(logprobs, own_logprobs),
+            entropy=max(entropy, own_entropy),
         )
 
 

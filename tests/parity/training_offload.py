@@ -25,7 +25,8 @@ from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.residency import Residency
 from verl_megatron.roles.engine import Engine, EngineOptions
-from verl_megatron.roles.role import make_role
+from verl_megatron.roles.role import Training, make_role
+from verl_megatron.roles.token_budget import LongestRows
 
 # ---- memory given up between steps -----------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ def check_turns() -> None:
                 arch=read_architecture(model.path),
                 head=head,
                 options=options,
-                train_steps=6,
+                training=Training(steps=6, rows=LongestRows(prompt_tokens=4, response_tokens=4, count=8)),
             )
             for (name, model), head in zip(models.items(), ("lm", "token"))
         }

@@ -166,6 +166,12 @@ BAD = [
     (dict(reward__function=""), ["both empty", "algorithm.name=ppo needs scores"]),
     (dict(teacher__path="/nowhere"), ["teacher.path='/nowhere'"]),
     (dict(reward__overlong_tokens=101), ["reward.overlong_tokens=101", "rollout.max_tokens=100"]),
+    (dict(algorithm__mask_cut=True, rollout__ignore_eos=True), ["mask_cut=true", "ignore_eos=true"]),
+    (
+        dict(reward__missing_eos_penalty=1.0, rollout__ignore_eos=True),
+        ["missing_eos_penalty=1 ", "ignore_eos=true"],
+    ),
+    (dict(reward__missing_eos_penalty=-1.0), ["reward.missing_eos_penalty=-1.0"]),
     (dict(algorithm__dynamic_sampling=True), ["algorithm.name=ppo", "do not compare"]),
     (
         dict(algorithm__dynamic_sampling=True, algorithm__name="remax", data__samples_per_prompt=2),

@@ -13,7 +13,7 @@ import pytest
 from tests.worlds import ROOT
 from verl_megatron import train
 from verl_megatron.launch import dry_run  # noqa: F401  # imported before the forks
-from verl_megatron.launch.command_line import FLAGS, _read_arguments, run_command
+from verl_megatron.launch.command_line import FLAGS, _read_arguments, run_command, settings_of
 from verl_megatron.launch.recipe import check_recipe
 
 # What follows the options --config-path and --config-name, and what has to be said.
@@ -71,7 +71,8 @@ BAD_RECIPES = [
 
 
 def options(folder: Path, recipe: str) -> list[str]:
-    return ["--config-path", str(folder), "--config-name", recipe, "--dry-run"]
+    named = ["--config-name", recipe] if recipe else []
+    return ["--config-path", str(folder), *named, "--dry-run"]
 
 
 def command(
@@ -130,7 +131,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=lambda x: str(x)[:30])
 def test_arguments_that_cannot_be_meant(arguments, words, folder):
     is_special = isinstance(arguments[0], bytes) or len(arguments[0]) > 4000  # what only a real one gets
-    ended = (command if is_special else forked)(arguments, folder)
+    recipe = "" if arguments[0] == "--config-name" else "good"
+    ended = (command if is_special else forked)(arguments, folder, recipe=recipe)
     assert is_one_sentence(ended, words), (ended.returncode, ended.stdout[-500:], ended.stderr[-2000:])
     assert len(ended.stderr) < 1500
 
@@ -188,3 +190,28 @@ def test_flags_stand_for_settings():
         "+run.seed=4",
         *("++" + setting for setting in FLAGS.values()),
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("日本/ü.jsonl", "日本/ü.jsonl"),
+        ("http://host:80/a?b=c&d=(e)#f", "http://host:80/a?b=c&d=(e)#f"),
+        ("it's.py:f", "it's.py:f"),
+        ("[。,<|end|>,b]", ["。", "<|end|>", "b"]),
+        ("[1,a=b]", [1, "a=b"]),
+        ("a b", "a b"),
+        ("'ü'", "ü"),
+        ("[1, 2]", [1, 2]),
+        ("{a:b}", {"a": "b"}),
+    ],
+)
+def test_texts_with_any_signs_need_no_quotes(written, value):
+    _, settings = settings_of([f"reward.function={written}"])
+    assert settings["reward"]["function"] == value
+
+
+def test_a_mapping_whose_names_need_quotes_is_refused_with_the_remedy():
+    for written in ("{ü:math}", '{"a b":math}'):
+        with pytest.raises(ValueError, match="cannot be read.*stands in quotes: '{"):
+            settings_of([f"reward.function={written}"])

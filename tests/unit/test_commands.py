@@ -59,6 +59,14 @@ def test_help_of_a_section_is_that_section(capsys):
     assert "rollout.max_tokens=" in shown and "actor.lr" not in shown
 
 
+def test_help_of_a_setting_is_that_setting(capsys):
+    assert main(["train", "--help", "run.seed"]) == 0
+    shown = capsys.readouterr().out
+    assert "run.seed=1  (≥ 0" in shown and "seed of data order" in shown and shown.count("=") == 1
+    assert main(["sft", "--help=run.seed=3"]) == 0
+    assert capsys.readouterr().out == shown
+
+
 def test_recipes_say_what_they_are_for():
     summaries = recipe_summaries()
     assert {"grpo_8b", "ppo_toy_cpu", "toy_cpu/grpo", "sft"} <= summaries.keys()
@@ -69,7 +77,12 @@ def test_recipes_say_what_they_are_for():
 
 REFUSED = [
     (["trian"], "'trian' is no command, did you mean \"train\"?"),
-    (["train", "--help", "rolout"], 'there is no such section, did you mean "rollout"?'),
+    (["train", "--help", "rolout"], 'there is no such section or setting, did you mean "rollout"?'),
+    (["train", "--help", "run.sed"], 'there is no such section or setting, did you mean "run.seed"?'),
+    (["train", "--help", "seed"], "there is no such section or setting, did you mean run.seed?"),
+    (["sft", "--help", "rollout"], "'rollout': there is no such section or setting"),
+    (["recipes", "list", "nothing"], "'nothing': it is no folder"),
+    (["recipes", "show", "nothing.yaml"], "'nothing.yaml' is no recipe"),
     (["train", "--config", "none.yaml"], "--config 'none.yaml' is no .yaml file"),
     (["train", "--ranks", "none"], "--ranks 'none' must be a whole number from 1"),
     (["train", "--ranks", "0"], "--ranks '0' must be a whole number from 1"),
@@ -94,7 +107,7 @@ REFUSED = [
     (["train", "--ranks=--"], "--ranks [] must be a whole number"),
     (["plan", "--model", "llama3-1b", "--gpus=--"], "argument --gpus: expected one argument"),
     (["convert", "verify", "a", "b", "--workers", "-1"], "argument --workers: '-1' is not accepted"),
-    (["recipes", "copy", "ppo_toy_cpu", "n" * 300], "File name too long; name another file or folder"),
+    (["recipes", "copy", "ppo_toy_cpu", "n" * 300], "cannot be written (File name too long); name a folder"),
     (["report", "n" * 300], "File name too long; name another file or folder"),
     (["evaluate", "a", "b", "actor.path=c"], "actor.path is an argument of its own"),
 ]
@@ -169,9 +182,67 @@ def test_a_recipe_that_is_a_circle_of_links_is_refused(tmp_path):
         settings_of(["--config", str(tmp_path / "own.yaml")])
 
 
+def test_recipes_of_subfolders_extend_each_other_and_shipped_ones(tmp_path, monkeypatch):
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / "deep/base.yaml").write_text("defaults: [ppo_toy_cpu]\nrun: {iterations: 5, seed: 5}\n")
+    (tmp_path / "deep/deeper/more.yaml").write_text("defaults:\n- ../base\nrun: {iterations: 6}\n")
+    (tmp_path / "deep/deeper/self.yaml").write_text("run: {save_interval: 8}\n")
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [./deep/deeper/more, deep/deeper/self]\nactor: {lr: 1e-6}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for given in (["--config", "own.yaml"], ["--config-path", ".", "--config-name", "own"]):
+        _, settings = settings_of(given)
+        run = settings["run"]
+        assert (run["iterations"], run["seed"], run["save_interval"]) == (6, 5, 8)
+        assert settings["actor"]["lr"] == 1e-6 and settings["actor"]["layout"] == "tp2pp2"
+
+
+def test_the_order_of_defaults_is_that_of_their_settings(tmp_path):
+    (tmp_path / "base.yaml").write_text("run: {iterations: 1, seed: 1, save_interval: 1}\n")
+    (tmp_path / "a.yaml").write_text("defaults: [base]\nrun: {iterations: 2, seed: 2}\n")
+    (tmp_path / "b.yaml").write_text("defaults: [base]\nrun: {seed: 3}\n")
+    (tmp_path / "own.yaml").write_text("defaults: [a, _self_, b]\nrun: {seed: 4, iterations: 4}\n")
+    run = settings_of(["--config", str(tmp_path / "own.yaml")])[1]["run"]
+    assert run == {"iterations": 4, "seed": 3, "save_interval": 1}
+
+
+def test_a_recipe_extends_the_shipped_one_of_its_name(tmp_path):
+    (tmp_path / "ppo_toy_cpu.yaml").write_text("defaults: [ppo_toy_cpu]\nrun: {seed: 9}\n")
+    _, settings = settings_of(["--config", str(tmp_path / "ppo_toy_cpu.yaml")])
+    assert settings["run"]["seed"] == 9 and settings["actor"]["layout"] == "tp2pp2"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "said"),
+    [
+        ("[nothing]", "line 2, defaults: there is no recipe 'nothing'"),
+        ("\n- grpo_8b\n- ppo_toy_cp", 'line 4, defaults: .* did you mean "ppo_toy_cpu"'),
+        ("[/etc/base]", "line 2, defaults: '/etc/base' is an absolute path"),
+        ("[./grpo_8b]", "line 2, defaults: there is no recipe './grpo_8b'"),
+        ("[folder]", "line 2, defaults: there is no recipe 'folder'"),
+        ("[no_recipe]", "no_recipe.yaml must be sections with settings"),
+        ("[folder/wrong]", "folder/wrong.yaml, line 1, defaults: there is no recipe 'grpo'"),
+        ("grpo_8b", "line 2, defaults: it is no list; write names"),
+        ("[{grpo_8b: x}]", "line 2, defaults: it has an entry that is no name"),
+        ("[_self_, _self_]", "line 2, defaults: it has _self_ twice"),
+        ("[folder/circle]", r"circle.yaml, line 2, .* extends itself \(own -> circle -> own\)"),
+    ],
+)
+def test_wrong_defaults_are_named_with_file_and_line(defaults, said, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/wrong.yaml").write_text("defaults: [grpo]\n")
+    (tmp_path / "folder/circle.yaml").write_text("# a circle\ndefaults: [../own]\n")
+    (tmp_path / "no_recipe.yaml").write_text("- a\n- b\n")
+    (tmp_path / "own.yaml").write_text(f"# mine\ndefaults: {defaults}\n")
+    with pytest.raises(ValueError, match=said) as error:
+        settings_of(["--config", str(tmp_path / "own.yaml")])
+    assert str(error.value).count("\n") == 0
+
+
 def test_defaults_that_are_not_there_are_named_with_the_recipe(tmp_path):
     (tmp_path / "own.yaml").write_text("defaults: [nothing_like_it]\n")
-    with pytest.raises(ValueError, match="--config .*own.yaml, defaults: .* has no recipe 'nothing_like_it'"):
+    with pytest.raises(ValueError, match="own.yaml, line 1, defaults: there is no recipe 'nothing_like_it'"):
         settings_of(["--config", str(tmp_path / "own.yaml")])
 
 
@@ -183,6 +254,25 @@ def test_a_recipe_is_copied_once(tmp_path, monkeypatch, capsys):
     assert settings["actor"]["layout"] == "tp2pp2"
     assert main(["recipes", "copy", "llama3_8b_grpo.sh", "scripts"]) == 0
     assert (tmp_path / "scripts/launch/local.sh").is_file()
+
+
+def test_a_recipe_is_copied_with_those_that_it_extends(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "copy", "toy_cpu/grpo", "mine"]) == 0
+    copied, shipped = (
+        settings_of(given)[1] for given in (["--config", "mine/grpo.yaml"], ["--config-name", "toy_cpu/grpo"])
+    )
+    assert copied == shipped
+    (tmp_path / "mine/sub").mkdir()
+    (tmp_path / "mine/own.yaml").write_text("# My run. It learns.\ndefaults: [grpo_8b, sub/base]\n")
+    (tmp_path / "mine/sub/base.yaml").write_text("run: {seed: 7}\n")
+    assert main(["recipes", "copy", "mine/own.yaml", "other"]) == 0
+    assert settings_of(["--config", "other/own.yaml"])[1]["run"]["seed"] == 7
+    capsys.readouterr()
+    assert main(["recipes", "list", "mine"]) == 0
+    assert "own       My run\n" in capsys.readouterr().out
+    assert main(["recipes", "show", "mine/sub/base.yaml"]) == 0
+    assert capsys.readouterr().out == "run: {seed: 7}\n"
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------

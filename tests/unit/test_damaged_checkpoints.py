@@ -25,7 +25,7 @@ from tests.damage import changed_keys, spoiled_files
 from tests.one_rank import ONE_RANK, world_of_one
 from verl_megatron.algorithms.kl import AdaptiveKL
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.prompts import PromptCursor
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem, samples_problem
 from verl_megatron.observe.metrics import Sums
 

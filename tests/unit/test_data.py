@@ -5,15 +5,18 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.characters import characters
 from verl_megatron.checks.overrides import structured
 from verl_megatron.config import DataConfig, SFTDataConfig, TrainerConfig
-from verl_megatron.data.json_lines import read_rows
-from verl_megatron.data.mixture import order_of, places_of
-from verl_megatron.data.prompts import DemonstrationDataset, PromptCursor, PromptDataset
+from verl_megatron.data.formats.json_lines import read_rows
+from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.data.order.mixture import order_of, places_of
+from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.manifest import _is_cursor
 
@@ -265,6 +268,27 @@ def test_files_have_weights(tmp_path):
     drawn = Counter(dataset[index].text[0] for index in cursor.draw(800))
     assert drawn == {"a": 600, "b": 200}
     assert PromptDataset(config.train, TOKENIZER, config, max_rows=2).shares == [(0.75, 2), (0.25, 2)]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[a.jsonl:0.75,b.jsonl:0.25]",
+        "[a.jsonl: 0.75, b.jsonl: 0.25]",
+        "{a.jsonl: 0.75, b.jsonl: 0.25}",
+        [("a.jsonl", 0.75), (Path("b.jsonl"), 0.25)],
+    ],
+)
+def test_weights_are_the_same_in_every_notation(written):
+    config = DataConfig(train=yaml.safe_load(written) if isinstance(written, str) else written)
+    assert config.train == "a.jsonl:0.75,b.jsonl:0.25"
+
+
+@pytest.mark.parametrize("value", [[1], [["a", 0.5]], [True], {"a": "b"}, [{"a": True}]])
+def test_data_of_a_wrong_type_are_one_problem(value):
+    with pytest.raises(ValueError) as error:
+        structured({"data": {"train": value}}, TrainerConfig)
+    assert "\n" not in str(error.value) and "give a value like train.jsonl" in str(error.value)
 
 
 @pytest.mark.parametrize(

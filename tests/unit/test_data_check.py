@@ -146,6 +146,6 @@ def test_bad_input_is_one_error(tmp_path, model, arguments, said):
 
 
 def test_other_subcommands_and_help(capsys):
-    assert data.run(["--help"]) == 0 and "data check FILE" in capsys.readouterr().out
+    assert data.run(["--help"]) == 0 and "usage: verl-megatron data check" in capsys.readouterr().out
     with pytest.raises(ValueError, match="data 'chekc' is no command"):
         data.run(["chekc"])

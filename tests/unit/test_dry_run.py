@@ -51,6 +51,15 @@ def test_a_shape_stands_in_for_folders_and_prompts(ranks):
     assert "4 x tp2" in text and "256 prompts x 1 sample" in text and "seconds predicted" in text
 
 
+def test_several_reward_functions_are_shown(ranks):
+    ranks(8, 8)
+    text = training_plan(
+        settings(reward={"function": {"gsm8k": ["exact:0.8", "format:0.2"], "default": "json"}})
+    )
+    assert "\nscore: 0.8 x exact + 0.2 x format for 'gsm8k'; 1 x json for all others\n" in text
+    assert "\nscore: " not in training_plan(settings())
+
+
 def test_a_shape_stands_in_for_a_teacher(ranks):
     ranks(8, 8)
     text = training_plan(settings(teacher={"path": "llama3-1b"}, algorithm={"name": "distillation"}))

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from verl_megatron.data.json_lines import (
+from verl_megatron.data.formats.json_lines import (
     MAX_DEPTH,
     MAX_LINE_BYTES,
     file_problem,

@@ -3,6 +3,7 @@
 Letters: B samples, N response tokens of a micro-batch, T positions of prompt and response.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from parallel.layout import Layout
 from parallel.rank_set import world
 from verl_megatron.algorithms.kl import FixedKL
+from verl_megatron.algorithms.normalizers import NORMALIZERS, leave_out
 from verl_megatron.config import AlgorithmConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector
@@ -58,6 +60,8 @@ class SimpleEngine:
         for samples in micro_batches:
             micro = pack(batch, samples, fields=fields)
             loss_N, metrics = loss(self.outputs(batch, micro), micro)
+            if scale.weight_B is not None:
+                loss_N = scale.weight_B[batch.sample_id[micro.sample]] * loss_N
             total = total + loss_N.sum() / scale.divisor
             sums.merge(metrics)
         (gradient_T,) = torch.autograd.grad(total, self.weight_T)
@@ -151,3 +155,60 @@ def test_prompts_whose_samples_have_one_score_are_counted():
     batch = scored_batch()
     batch.rewards[3:6] = -0.5
     assert learn(step=2, batch=batch)[1]["rollout/zero_variance_fraction"] == 1 / 3
+
+
+CUT = [2, 3, 4, 5, 8]  # a whole group among them
+
+
+def advantages_of(scores: list[float]) -> list[float]:
+    """GRPO's, of groups of three."""
+    found = []
+    for first in range(0, len(scores), 3):
+        group = scores[first : first + 3]
+        mean = sum(group) / 3
+        std = (sum((score - mean) ** 2 for score in group) / 2) ** 0.5
+        found += [(score - mean) / (std + 1e-6) for score in group]
+    return found
+
+
+@pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum"])
+def test_cut_responses_get_no_loss_and_count_in_their_group(normalizer):
+    batch = scored_batch()
+    batch.is_cut = torch.tensor([b in CUT for b in range(9)])
+    engine, metrics = learn(step=2, batch=batch, normalizer=normalizer, mask_cut=True)
+    kept = [b for b in range(9) if b not in CUT]
+    tokens, expected_T = sum(RESPONSES[b] for b in kept), torch.zeros(8)
+    for b in kept:  # with ratio 1 the gradient of a token's loss is minus its advantage; the rate is 2
+        scale = {
+            "token_mean": tokens,
+            "sequence_mean": RESPONSES[b] * len(kept),
+            "sequence_sum": len(kept) * 6,
+        }[normalizer]
+        for t in range(2, 2 + RESPONSES[b]):
+            expected_T[t] += 2.0 * advantages_of(batch.rewards.tolist())[b] / scale
+    torch.testing.assert_close(engine.weight_T.detach(), expected_T)  # float32 sums
+    assert metrics["rollout/cut_fraction"] == pytest.approx(5 / 9)
+    assert not torch.equal(learn(step=2, normalizer=normalizer)[0].weight_T, engine.weight_T)
+
+
+def test_an_iteration_whose_responses_are_all_cut_changes_nothing():
+    batch = scored_batch()
+    batch.is_cut = torch.ones(9, dtype=torch.bool)
+    engine, _ = learn(step=2, batch=batch, mask_cut=True, epochs=2, num_mini_batches=3)
+    assert not engine.weight_T.any()
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS.values(), ids=NORMALIZERS)
+def test_samples_left_out_count_neither_as_tokens_nor_as_samples(normalizer):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        response_B = torch.randint(0, 6, (12,), generator=generator)
+        is_out_B = torch.rand(12, generator=generator) < 0.4
+        found = leave_out(partial(normalizer, max_tokens=7), is_out_B)
+        for samples in (range(0, 5), range(5, 12), range(4, 4)):
+            kept = [b for b in samples if not is_out_B[b]]
+            alone = normalizer(response_B[kept], range(len(kept)), max_tokens=7)
+            scale = found(response_B, samples)
+            assert scale.divisor == alone.divisor and not scale.weight_B[is_out_B].any()
+            expected_B = torch.ones(len(kept)) if alone.weight_B is None else alone.weight_B
+            torch.testing.assert_close(scale.weight_B[kept], expected_B, rtol=0, atol=0)

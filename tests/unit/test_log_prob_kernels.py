@@ -26,7 +26,9 @@ SHAPES = [(5, 1), (3, 40), (4, 128), (7, 129), (6, 1001), (1, 333), (0, 70)]
 
 
 def cases():
-    for number, ((tokens, columns), dtype, temperature) in enumerate(product(SHAPES, GRADIENT, (1.0, 0.6))):
+    for number, ((tokens, columns), dtype, temperature) in enumerate(
+        product(SHAPES, GRADIENT, (1.0, 0.6, None))
+    ):
         yield Case(
             tokens=tokens,
             columns=columns,
@@ -48,7 +50,7 @@ def close(ours, theirs, *, atol):
     ids=lambda case: f"{case.tokens}x{case.columns}+{case.padding}-{case.dtype}-{case.temperature}",
 )
 def test_pytorch_is_what_autograd_makes_of_log_softmax(case):
-    stats_4N = kernels.stats(case.logits_NV, case.labels_N, case.temperature)
+    stats_4N = kernels.stats(case.logits_NV, case.labels_N, case.given)
     logprob_N, entropy_N, factors_4N, grad_NV = truth(case)
     log_z_N = stats_4N[0].double() + stats_4N[1].double().log()
     inside_N = (case.labels_N >= 0) & (case.labels_N < case.logits_NV.size(1))
@@ -56,7 +58,7 @@ def test_pytorch_is_what_autograd_makes_of_log_softmax(case):
     close(log_z_N - stats_4N[2] / stats_4N[1], entropy_N, atol=2 * LOGIT)
     assert not stats_4N[3, ~inside_N].any()
     around = case.padding_is_untouched()
-    grad = kernels.grad_logits_(case.logits_NV, case.labels_N, case.temperature, factors_4N.float())
+    grad = kernels.grad_logits_(case.logits_NV, case.labels_N, case.given, factors_4N.float())
     assert grad.data_ptr() == case.logits_NV.data_ptr() and around()
     torch.testing.assert_close(
         grad.double(), grad_NV, rtol=GRADIENT[case.dtype], atol=LOGIT
@@ -91,7 +93,7 @@ def interpret():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     tuning = Tuning(block=64, num_warps=1)
     for case in cases():
-        where = (case.logits_NV, case.labels_N, case.temperature)
+        where = (case.logits_NV, case.labels_N, case.given)
         by_torch_4N, by_triton_4N = kernels.stats_by_torch(*where), kernels.stats_by_triton(*where, tuning)
         torch.testing.assert_close(by_triton_4N, by_torch_4N, rtol=LOGIT, atol=LOGIT)
         factors_4N = truth(case)[2].float()

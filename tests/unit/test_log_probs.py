@@ -55,6 +55,19 @@ def test_bfloat16_is_rounded_at_the_logits_and_their_gradient(chunk_tokens):
         ).norm() < 2e-2 * theirs.norm()  # logits of size 8 are rounded by up to 2^-6
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 0])
+def test_each_token_has_the_temperature_of_its_sample(chunk_tokens):
+    torch.manual_seed(0)
+    inputs = torch.randn(TOKENS, 8), torch.randn(32, 8)
+    each_N = torch.tensor([1.0, 0.7, 1.9])[torch.arange(TOKENS) % 3]
+    ours = run(chunked, *inputs, temperature=each_N, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(ours, run(by_hand, *inputs, temperature=each_N[:, None]), **FLOAT32)
+    for value in (1.0, 0.7, 1.9):
+        alone = run(chunked, *inputs, temperature=value, chunk_tokens=chunk_tokens)
+        for mine, theirs in zip(ours[:2], alone[:2]):
+            assert torch.equal(mine[each_N == value], theirs[each_N == value]), "bit by bit those of one"
+
+
 def test_no_tokens():
     hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
     labels = torch.zeros(0, dtype=torch.int64)

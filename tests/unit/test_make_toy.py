@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_megatron.data.json_lines import read_rows
+from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.examples.toy import CORRECT_SHARE, ITEMS, WORDS, demonstration_of, make_rows
 
 ROOT = Path(__file__).resolve().parents[2]

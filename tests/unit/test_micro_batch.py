@@ -45,6 +45,13 @@ def test_fields_that_are_not_set_are_left_out(batch):
     assert pack(batch, [0], fields=("advantages", "returns")).fields.keys() == {"advantages"}
 
 
+def test_each_target_token_has_its_samples_temperature(batch):
+    batch.temperature = torch.tensor([0.7, 1.0, 1.3])
+    micro = pack(batch, [2, 0], fields=("advantages",))
+    assert torch.equal(micro.fields["temperature"], torch.tensor([1.3, 0.7, 0.7, 0.7]))
+    assert micro.fields.keys() == {"advantages", "temperature"}
+
+
 def test_sequence_parallelism_adds_a_padding_sequence(batch):
     micro = pack(batch, [0, 1], split=TokenSplit(multiple_of=4))
     assert micro.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22, 0]]

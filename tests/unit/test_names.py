@@ -25,7 +25,8 @@ from verl_megatron.config.older_names import OLDER, OLDER_NAMES, PLACES
 from verl_megatron.config.trl_names import TRL
 from verl_megatron.config.verl_names import VERL
 from verl_megatron.rewards.callables import spec_of
-from verl_megatron.rewards.pool import RewardPool, check_reward
+from verl_megatron.rewards.checks import check_reward
+from verl_megatron.rewards.pool import RewardPool
 
 SETTINGS = {
     f"{section.name}.{setting.name}"
@@ -89,7 +90,6 @@ def test_an_older_argument_gives_settings_or_a_reason(name):
         ({"actor_device_mapping": {"optimizer": "cuda:0"}}, 'is not understood; write {"model": "cuda:0-3"}'),
         ({"checkpoint_config": {"save_intervall": 1}}, 'did you mean "save_interval"?'),
         ({"checkpoint_config": 3}, "is no dict"),
-        ({"use_dynamic_batching": False}, "set rollout.max_num_seqs"),
         ({"acter_device_mapping": {}}, 'did you mean "actor_device_mapping"?'),
     ],
 )
@@ -101,7 +101,7 @@ def test_older_arguments_with_wrong_values_are_refused(given, message):
 
 
 def test_older_arguments_that_change_nothing_are_accepted():
-    harmless = dict(trust_remote_code=False, offload_folder=None, fsdp_config=None, use_dynamic_batching=True)
+    harmless = dict(trust_remote_code=False, offload_folder=None, fsdp_config=None)
     assert TrainerConfig(**harmless) == TrainerConfig()
 
 
@@ -168,10 +168,17 @@ def test_a_name_belongs_to_the_kind_of_run():
         RolloutConfig().n = 8
     with pytest.raises(ValueError, match="actor.ppo_epochs of verl is called algorithm.epochs here"):
         TrainerConfig().actor.ppo_epochs = 2
-    with pytest.raises(
-        ValueError, match="batch_size_per_device .*data.prompts_per_iteration and rollout.max"
-    ):
-        TrainerConfig().rollout.batch_size_per_device = 2
+    with pytest.raises(ValueError, match="batch_size_per_device of verl is called rollout.max_num_seqs here"):
+        structured({"data": {"train": ""}, "rollout": {"batch_size_per_device": 2}}, TrainerConfig)
+
+
+def test_older_attributes_of_a_section_are_taken():
+    config = get_trainer_config()
+    config.rollout.batch_size_per_device, config.rollout.use_dynamic_batching = 12, True
+    assert config.rollout == RolloutConfig(batch_size_per_device=12, use_dynamic_batching=True)
+    assert (config.rollout.max_num_seqs, config.rollout.dynamic_batching) == (12, True)
+    with pytest.raises(AttributeError):
+        config.critic.batch_size_per_device = 12
 
 
 # ---- functions as rewards ----------------------------------------------------------------------------------

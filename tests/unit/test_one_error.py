@@ -67,9 +67,14 @@ def test_an_error_of_all_ranks_is_one_line_and_the_tracebacks_are_in_the_log(tmp
 
 
 RAISES_LATER = """
+    import time
+    from pathlib import Path
     from parallel.runtime.preemption import Preemption
     try:
         with RunLog(".", rank=rank) as log, Preemption(log=log.write) as preemption:
+            Path(f"began_{rank}").touch()  # before the first rank ends and the launcher ends the others
+            while rank == 0 and len(list(Path().glob("began_*"))) < 3:
+                time.sleep(0.01)
             assert rank == 0 or preemption._asked.wait(60)
             raise RefusalError("reward.function=mine.py:score failed")
     except RefusalError as error:

@@ -10,6 +10,7 @@ from parallel.placement import busiest_elements, place
 from parallel.reshard.in_place.planner import Sides, least_layouts
 from parallel.weights.rules import megatron_parameters, vllm_parameters
 from tests.planned import H200, actor_alone, arch, run_config, run_of
+from tests.scripted_engine import admission_of
 from verl_megatron.data.packing import micro_batches
 from verl_megatron.planner import kv_bytes_per_token, plan_memory, plan_seconds, samples_together
 from verl_megatron.planner.activations import micro_batches_in_flight
@@ -159,6 +160,15 @@ def test_what_keeps_samples_waiting_is_named(limit, cached, said):
     )
 
 
+def test_plans_keep_room_in_the_cache_with_dynamic_batching():
+    config = run_config(samples=256, rollout=2)
+    config.rollout.dynamic_batching = True
+    run = run_of(config, 4)
+    cache_bytes = 100 * (run.prompt_tokens + run.response_tokens) * kv_bytes_per_token(run)
+    said = samples_together(run, cache_bytes)
+    assert said.startswith("90 of a replica's 128 samples at once (rollout.dynamic_batching keeps room")
+
+
 @pytest.mark.parametrize(
     ("samples", "gpus", "tp", "limit"), [(256, 4, 2, 256), (256, 4, 4, 256), (256, 8, 1, 16), (30, 8, 1, 256)]
 )
@@ -166,8 +176,8 @@ def test_samples_at_once_are_those_a_replica_draws_first(samples, gpus, tp, limi
     config = run_config("tp2sp", samples=samples, rollout=tp)
     config.rollout.max_num_seqs = limit
     run = run_of(config, gpus)
-    first = Dispatcher(WorkQueue(samples, num_replicas=1), limit=limit, group=None)
-    first.target = Dispatcher(_Queue(samples, run.replicas), limit=limit, group=None).target
+    first = Dispatcher(WorkQueue(samples, num_replicas=1), admission=admission_of(limit), group=None)
+    first.share = Dispatcher(_Queue(samples, run.replicas), admission=admission_of(limit), group=None).share
     assert samples_at_once(run, float("inf")) == len(first.draw(0))
 
 

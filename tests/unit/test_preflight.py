@@ -154,3 +154,39 @@ def test_a_reward_of_lists_needs_its_columns(folder):
     first, second = inspect_run(config, world_size=2)
     assert "takes the argument 'topic', and the data have no such column; they have 'response'" in first
     assert "train.jsonl" in first and "validation.jsonl" in second
+
+
+def test_a_penalty_of_missing_ends_needs_an_end(folder):
+    config = config_of(TrainerConfig, folder)
+    config.reward.missing_eos_penalty = 0.5
+    assert inspect_run(config, world_size=2) == []
+    for path in (folder / "model").glob("*.json"):
+        named = json.loads(path.read_text())
+        path.write_text(
+            json.dumps({key: named[key] for key in named if key not in ("eos_token", "eos_token_id")})
+        )
+    (problem,) = inspect_run(config, world_size=2)
+    assert "reward.missing_eos_penalty=0.5 needs an end-of-sequence token" in problem
+    config.reward.missing_eos_penalty = 0.0
+    assert inspect_run(config, world_size=2) == []
+
+
+def test_sources_of_a_curriculum_are_looked_at(folder):
+    config = config_of(TrainerConfig, folder)
+    config.data.samples_per_prompt, config.data.curriculum = 2, "level"
+    (problem,) = inspect_run(config, world_size=2)
+    assert "data.curriculum='level' is neither files nor a column" in problem
+    assert inspect_run(config, world_size=2, rows=5) == [], "later rows may have it"
+    config.data.curriculum = "files"
+    (problem,) = inspect_run(config, world_size=2)
+    assert "data.curriculum=files" in problem and "only one has prompts" in problem
+    second = folder / "second.jsonl"
+    shutil.copy(folder / "train.jsonl", second)
+    config.data.train, inputs = f"{folder}/train.jsonl:3,{second}:1", Inputs()
+    assert inspect_run(config, world_size=2, inputs=inputs) == []
+    assert inputs.notes[-1] == "data.curriculum=files: sources of prompts: 2, 'train.jsonl', 'second.jsonl'"
+    cursor = inputs.train.cursor(seed=1)
+    assert [source.weight for source in cursor.sources] == [0.75, 0.25]
+    config.data.curriculum = "level"
+    (problem,) = inspect_run(config, world_size=2)
+    assert "gives its files weights" in problem

@@ -1,10 +1,18 @@
 """The checksum sees every change of bits or order, and nothing else."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from parallel.layout import Layout
 from parallel.reshard import checksum as definition
 from parallel.reshard.checksum import checksum
+from parallel.reshard.checksum_verifier import Fingerprint
+from parallel.reshard.plan import compile_plan
+from parallel.reshard.resolve import resolve_slices
+from tests.distributed.reshard_worker import UNTIED, filled, rollout_shards, train_shards, whole_tensors
 
 # Letters: R rows, C columns.
 
@@ -54,3 +62,34 @@ def test_each_single_bit_and_each_exchange_is_seen():
 
 def test_negative_zero_differs_from_zero():
     assert checksum(torch.zeros(2, 2)).item() != checksum(-torch.zeros(2, 2)).item()
+
+
+def test_a_fingerprint_is_the_same_on_both_sides_and_sees_every_slice():
+    ranks, dtype = (2, 3), torch.bfloat16
+    source = train_shards(UNTIED, Layout.parse("tp2", ranks=(0, 1)))
+    destination = rollout_shards(UNTIED, 2, ranks=ranks)
+    plan = compile_plan(
+        source=source, destination=destination, element_bytes=dtype.itemsize, window_bytes=200
+    )
+    tensors = whole_tensors(UNTIED)
+
+    def slices_of(rank, given, held):
+        transport: Any = SimpleNamespace(rank=rank, dtype=dtype)
+        return resolve_slices(plan, given, held, transport)
+
+    sent = torch.zeros(2, dtype=torch.int64)
+    for rank in (0, 1):
+        slices = slices_of(rank, filled(source[rank], tensors, torch.nan, dtype), {})
+        sent += Fingerprint(slices.transfers, slices.reads, ranks).run()
+    for place, rank in enumerate(ranks):
+        held = filled(destination[rank], tensors, 0, dtype)
+        slices = slices_of(rank, {}, held)
+        fingerprint = Fingerprint(slices.transfers, slices.writes, ranks)
+        assert fingerprint.run()[place] == sent[place] and fingerprint.run()[1 - place] == 0
+        for number, tensor in slices.writes.items():
+            before = tensor.clone()
+            tensor[-1, -1] += 1
+            assert fingerprint.run()[place] != sent[place], f"transfer {number} is not seen"
+            tensor.copy_(before)
+        assert fingerprint.run()[place] == sent[place]
+    assert Fingerprint([], {}, ranks).run().tolist() == [0, 0]

@@ -5,7 +5,8 @@ import functools
 import pytest
 
 from verl_megatron.rewards.arguments import bound, columns_of
-from verl_megatron.rewards.pool import RewardPool, check_reward, columns_problem
+from verl_megatron.rewards.checks import check_reward, columns_problem
+from verl_megatron.rewards.pool import RewardPool
 
 EXTRA = {"data_source": "gsm8k", "extra_info": {"index": 3}, "level": 2}
 CALL = ("the prompt", "the response", "the truth", EXTRA, None)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from verl_megatron.rewards.pool import check_reward
+from verl_megatron.rewards.checks import check_reward
 
 SCORE = "def score(prompt, response, ground_truth, extra):\n    return 1.0\n"
 FUNCTIONS = """
@@ -76,10 +76,7 @@ def test_files_are_imported_apart_and_refused_by_name(tmp_path, capfd, text):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        *(
-            (spec, "choose match, last_number, math or path.py:function")
-            for spec in ("", ":", "a.py", ":f", "x.py:")
-        ),
+        *((spec, "choose match, exact, last_number") for spec in (":", "a.py", ":f", "x.py:")),
         ("{folder}:score", "is a folder"),
         ("{folder}/fifo.py:score", "is no file"),
         ("{folder}/gone.py:score", "does not exist"),

@@ -79,7 +79,7 @@ def test_last_number_needs_a_number_to_compare_with():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("mtach", "choose match, last_number, math or path.py:function"),
+        ("mtach", "choose match, exact, last_number"),
         ("{folder}/gone.py:f", "does not exist"),
         ("{path}:nothing", "no function 'nothing'"),
         ("{broken}:f", "division by zero"),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.scripted_engine import admission_of
 from verl_megatron.config import RolloutConfig
 from verl_megatron.rollout.dispatch import Dispatcher, WorkQueue
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
@@ -82,7 +83,7 @@ def test_replicas_end_as_early_as_possible(total, replicas, limit):
     """Steps cost the same for every number of samples: samples wait only while all slots are taken."""
     lengths = [1 + 7 * sample % 23 for sample in range(total)]
     queue = _Queue(total, replicas)
-    dispatchers = [Dispatcher(queue, limit=limit, group=None) for _ in range(replicas)]
+    dispatchers = [Dispatcher(queue, admission=admission_of(limit), group=None) for _ in range(replicas)]
     left = [[] for _ in dispatchers]  # steps that the samples of each replica still need
     steps, idle = 0, 0
     while True:
@@ -100,7 +101,7 @@ def test_replicas_end_as_early_as_possible(total, replicas, limit):
 
 
 def test_one_replica_keeps_its_slots_full():
-    dispatcher = Dispatcher(WorkQueue(10), limit=4, group=None)
+    dispatcher = Dispatcher(WorkQueue(10), admission=admission_of(4), group=None)
     assert dispatcher.draw(0) == range(4)
     assert dispatcher.draw(4) == range(0) and not dispatcher.exhausted
     assert dispatcher.draw(1) == range(4, 7)

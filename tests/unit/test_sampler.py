@@ -1,7 +1,5 @@
 """Sampler with a scripted engine: numbering, seeds, turns, dropped groups, and residency."""
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -31,7 +29,7 @@ class FirstToken:
 
     def __init__(self):
         self.samples, self.examples, self.total_ms, self.calls = {}, {}, 0.0, 0
-        self.failures, self.metric_names = Counter(), set()
+        self.failed, self.metric_names = 0, set()
 
     def submit(self, sample_id, prompt, response, answer, extra, messages=None):
         self.samples[sample_id] = Reward(score=float(answer) + len(response) / 100)
@@ -98,10 +96,11 @@ def draw_of(num_prompts, **options):
 def collect_varied(sampler, source, draw, *, iteration=1):
     """Collect with dynamic sampling and check the numbering; the prompts' numbers, the batch, the metrics."""
     batch = sampler.collect(source, draw, iteration=iteration, version=0, keep_group=has_variance)
-    assert batch.sample_id.tolist() == list(range(draw.num_prompts * draw.group_size))
-    assert torch.equal(batch.group_id, batch.sample_id // draw.group_size)
+    size = draw.samples_per_prompt + draw.with_greedy
+    assert batch.sample_id.tolist() == list(range(draw.num_prompts * size))
+    assert torch.equal(batch.group_id, batch.sample_id // size)
     batch.rewards = sampler.score(batch, sums := Sums())
-    prompts = (batch.input_ids[:: draw.group_size, 0] - 1).tolist()
+    prompts = (batch.input_ids[::size, 0] - 1).tolist()
     assert torch.equal(batch.generated_ids[:, 2] - 10, batch.input_ids[:, 0] - 1), (
         "responses follow their prompts"
     )
@@ -155,7 +154,7 @@ def test_the_last_sample_of_each_prompt_is_greedy_and_its_score_the_baseline(dyn
     greedy_lengths = [1 + number % 2 * 6 for number in prompts]
     assert batch.response_mask.sum(1)[2::3].tolist() == greedy_lengths
     assert prompts == ([1, 3, 5] if dynamic else [0, 1, 2])
-    part = take_baselines(batch, Sums(), num_groups=3, group_size=3, all_sum=lambda x: x)
+    part = take_baselines(batch, Sums(), num_groups=3, all_sum=lambda x: x)
     assert part.sample_id.tolist() == list(range(6)) and part.group_id.tolist() == [0, 0, 1, 1, 2, 2]
     expected = [number + length / 100 for number, length in zip(prompts, greedy_lengths)]
     assert part.baselines.tolist() == pytest.approx([score for score in expected for _ in range(2)])

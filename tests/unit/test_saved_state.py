@@ -14,7 +14,7 @@ from tests.one_rank import ONE_RANK
 from verl_megatron.algorithms import get_algorithm
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.prompts import PromptCursor
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.lifecycle.progress import differences
 from verl_megatron.manifest import samples_problem
 from verl_megatron.observe.metrics import Sums

@@ -7,7 +7,7 @@ from tests.policy_case import reduced
 from tests.simulated_ranks import Ranks
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.observe.metrics import Sums
-from verl_megatron.rewards.shaping import has_variance, overlong_penalty, take_baselines
+from verl_megatron.rewards.shaping import has_variance, lacks_eos, overlong_penalty, take_baselines
 
 
 def soft_punishment(length: int, max_length: int, cache: int) -> float:
@@ -45,7 +45,7 @@ def test_baselines_are_the_scores_of_the_greedy_samples_wherever_they_lie(split)
 
     def one_rank(part: RolloutBatch, all_sum) -> RolloutBatch:
         metrics.append(Sums())
-        return take_baselines(part, metrics[-1], num_groups=3, group_size=4, all_sum=all_sum)
+        return take_baselines(part, metrics[-1], num_groups=3, all_sum=all_sum)
 
     batch = RolloutBatch.concatenate(Ranks(parts).run(one_rank))
     assert batch.sample_id.tolist() == list(range(9)) and batch.group_id.tolist() == [
@@ -64,3 +64,20 @@ def test_baselines_are_the_scores_of_the_greedy_samples_wherever_they_lie(split)
     assert batch.baselines.tolist() == [scores[3]] * 3 + [scores[7]] * 3 + [scores[11]] * 3
     assert batch.baselines.dtype == torch.float32
     assert reduced(*metrics[-len(parts) :])["reward/greedy_mean"] == pytest.approx(3.5)
+
+
+def test_a_response_lacks_the_end_unless_its_last_own_token_is_one():
+    """Two ends, 7 and 8; a tool's output is not the model's own, and an end inside is not at the end."""
+    responses = [[3, 7], [8], [7, 3], [], [3, 4], [3, 7, 5, 8], [3, 7, 8], [7, 7]]
+    own = [[1, 1], [1], [1, 1], [], [1, 1], [1, 1, 0, 1], [1, 1, 0], [1, 1]]
+    batch = RolloutBatch.from_lists(list(range(8)), [[7, 8]] * 8, responses)
+    for b, is_own in enumerate(own):
+        batch.set_targets(b, [bool(x) for x in is_own])
+    expected = []
+    for ids, is_own in zip(responses, own):
+        generated = [token for token, mine in zip(ids, is_own) if mine]
+        expected.append(not generated or generated[-1] not in (7, 8))
+    assert lacks_eos(batch, {7, 8}).tolist() == expected
+    assert (
+        lacks_eos(batch, set()).all() and len(lacks_eos(batch.select(torch.tensor([], dtype=int)), {7})) == 0
+    )

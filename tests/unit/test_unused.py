@@ -75,6 +75,7 @@ MEANINGLESS = [
     ({"reward__overlong_penalty": 2.0}, "reward.overlong_tokens=0"),
     ({"engine__min_lr_ratio": 0.1}, "engine.lr_decay_style=constant"),
     (TEACHER | {"reward__function": "", "reward__overlong_tokens": 4}, "without a reward"),
+    (TEACHER | {"reward__function": "", "reward__missing_eos_penalty": 1.0}, "without a reward"),
     ({"reward__overlong_tokens": 4, "reward__overlong_penalty": 0.0}, "deducts nothing"),
 ]
 # Settings that have an effect together.

@@ -3,6 +3,7 @@
 The sum runs over all ranks. Letters: B samples of the whole iteration.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,3 +53,28 @@ def sequence_sum(response_B: Tensor, samples: range, max_tokens: int = 0) -> Los
 NORMALIZERS: dict[str, Normalizer] = {
     normalizer.__name__: normalizer for normalizer in (token_mean, sequence_mean, sequence_sum)
 }
+
+
+def leave_out(
+    normalizer: Callable[[Tensor, range], LossScale], is_out_B: Tensor
+) -> Callable[[Tensor, range], LossScale]:
+    """Return a normalizer of the loss of the other samples alone.
+
+    Neither the tokens of those left out count in the divisor, nor the samples themselves. A step whose
+    samples are all left out has loss 0.
+
+    Args:
+        is_out_B: bool, the samples of the iteration that get no loss.
+    """
+    kept_B = ~is_out_B
+    counted_B = kept_B.cumsum(0)
+    before = [0, *map(int, counted_B)]  # kept samples before each sample
+
+    def scale(response_B: Tensor, samples: range) -> LossScale:
+        kept = normalizer(response_B[kept_B], range(before[samples.start], before[samples.stop]))
+        weight_B = kept_B.float()
+        if kept.weight_B is not None:
+            weight_B[kept_B] = kept.weight_B
+        return LossScale(divisor=kept.divisor, weight_B=weight_B)
+
+    return scale

@@ -1,14 +1,15 @@
 """Measures this machine's rates for the planner and writes them for `verl-megatron plan --gpu FILE`.
 
-verl-megatron benchmark calibrate --ranks 8 machine.json [--seconds 1]
-
 Measured are matrix products and attention in bfloat16, copies on the device and to pinned host memory, and
 the time in which a process launches a layer's work. With several ranks, messages and collectives are measured
 at several sizes. With one process, the links are those of the most similar built-in machine; on a CPU, so are
 the GPU figures. Every rank measures, and the slowest counts.
+
+It takes about 20 times --seconds, with several ranks up to 60 times, and half a minute to start. Start it on
+all GPUs of a host, while nothing else runs there. What was measured is printed with its units. The file is
+for `verl-megatron plan --gpu FILE` and for `--dry-run --gpu FILE` of a run.
 """
 
-import argparse
 import json
 import os
 import time
@@ -29,11 +30,17 @@ from parallel.weights.shapes import shape
 from verl_megatron.algorithms.normalizers import LossScale
 from verl_megatron.config import EngineConfig
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.launch.options import Options, add_launcher_options, check_output
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.planner import MACHINES, Machine
 from verl_megatron.planner.machine import LAYER_SHARE
 from verl_megatron.planner.preflight import machine_here
 from verl_megatron.roles.engine import Engine, EngineOptions
+
+EXAMPLES = (
+    "--ranks 8 machine.json",
+    "quick.json --seconds 0.1",
+)
 
 MIB = 2**20
 MOST_REPEATS = 10_000
@@ -54,6 +61,20 @@ LAUNCHED = dict(hidden_size=256, intermediate_size=512, num_heads=2, num_kv_head
 LAUNCHED_LAYERS, LAUNCHED_TOKENS = (2, 6), 64
 LAUNCHED_ROWS = {True: 16, False: 2}
 LAUNCHED_ROUNDS = 3  # the fastest counts: a difference is sensitive to disturbances of one side
+# Figures of a machine file: factor and unit in which they are shown, and what they are.
+SHOWN = {
+    "layer_flops": (1e-9, "GFLOP/s", f"matrix products inside layers ({LAYER_SHARE:.0%} of the best alone)"),
+    "attention_flops": (1e-9, "GFLOP/s", "causal attention, forward"),
+    "copy_rate": (1e-9, "GB/s", "copies on the device, read and written"),
+    "pinned_rate": (1e-9, "GB/s", "copies from and to pinned host memory"),
+    "forward_launch_s": (1e3, "ms", "to launch a layer's forward pass"),
+    "backward_launch_s": (1e3, "ms", "to launch a layer's backward pass"),
+    "collective_s": (1e3, "ms", "to start a collective"),
+    "same_host_rate": (1e-9, "GB/s", "between ranks of a host, each way"),
+    "other_host_rate": (1e-9, "GB/s", "of a rank to other hosts, each way"),
+    "gpu_bytes": (2**-30, "GiB", "memory of a rank's device"),
+    "host_bytes": (2**-30, "GiB", "memory of the host"),
+}
 MESSAGE_BYTES = {True: [MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB], False: [MIB // 4, 4 * MIB]}
 
 
@@ -289,20 +310,40 @@ def _cpu() -> Machine:
     return replace(MACHINES["h200"], gpu_bytes=total / dist.get_world_size(), host_bytes=total)
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+def summary(found: dict, path: Path) -> str:
+    """Return what was measured, each with its unit, and what to do with the file that it is in."""
+    lines = [f"measured on {dist.get_world_size()} x {found['name']}; the slowest rank counts:"]
+    for name, (factor, unit, meaning) in SHOWN.items():
+        if name in found:
+            lines.append(f"  {meaning:<52}{found[name] * factor:>12,.1f} {unit}")
+    is_alone = dist.get_world_size() == 1
+    remark = "; rates between ranks need --ranks 2 or more" if is_alone else ""
+    return "\n".join(
+        [
+            *lines,
+            f"all other figures are those of the built-in {found['base']}{remark}",
+            f"wrote {path}; plan with it: verl-megatron plan --model MODEL --gpus N --gpu {path}",
+        ]
     )
-    options.add_argument("out", type=Path, help="file to write, ending in .json")
+
+
+def main() -> None:
+    options = Options(description=__doc__, examples=EXAMPLES)
+    add_launcher_options(options)
+    options.add_argument("out", type=Path, metavar="FILE", help="file to write, ending in .json")
     options.add_argument(
         "--seconds",
         type=float,
         default=1.0,
-        help="of each measurement; a long load lowers clocks as training does",
+        help="seconds of each measurement, up to 60; a long load lowers clocks as training does",
     )
     given = options.parse_args()
-    if given.out.suffix != ".json" or not given.out.parent.is_dir():
-        options.error(f"{given.out} cannot be written: name a .json file in a folder that exists")
+    try:
+        check_output("FILE", given.out)
+    except ValueError as error:
+        options.error(str(error))
+    if given.out.suffix != ".json":
+        options.error(f"FILE {given.out} must end in .json; rename it")
     if not 0 < given.seconds <= 60:
         options.error(f"--seconds {given.seconds} lies outside (0, 60]; choose a value inside")
     device.initialize()
@@ -310,7 +351,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
         Machine.from_file(given.out)  # the values that plans will read
-        print(json.dumps({key: value for key, value in found.items() if key != "measured"}, indent=1))
+        print(summary(found, given.out))
     dist.destroy_process_group()
 
 

@@ -184,8 +184,8 @@ def model_folder(arch: Architecture, config: Mapping[str, object]) -> Iterator[s
 def add_model(parser: argparse.ArgumentParser, *, read: str = "its weights are not read") -> None:
     """Add the options of the model: a published shape or a folder, of which `read` says what is read."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(SHAPES))
-    model.add_argument("--hf", type=Path, help=f"a folder with a config.json; {read}")
+    model.add_argument("--shape", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
+    model.add_argument("--hf", type=Path, metavar="DIR", help=f"a folder with a config.json; {read}")
 
 
 def say(text: str) -> None:

@@ -1,12 +1,9 @@
 """Latency of a small copy while optimizer state moves between a GPU and the host.
 
-verl-megatron benchmark copies [--gib 16]
-
 Compares the streams of parallel/offload.py with a single stream. The floor is the small copy alone; for the
 state's rate it is one large copy alone. Each small copy is of half a MiB of pinned memory and is waited for.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +15,12 @@ from torch import Tensor
 
 from parallel import device
 from parallel.offload import PIECE_BYTES, copy_beside
+from verl_megatron.launch.options import Options
+
+EXAMPLES = (
+    "",
+    "--gib 4",
+)
 
 BESIDE_BYTES = 2**19
 
@@ -48,10 +51,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--gib", type=int, default=16, help="of state")
+    options = Options(description=__doc__, examples=EXAMPLES)
+    options.add_argument("--gib", type=int, default=16, help="GiB of state")
     pieces = options.parse_args().gib * 2**30 // PIECE_BYTES
     if not device.is_gpu() or pieces < 1:
         print(

@@ -1,9 +1,5 @@
 """Forward passes and optimizer steps of a model without vLLM: seconds, FLOP/s, MFU and memory.
 
-verl-megatron benchmark engine --ranks 4 --shape llama3-8b --layout tp2sp
-    [--rows 64 --prompt 512 --response 512] [--set dtype=fp8 ...]
-    [--repetitions 5] [--baseline] [--profile] [--csv FILE]
-
 FLOP/s are compared with this GPU's own matrix product. All samples have the same length; --rows is the number
 per data-parallel rank and optimizer step. --steps steps run in sequence: the new weights of each are gathered
 concurrently with the next, and after the last, as in an iteration of a run.
@@ -29,7 +25,8 @@ import torch.distributed as dist
 from parallel import device
 from parallel.groups import ProcessGroups
 from parallel.layout import Layout
-from parallel.rank_set import world
+from parallel.rank_set import agree, world
+from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_architecture
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.algorithms.losses import policy_loss
@@ -51,6 +48,12 @@ from verl_megatron.roles.engine import Engine, EngineOptions, Loss
 
 # once parallel.device has prepared the machine
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
+from verl_megatron.launch.options import Options, add_launcher_options
+
+EXAMPLES = (
+    "--ranks 4 --shape llama3-8b --layout tp2sp --set dtype=fp8",
+    "--ranks 2 --hf outputs/toy/model --layout tp2 --rows 8 --prompt 16 --response 16",
+)
 
 GIB = 2**30
 FIELDS = ("logprobs", "advantages")
@@ -229,29 +232,34 @@ def profile(bench: Bench) -> None:
 
 def read_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Options(description=__doc__, examples=EXAMPLES)
+    add_launcher_options(parser)
+    parser.add_argument(
+        "--shape", default="llama3-8b", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
     )
-    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
-    parser.add_argument("--hf", type=Path, help="a folder with a config.json, instead of a published shape")
+    parser.add_argument(
+        "--hf", type=Path, metavar="DIR", help="a folder with a config.json, instead of a published shape"
+    )
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than published")
-    parser.add_argument("--layout", default="tp1")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--layout", default="tp1", help="of the model, such as tp2pp2")
+    parser.add_argument("--rows", type=int, default=64, help="samples of a data-parallel rank and step")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument(
         "--set", nargs="*", action="extend", default=[], metavar="SETTING=VALUE", help="of the section engine"
     )
     parser.add_argument(
         "--steps", type=int, default=4, help="optimizer steps in a row, an iteration's mini-batches"
     )
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement")
     parser.add_argument(
         "--no-train", action="store_true", help="forward passes only: no gradients, no optimizer"
     )
-    parser.add_argument("--baseline", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument(
+        "--baseline", action="store_true", help="measure full logits and Megatron-Core's loss as well"
+    )
+    parser.add_argument("--profile", action="store_true", help="list the kernels that take the time")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
 
@@ -278,21 +286,28 @@ def planned_run(
     return PlannedRun.of(config, world_size=dist.get_world_size(), read=lambda _: arch)
 
 
-def main() -> None:
-    options = read_options()
-    device.initialize()
-    world = dist.get_world_size()
+def read_case(
+    options: argparse.Namespace, world_size: int
+) -> tuple[EngineConfig, Architecture, Layout, PlannedRun]:
+    """Return what the options name; ValueError if they name nothing that can be measured."""
     settings = parse_settings(options.set)
     arch = (
         read_architecture(options.hf)
         if options.hf
         else Architecture.from_hf(shape(options.shape, layers=options.layers))
     )
-    layout = Layout.parse(options.layout, tuple(range(world)))
-    planned = planned_run(options, arch, layout, settings)
-    forward = forward_flops(planned, planned.actor) / world
+    layout = Layout.parse(options.layout, tuple(range(world_size)))
+    return settings, arch, layout, planned_run(options, arch, layout, settings)
+
+
+def main() -> None:
+    options = read_options()
+    device.initialize()
+    ranks = world().size
+    settings, arch, layout, planned = agree(lambda: read_case(options, ranks), world())
+    forward = forward_flops(planned, planned.actor) / ranks
     # FLOPs of prompt logits, which only the baseline computes
-    all_logits = 2 * planned.samples * options.prompt * arch.hidden_size * arch.vocab_size / world
+    all_logits = 2 * planned.samples * options.prompt * arch.hidden_size * arch.vocab_size / ranks
 
     bench = Bench(arch, layout, settings, options)
     work, flops = (
@@ -361,4 +376,4 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        complain(str(error), agreed=isinstance(error, RefusalError))

@@ -1,7 +1,5 @@
 """Time to load a rank's slices of a Hugging Face folder: byte ranges, as in training, or the whole model.
 
-verl-megatron benchmark load FOLDER --shape llama3-8b --layers 4 --tp 4 --rank 1 [--repetitions 3]
-
 FOLDER/hf is one file of random bfloat16 weights (up to 4 GiB), written first and reused by a later run. Two
 methods alternate, each in its own process and with the file dropped from the page cache:
 
@@ -14,7 +12,6 @@ set, including mapped pages of the file, and its peak anonymous memory alone. Th
 methods fill the parameters with different bits.
 """
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -37,6 +34,12 @@ from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.benchmarks.convert import GB, MIB, forget, machine_columns, write_model
 from verl_megatron.benchmarks.output import TimedRow, times_of, write_csv
+from verl_megatron.launch.options import Options
+
+EXAMPLES = (
+    "outputs/load --shape llama3-8b --layers 4 --tp 4 --rank 1",
+    "outputs/load --hf outputs/toy/model --layers 2 --tp 2 --repetitions 1",
+)
 
 Tensors = dict[tuple[int, str], Tensor]
 SAMPLE_S = 0.02
@@ -179,28 +182,30 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Options(description=__doc__, examples=EXAMPLES)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the model; it is written there")
+    parser.add_argument(
+        "--shape", default="llama3-8b", choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
-    parser.add_argument("--hf", type=Path, help="folder with the config.json of a shape of its own")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tp", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument(
+        "--hf", type=Path, metavar="DIR", help="folder with the config.json of a shape of its own"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks")
+    parser.add_argument("--rank", type=int, default=1, help="whose slices are read")
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
         default="bfloat16",
         help="of the parameters; the file is bfloat16",
     )
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=3, help="of each method")
     parser.add_argument(
         "--only",
         choices=list(METHODS),
         help="measure one method once in this process, and print its result as JSON",
     )
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     folder = options.folder / "hf"
     if options.only:
@@ -216,7 +221,7 @@ def main() -> None:
     try:
         size = write_model(folder, config, copies=0)
     except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        parser.error(str(error))
     rows, needed = compare(folder, options)
     print(
         f"{options.layers} layers, {size / GB:.2f} GB of weights; rank {options.rank} of tp{options.tp} "

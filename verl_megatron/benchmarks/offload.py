@@ -1,15 +1,12 @@
 """Cost of `reshard.offload`: a run in which it alternates between iterations.
 
-verl-megatron benchmark offload --ranks 2 --config-name grpo_8b actor.path=DIR data.train=FILE
-    reward.function=FILE.py:NAME reshard.offload=all run.iterations=8 data.prompts_per_iteration=32
-    rollout.min_tokens=512 rollout.max_tokens=512 rollout.ignore_eos=true [SECTION.SETTING=VALUE ...]
-
-Both variants thus have the same machine, model and lengths. Recipe and settings are those of
-`verl_megatron.train`; nothing is saved, validated or exported. Odd iterations use the given
-`reshard.offload`, even ones none, and both must fit in memory. The first of each does not count: it allocates
-host memory and compiles kernels.
+Both variants have the same machine and model. Fix the lengths by rollout.min_tokens, rollout.max_tokens and
+rollout.ignore_eos. Recipe and settings are those of `verl-megatron train`; nothing is saved, validated or
+exported. Odd iterations use the given `reshard.offload`, even ones none, and both must fit in memory. The
+first of each does not count: it allocates host memory and compiles kernels.
 """
 
+import sys
 import time
 from dataclasses import replace
 from statistics import median
@@ -28,6 +25,20 @@ from verl_megatron.rollout.weights import ColocatedChannel
 from verl_megatron.trainer import RLTrainer
 
 NOTHING = "none"
+HELP = f"""\
+usage: verl-megatron benchmark offload [--ranks N] --config-name RECIPE | --config FILE [SETTING=VALUE ...]
+
+{(__doc__ or "").strip()}
+
+options:
+  --config-name RECIPE  a shipped recipe
+  --config FILE         a recipe of yours
+  --ranks N             processes on this host, each with a GPU if it has GPUs (default: 1)
+
+examples:
+  verl-megatron benchmark offload --ranks 2 --config-name grpo_8b actor.path=MODEL data.train=prompts.jsonl \\
+      reward.function=match reshard.offload=all run.iterations=8 rollout.ignore_eos=true
+  verl-megatron benchmark offload --ranks 4 --config mine.yaml reshard.offload=optimizer run.iterations=6"""
 
 
 class InTurns(RLTrainer):
@@ -124,4 +135,7 @@ def main(overrides: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(HELP)
+        sys.exit()
     run_command(main)

@@ -1,8 +1,5 @@
 """Generation as in a run compared with a bare vLLM: the same engine, prompts, seeds and flags, alternating.
 
-verl-megatron benchmark rollout --ranks 4 --shape llama3-8b --tp 2
-    [--rows 512 --prompt 512 --response 512] [--mixed] [--csv FILE]
-
 Bare: each replica gets an equal number of samples at once and calls vLLM's own `generate`. As in a run:
 replicas draw samples from one queue as they become free, tensor-parallel ranks check that they agree, and
 each sample is saved with its log-probs.
@@ -13,7 +10,6 @@ length, and responses between 1/8 and all of what remains.
 
 import argparse
 import csv
-import os
 import random
 import time
 from dataclasses import dataclass, replace
@@ -24,12 +20,19 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.rank_set import world
+from parallel.runtime.refusal import RefusalError, complain
 from parallel.weights.architecture import Architecture, read_config
 from parallel.weights.shapes import shape
 from verl_megatron.benchmarks.case import add_model, model_folder, say
 from verl_megatron.config import RolloutConfig
+from verl_megatron.launch.options import Options, add_launcher_options
 from verl_megatron.rollout.sampling import Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.vllm import Colocation, VLLMActor, _sampling_params
+
+EXAMPLES = (
+    "--ranks 4 --shape llama3-8b --tp 2",
+    "--ranks 2 --hf outputs/toy/model --rows 64 --prompt 16 --response 16 --mixed",
+)
 
 SEED, SHORTEST = 1, 8  # the shortest response is the full length divided by this
 
@@ -112,22 +115,21 @@ def _median(values: list[tuple], place: int) -> float:
 
 def read_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__, examples=EXAMPLES)
+    add_launcher_options(parser)
     add_model(parser)
     parser.add_argument(
         "--tp", type=int, default=1, help="tensor-parallel ranks of a replica; the others are replicas"
     )
-    parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--response", type=int, default=512)
-    parser.add_argument("--mixed", action="store_true")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--utilization", type=float, default=0.6)
+    parser.add_argument("--rows", type=int, default=512, help="samples of all replicas")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--mixed", action="store_true", help="prompts and responses of several lengths")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="as rollout.max_num_seqs")
+    parser.add_argument("--utilization", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--repetitions", type=int, default=3, help="of each way")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     if min(options.rows, options.prompt, options.response, options.repetitions) < 1:
         parser.error("--rows, --prompt, --response and --repetitions have to be at least 1")
@@ -193,4 +195,4 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        raise SystemExit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 2) from None
+        complain(str(error), agreed=isinstance(error, RefusalError))

@@ -6,8 +6,11 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.algorithms import ALGORITHMS
 from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.checks.critic import check_trunk
+from verl_megatron.checks.rollout import check_table, most_samples, truncated_entries
 from verl_megatron.checks.unused import unused_problems
 from verl_megatron.config import TrainerConfig
+from verl_megatron.data.formats.sources import has_weights
+from verl_megatron.data.order.curriculum import FILES
 
 
 def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[str]:
@@ -38,10 +41,23 @@ def algorithm_problems(config: TrainerConfig, needs: Collection[str]) -> list[st
             f"reward.overlong_tokens={config.reward.overlong_tokens} with reward.overlong_penalty=0 deducts "
             "nothing; raise overlong_penalty or set overlong_tokens=0"
         )
-    checks = (_check_kl, _check_correction, _check_dynamic_sampling)
+    if config.rollout.ignore_eos:
+        problems += _cut_problems(config)
+    checks = (_check_kl, _check_correction, _check_dynamic_sampling, _check_curriculum, check_table)
     problems += [problem for check in checks for problem in check(config)]
     problems += check_trunk(config, needs) + _check_teacher(config, needs)
     return problems + unused_problems(config, needs)
+
+
+def _cut_problems(config: TrainerConfig) -> list[str]:
+    """Refuse what depends on the end of responses where none ends by itself."""
+    problems = []
+    remedy = "with rollout.ignore_eos=true, which cuts off every response; turn one of them off"
+    if config.algorithm.mask_cut:
+        problems.append(f"algorithm.mask_cut=true leaves no loss {remedy}")
+    if penalty := config.reward.missing_eos_penalty:
+        problems.append(f"reward.missing_eos_penalty={penalty:g} says nothing about a response {remedy}")
+    return problems
 
 
 def _check_kl(config: TrainerConfig) -> list[str]:
@@ -106,7 +122,7 @@ def _check_correction(config: TrainerConfig) -> list[str]:
             ("min_tokens", rollout.min_tokens > 0),
         )
         if is_set
-    ]
+    ] + truncated_entries(config)
     if correction == "none" or not truncated:
         return []
     return [
@@ -135,5 +151,28 @@ def _check_dynamic_sampling(config: TrainerConfig) -> list[str]:
         problems.append(
             "algorithm.dynamic_sampling=true with algorithm.max_sampling_rounds=1 replaces nothing: "
             "the first round draws the prompts; use at least 2"
+        )
+    return problems
+
+
+def _check_curriculum(config: TrainerConfig) -> list[str]:
+    """Refuse a curriculum without scores to compare, or whose sources have two kinds of weights."""
+    data, named = config.data, f"data.curriculum={short_repr(config.data.curriculum)}"
+    if not data.curriculum:
+        return []
+    problems = []
+    if most_samples(config) < 2:
+        setting = "rollout.adaptive_sampling leaves"
+        if data.samples_per_prompt == 1:
+            setting = "data.samples_per_prompt=1 is"
+        problems.append(
+            f"{named} compares the samples of a prompt, and {setting} one of each; use at least 2"
+        )
+    if not config.reward.is_given:
+        problems.append(f"{named} follows scores, and there are none; set reward.function or leave it empty")
+    if data.curriculum != FILES and has_weights(data.train):
+        problems.append(
+            f"{named} has sources of its own, and data.train={short_repr(data.train)} gives its files "
+            "weights; leave the weights out, or set curriculum=files"
         )
     return problems

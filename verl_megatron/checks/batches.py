@@ -2,7 +2,8 @@
 
 from parallel.layout import Layout
 from parallel.runtime.refusal import short_repr
-from verl_megatron.config import TrainerConfig
+from verl_megatron.checks.rollout import SETTING, least_samples
+from verl_megatron.config import EngineConfig, TrainerConfig
 from verl_megatron.model_specs import layout_of, models_of, num_rollout_ranks
 
 MOST_SAMPLES = 1_000_000  # per iteration: every rank has a table of all
@@ -23,21 +24,27 @@ def check_batch(config: TrainerConfig, layouts: dict[str, Layout | None]) -> lis
             f"{short_repr(product)[1:-1]} are more than {MOST_SAMPLES:,}; "
             "lower one of them and raise run.iterations"
         ]
-    if samples % parts:
+    least = data.prompts_per_iteration * least_samples(config)
+    if least < samples:
+        product = f"{product}, of which {SETTING} leaves at least {least},"
+    elif samples % parts:
         return [
             f"{product} do not split into algorithm.num_mini_batches={parts}; choose a divisor of {samples}"
         ]
     return [
-        f"{product} in {parts} mini-batches of {samples // parts} leave some of the {layout.dp} "
+        f"{product} in {parts} mini-batches of {least // parts} leave some of the {layout.dp} "
         f"data-parallel ranks of {name}.layout={layout} without a sample; "
         "use fewer mini-batches, more samples or a layout with less dp"
         for name, layout in layouts.items()
-        if layout is not None and samples // parts < layout.dp
+        if layout is not None and least // parts < layout.dp
     ]
 
 
 def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
-    """Describe the batch division of an iteration in one line; `config` must have passed `check_config`."""
+    """Describe the batch division of an iteration in one line; `config` must have passed `check_config`.
+
+    Where prompts differ in their number of samples, it is that of the most.
+    """
     data, algorithm, engine = config.data, config.algorithm, config.engine
     samples = data.prompts_per_iteration * data.samples_per_prompt
     mini_batch = samples // algorithm.num_mini_batches
@@ -49,15 +56,30 @@ def batch_arithmetic(config: TrainerConfig, world_size: int) -> str:
             shares.append(f"{spec.name} {layout}: {share} of a mini-batch a data-parallel rank")
     steps = algorithm.epochs * algorithm.num_mini_batches
     replicas = num_rollout_ranks(config, world_size) // config.rollout.tp
+    least = data.prompts_per_iteration * least_samples(config)
+    fewer = f" (at least {least}, by {SETTING})" if least < samples else ""
     return (
         f"{_count(data.prompts_per_iteration, 'prompt')} x {_count(data.samples_per_prompt, 'sample')} = "
-        f"{_count(samples, 'sample')}"
+        f"{_count(samples, 'sample')}{fewer}"
         f" = {_count(algorithm.num_mini_batches, 'mini-batch', 'mini-batches')} of "
         f"{mini_batch}; {'; '.join(shares)};"
-        f" micro-batches of at most {engine.tokens_per_micro_batch} tokens; "
+        f" micro-batches {_largest(engine)}; "
         f"{_count(algorithm.epochs, 'epoch')}: {_count(steps, 'optimizer step')}"
         f" an iteration; rollout {_count(replicas, 'replica')} of "
-        f"tp{config.rollout.tp}"
+        f"tp{config.rollout.tp}{_at_once(config)}"
+    )
+
+
+def _largest(engine: EngineConfig) -> str:
+    if engine.dynamic_batching:
+        return "as large as memory allows (engine.dynamic_batching)"
+    return f"of at most {engine.tokens_per_micro_batch} tokens"
+
+
+def _at_once(config: TrainerConfig) -> str:
+    most = config.rollout.max_num_seqs
+    return (
+        f", at most {most} samples at once, by the KV cache's use" if config.rollout.dynamic_batching else ""
     )
 
 

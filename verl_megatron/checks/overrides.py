@@ -1,15 +1,16 @@
 """Settings from a recipe and a command line: names and types, all wrong ones reported together."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
-from verl_megatron.config import name_here, present_name
-from verl_megatron.config.section import joined, shown
+from verl_megatron.config import MISSING, name_here, present_name
+from verl_megatron.config.section import shown
 
 Schema = TypeVar("Schema")
 
@@ -45,11 +46,18 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
                 for name, value in values.items()
                 if (problem := _put(merged[section], str(section), str(name), value, known))
             ]
-    problems += [
-        f"{name} has to be given; add {name}=..." for name in sorted(OmegaConf.missing_keys(structure))
-    ]
+    missing = sorted(OmegaConf.missing_keys(structure) - set(_flat(given)))  # a wrong value is said above
+    problems += [f"{name} has to be given; add {name}=..." for name in missing]
     refuse(problems)
     return cast(Schema, OmegaConf.to_object(structure))
+
+
+def _flat(given: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield section.setting of all settings that have a value."""
+    for section, values in given.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if value != MISSING:
+                yield f"{section}.{name}"
 
 
 def _resolved(overrides: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
@@ -85,7 +93,11 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
         )
     fields = cast(Any, OmegaConf.get_type(section)).__dataclass_fields__
     try:
-        section[name] = joined(value) if fields[name].metadata.get("many") else value
+        many = fields[name].metadata.get("many")
+        section[name] = many(value) if many else value
+        is_number = re.fullmatch(r"[-+]?\d{1,9}", str(value)) is not None
+        if isinstance(section[name], bool) and is_number and int(value) not in (0, 1):
+            raise ValidationError(f"Value {str(value)!r} is not a valid bool")  # OmegaConf takes every number
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return (
@@ -97,4 +109,6 @@ def _put(section: DictConfig, section_name: str, name: str, value: Any, settings
 
 def _example(section: DictConfig, name: str) -> str:
     default = getattr(cast(type, OmegaConf.get_type(section))(), name)
+    if default == MISSING:
+        return "train.jsonl"  # only data files have to be given
     return f"{default!r}" if default != [] else "[a, b]"

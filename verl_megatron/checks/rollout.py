@@ -1,14 +1,21 @@
-"""Checks of vLLM's section against the model, the sampling of the run, and the host's memory."""
+"""Checks of vLLM's section against the model, the sampling of the run, and the host's memory.
+
+The last functions check the table of `rollout.adaptive_sampling` against the algorithm and the data.
+"""
 
 from parallel import device
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import Architecture
 from parallel.weights.rules import vllm_tp_problems
+from verl_megatron.algorithms import ALGORITHMS
+from verl_megatron.algorithms.correction import correction_of
 from verl_megatron.checks.problems import problem_of
 from verl_megatron.config import LEAST_TEMPERATURE, RolloutConfig, TrainerConfig
-from verl_megatron.model_specs import num_rollout_ranks, num_training_ranks, rollout_devices, shares_dtype
+from verl_megatron.model_specs import num_training_ranks, rollout_worlds, shares_dtype
+from verl_megatron.rollout.adaptive import Entry, Table, parse_table
 from verl_megatron.rollout.engine import num_replicas
 
+SETTING = "rollout.adaptive_sampling"
 MOST_STOPS, MOST_STOP_IDS = 1000, 1 << 31
 
 
@@ -17,10 +24,11 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
     rollout = config.rollout
     if rollout.tp < 1:
         return []  # reported by its interval
-    problems = problem_of(rollout_devices, config)
+    problems = problem_of(rollout_worlds, config)
     if not problems:
-        ranks = num_rollout_ranks(config, world_size)
-        problems = problem_of(num_replicas, world_size=ranks, tp=rollout.tp)
+        sizes = [len(world.ranks) for world in rollout_worlds(config)] or [world_size]
+        found = (problem_of(num_replicas, world_size=size, tp=rollout.tp) for size in sizes)
+        problems = next(filter(None, found), [])
         problems += _check_separate(config, world_size)
     if rollout.min_tokens > rollout.max_tokens:
         problems.append(
@@ -79,6 +87,18 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
             f"reshard.mode={config.reshard.mode} shares memory with a rollout on the same ranks, and "
             f"rollout.devices={short_repr(rollout.devices)} has its own; use reshard.mode=keep"
         )
+    if config.algorithm.dynamic_sampling:
+        one_by_one = "algorithm.dynamic_sampling=true draws prompts as scores come in, in one place"
+        if "+" in rollout.devices:
+            problems.append(
+                f"{one_by_one}, and rollout.devices={short_repr(rollout.devices)} has several worlds; name "
+                "one with all of these ranks"
+            )
+        if config.data.curriculum:
+            problems.append(
+                f"{one_by_one}, and data.curriculum={short_repr(config.data.curriculum)} in another; leave "
+                "one of them out, or rollout.devices"
+            )
     return problems
 
 
@@ -117,3 +137,96 @@ def _check_host_memory(config: TrainerConfig, arch: Architecture | None) -> list
             f"this host's memory of {memory >> 20} MiB; lower it"
         )
     return problems
+
+
+# ---- sampling by prompt length -----------------------------------------------------------------------------
+
+
+def table_of(config: TrainerConfig) -> Table:
+    """Return the table; none if its text is wrong, which `check_table` reports."""
+    try:
+        return parse_table(config.rollout.adaptive_sampling)
+    except ValueError:
+        return ()
+
+
+def check_table(config: TrainerConfig) -> list[str]:
+    """Return what is wrong with the table, and with it and the settings for samples and correction."""
+    try:
+        table = parse_table(config.rollout.adaptive_sampling)
+    except ValueError as error:
+        return [f"{SETTING}={short_repr(config.rollout.adaptive_sampling)} {error}"]
+    problems, most = [], config.data.samples_per_prompt
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    least = algorithm.min_samples if algorithm is not None else 1
+    for entry in table:
+        if entry.samples is not None and entry.samples > most:
+            problems.append(
+                f"{SETTING} gives prompts of {entry.label} tokens {entry.samples} samples, above "
+                f"data.samples_per_prompt={most}, which bounds an iteration; raise that, or lower samples"
+            )
+        elif entry.samples is not None and entry.samples < least:
+            problems.append(
+                f"{SETTING} gives prompts of {entry.label} tokens {entry.samples} samples, and "
+                f"algorithm.name={config.algorithm.name} compares those of a prompt; give at least {least}"
+            )
+    return problems + _check_greedy(config, table)
+
+
+def _check_greedy(config: TrainerConfig, table: Table) -> list[str]:
+    """Refuse importance weights of greedy samples, which the sampler drew with probability 1."""
+    correction, greedy = correction_of(config), _greedy(table)
+    if correction == "none" or not greedy:
+        return []
+    return [
+        f"algorithm.correction={correction} with greedy samples of prompts of {_labels(greedy)} tokens "
+        f"({SETTING}): they were not drawn from a distribution, so they have no importance weights; "
+        "give them a temperature, or set correction=none"
+    ]
+
+
+def truncated_entries(config: TrainerConfig) -> list[str]:
+    """Return the table's settings that let the sampler keep some tokens only, for messages."""
+    return [
+        f"{name}:{entry.changes[name]} of {SETTING} {entry.label}"
+        for entry in table_of(config)
+        for name, off in (("top_p", 1), ("top_k", -1))
+        if entry.changes.get(name, off) != off
+    ]
+
+
+def least_samples(config: TrainerConfig) -> int:
+    """Return the fewest samples that a prompt may have."""
+    usual = config.data.samples_per_prompt
+    return min((entry.samples or usual for entry in table_of(config)), default=usual)
+
+
+def most_samples(config: TrainerConfig) -> int:
+    """Return the most samples that a prompt may have, greedy baselines aside."""
+    usual = config.data.samples_per_prompt
+    return max((entry.samples or usual for entry in table_of(config)), default=usual)
+
+
+def sampling_notes(config: TrainerConfig) -> list[str]:
+    """Return what to say of entries that teach nothing or that no prompt has."""
+    table, notes, algorithm = table_of(config), [], ALGORITHMS.get(config.algorithm.name)
+    compares = algorithm is not None and (algorithm.min_samples > 1 or "greedy" in algorithm.needs)
+    if compares and (greedy := _greedy(table)):
+        notes.append(
+            f"{SETTING}: greedy samples of a prompt are all alike, so prompts of {_labels(greedy)} tokens "
+            f"teach nothing with algorithm.name={config.algorithm.name}; give them a temperature"
+        )
+    longest = config.data.max_prompt_tokens
+    if beyond := [entry for entry in table if entry.first > longest]:
+        notes.append(
+            f"{SETTING}: no prompt has {_labels(beyond)} tokens, as data.max_prompt_tokens={longest}"
+        )
+    return notes
+
+
+def _greedy(table: Table) -> list[Entry]:
+    return [entry for entry in table if entry.greedy]
+
+
+def _labels(entries: list[Entry]) -> str:
+    return " and ".join(entry.label for entry in entries)

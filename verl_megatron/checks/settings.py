@@ -22,7 +22,10 @@ from verl_megatron.data.formats.sources import NAME_ONE, has_weights, source_pro
 from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import ModelSpec, models_of
 from verl_megatron.observe.tracking import check_sinks
-from verl_megatron.rewards.pool import check_reward
+from verl_megatron.rewards.answers import pattern_problem
+from verl_megatron.rewards.checks import check_reward
+from verl_megatron.rewards.functions import CODE_SHARE, options_of
+from verl_megatron.rewards.plan import functions_of
 
 
 def check_config(config: TrainerConfig, *, world_size: int) -> list[str]:
@@ -166,7 +169,20 @@ def _check_reward(config: TrainerConfig, world_size: int) -> list[str]:
             f"reward.function and reward.path are both empty, and {name} needs scores; set one of them"
             for name in needed
         ]
-    problems = check_reward(reward.function) if reward.function else []
+    problems = check_reward(reward.function, options_of(reward)) if reward.function else []
+    if not reward.format:
+        problems.append("reward.format is empty, which only empty responses match; give a regular expression")
+    if problem := pattern_problem(reward.format):
+        problems.append(
+            f"reward.format={short_repr(reward.format)} is no regular expression ({problem}); mend it"
+        )
+    most_s = CODE_SHARE * reward.timeout_s
+    if "code" in functions_of(reward.function) and reward.code_timeout_s > most_s:
+        problems.append(
+            f"reward.code_timeout_s={reward.code_timeout_s:g} of one program is more than {CODE_SHARE:.0%} "
+            f"of reward.timeout_s={reward.timeout_s:g}, which all programs of a sample share; lower it, or "
+            "raise reward.timeout_s"
+        )
     if reward.overlong_tokens > config.rollout.max_tokens:
         problems.append(
             f"reward.overlong_tokens={reward.overlong_tokens} exceeds "

@@ -11,7 +11,14 @@ from verl_megatron.algorithms.objectives import OBJECTIVES, UNREAD
 from verl_megatron.checks.limits import value_problems
 from verl_megatron.config import AlgorithmConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
+from verl_megatron.rewards.plan import functions_of
 
+# Settings that one of the built-in rewards reads.
+USED_BY = {
+    "format": ("reward.format",),
+    "length": ("reward.target_length",),
+    "code": ("reward.code_timeout_s", "reward.code_memory_mib"),
+}
 OWN = sorted({setting for algorithm in ALGORITHMS.values() for setting in algorithm.settings})
 
 
@@ -153,15 +160,32 @@ def _of_other_sections(config: TrainerConfig) -> Iterator[Unused]:
         )
     if not reward.is_given:
         yield Unused(
-            names=("reward.overlong_tokens", "reward.failure_score", "reward.timeout_s", "reward.workers"),
+            names=(
+                *("reward.overlong_tokens", "reward.missing_eos_penalty", "reward.failure_score"),
+                *("reward.timeout_s", "reward.workers"),
+            ),
             because="without a reward",
             remedy="set reward.function",
         )
+    named = functions_of(reward.function)
+    for function, settings in USED_BY.items():
+        if function not in named:
+            yield Unused(
+                names=settings,
+                because=f"without {function} in reward.function",
+                remedy=f"set reward.function=[{function},...]",
+            )
     if config.rollout.devices:
         yield Unused(
             names=("reshard.offload", "rollout.sleep"),
             because="with a rollout on ranks of its own, for which no room has to be made",
             remedy="leave rollout.devices empty",
+        )
+    if config.rollout.max_num_seqs == 1:
+        yield Unused(
+            names=("rollout.dynamic_batching",),
+            because="with rollout.max_num_seqs=1",
+            remedy="raise max_num_seqs",
         )
     if not reward.overlong_tokens:
         yield Unused(

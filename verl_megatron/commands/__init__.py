@@ -5,7 +5,6 @@ called, so that help is quick.
 """
 
 import errno
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from importlib import import_module
 
 import verl_megatron
 from parallel.runtime.refusal import complain, nearest, short_repr
+from verl_megatron.commands.interrupts import end_interrupted, take_interrupts
+from verl_megatron.commands.streams import prepare_streams
 
 PROGRAM = "verl-megatron"
 # Errors that a file or folder causes which the user has named.
@@ -59,8 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument, and return the exit status.
 
     A ValueError is a user error, and so is a path that cannot be used: one line, and the status is 2.
+
+    Args:
+        arguments: those of the process if None, whose standard streams are then prepared.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _run(list(arguments))
+    prepare_streams()
+    take_interrupts()
+    try:
+        try:
+            return _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        end_interrupted()
+
+
+def _run(given: list[str]) -> int:
     name = given[0] if given else ""
     try:
         if name in ("", "-h", "--help", "help"):
@@ -76,9 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         sys.argv[0] = f"{PROGRAM} {name}"  # what a parser calls the program
         return COMMANDS[name].load()(given[1:]) or 0
-    except BrokenPipeError:  # the reader of the output, such as head, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except ValueError as error:
         complain(str(error))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""verl-megatron benchmark NAME [--ranks N] [OPTION ...]
+"""usage: verl-megatron benchmark NAME [--ranks N] [OPTION ...]
 
 Times a run or a part of it. `verl-megatron benchmark NAME --help` explains one.
 """
@@ -38,6 +38,11 @@ BENCHMARKS = {
     "load": Benchmark("how a rank reads its slices, against `from_pretrained`", "load", False),
 }
 
+EXAMPLES = (
+    "calibrate --ranks 2 machine.json",
+    "scaling --recipe ppo_toy_cpu --gpus 1,2 actor.path=outputs/toy/model",
+)
+
 
 def run(arguments: list[str]) -> int:
     """Run a benchmark, on `--ranks` ranks of this host if it is one of those that use ranks.
@@ -48,7 +53,8 @@ def run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         lines = [f"  {each:<14}{benchmark.summary}" for each, benchmark in BENCHMARKS.items()]
-        print("\n".join([(__doc__ or "").strip(), "", *lines]))
+        examples = [f"  verl-megatron benchmark {example}" for example in EXAMPLES]
+        print("\n".join([(__doc__ or "").strip(), "", *lines, "", "examples:", *examples]))
         return 0
     if name not in BENCHMARKS:
         raise ValueError(

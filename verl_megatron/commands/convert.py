@@ -1,10 +1,6 @@
 """Converts between Hugging Face folders and Megatron-Core's distributed checkpoints, within a memory limit.
 
-verl-megatron convert hf-to-mcore SRC DST    for any tensor, pipeline and virtual pipeline parallelism
-verl-megatron convert mcore-to-hf SRC DST    from any layout; optimizer state is left out
-verl-megatron convert inspect PATH           contents of a folder of either kind
-verl-megatron convert verify A B             two folders of either kind, bit by bit; exit status 1 if a
-                                               tensor differs
+`verl-megatron convert COMMAND --help` explains a command.
 """
 
 import argparse
@@ -19,21 +15,40 @@ from parallel.convert.compare import describe, differences
 from parallel.convert.to_hugging_face import CheckpointArguments
 from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
-from verl_megatron.commands.options import Options
+from verl_megatron.launch.options import Options
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SUMMARIES = {
+    "hf-to-mcore": "writes a checkpoint for any tensor, pipeline and virtual pipeline parallelism",
+    "mcore-to-hf": "writes a Hugging Face folder from any layout; optimizer state is left out",
+    "inspect": "shows the contents of a folder of either kind",
+    "verify": "compares two folders of either kind bit by bit; exit status 1 if a tensor differs",
+}
+EXAMPLES = {
+    "hf-to-mcore": (
+        "outputs/toy/model checkpoint",
+        "outputs/toy/model checkpoint --workers 2 --memory-gib 2",
+    ),
+    "mcore-to-hf": ("checkpoint exported", "checkpoint exported --dtype bf16 --template outputs/toy/model"),
+    "inspect": ("checkpoint", "outputs/toy/model"),
+    "verify": ("outputs/toy/model exported", "outputs/toy/model checkpoint --workers 2"),
+}
 SHOWN = 10
 MAX_WORKERS = 1024
+MAX_GIB = 2**20
 
 
 def parser() -> argparse.ArgumentParser:
-    options = Options(description=__doc__)
-    commands = options.add_subparsers(dest="command", required=True)
+    options = Options(description=__doc__, examples=[f"{name} {EXAMPLES[name][0]}" for name in EXAMPLES])
+    commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_mcore, to_hf, inspect, verify = (
-        commands.add_parser(name) for name in ("hf-to-mcore", "mcore-to-hf", "inspect", "verify")
+        commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", examples=EXAMPLES[name]
+        )
+        for name, summary in SUMMARIES.items()
     )
     for command in (to_mcore, to_hf):
-        command.add_argument("source", type=Path, metavar="SRC")
+        command.add_argument("source", type=Path, metavar="SRC", help="folder to read")
         command.add_argument(
             "target",
             type=Path,
@@ -44,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
             "--file-gib",
             type=_positive,
             default=1.0,
-            help="size of a file; what is lost at most when a run is cut short",
+            help="GiB of a file; what is lost at most when a run is cut short",
         )
     to_mcore.add_argument(
         "--spec",
@@ -53,9 +68,9 @@ def parser() -> argparse.ArgumentParser:
         help="layer spec of the models that will load it; te's files are read by both",
     )
     to_hf.add_argument("--dtype", choices=list(DTYPES), help="of the tensors written; default: as stored")
-    inspect.add_argument("source", type=Path, metavar="PATH")
-    verify.add_argument("source", type=Path, metavar="A")
-    verify.add_argument("target", type=Path, metavar="B")
+    inspect.add_argument("source", type=Path, metavar="PATH", help="folder to read")
+    verify.add_argument("source", type=Path, metavar="A", help="a folder")
+    verify.add_argument("target", type=Path, metavar="B", help="the folder to compare it with")
     for command in (to_hf, inspect, verify):
         command.add_argument(
             "--template",
@@ -75,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
             type=_positive,
             default=4.0,
             help=(
-                "for all buffers together; Python and torch take about 0.4 GiB beside it, which the "
+                "GiB for all buffers together; Python and torch take about 0.4 GiB beside it, which the "
                 "processes share"
             ),
         )
@@ -143,9 +158,12 @@ def _budget(options) -> Budget:
 
 
 def _positive(text: str) -> float:
+    """Read GiB: a number above 0."""
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a number above 0")
+    if not 0 < value <= MAX_GIB:
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not accepted; write a number above 0 and at most {MAX_GIB:,}"
+        )
     return value
 
 

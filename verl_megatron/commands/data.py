@@ -4,12 +4,9 @@ import json
 from typing import Any, cast
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.commands.options import Options
+from verl_megatron.launch.options import Options
 
 HELP = """\
-verl-megatron data check FILE [--model FOLDER] [--kind prompts|sft|pairs] [--json]
-    [SECTION.SETTING=VALUE ...]
-
 Shows what a run would read of FILE, a .jsonl, .parquet, .arrow, .csv or .tsv file, a folder of shards, or
 several, separated by commas: formats and columns, the first three prompts exactly as the model sees them,
 their answers, lengths in tokens, which rows are too long, duplicates, data sources and their shares.
@@ -18,6 +15,10 @@ their answers, lengths in tokens, which rows are too long, duplicates, data sour
 Settings are those of the run, such as data.prompt_key=question data.max_prompt_tokens=512.
 Exit status 2: a run would refuse the data; the error says why.
 """
+EXAMPLES = (
+    "outputs/toy/train.jsonl --model outputs/toy/model",
+    "questions.parquet --kind prompts data.prompt_key=question --json",
+)
 KINDS = {"prompts": "train", "sft": "sft", "pairs": "dpo"}  # command whose settings apply
 TITLES = {"prompts": "prompts", "sft": "demonstrations", "pairs": "preference pairs"}
 SHOWN_ROWS = 3  # of those that are left out
@@ -27,7 +28,7 @@ SHOWN_TEXT = 4000  # characters of a text in an example
 def run(arguments: list[str]) -> int:
     """Run a subcommand; there is one."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP)
+        parser().print_help()
         return 0 if arguments else 2
     if arguments[0] != "check":
         raise ValueError(
@@ -36,21 +37,27 @@ def run(arguments: list[str]) -> int:
     return check(arguments[1:])
 
 
+def parser() -> Options:
+    options = Options(prog="verl-megatron data check", description=HELP, examples=EXAMPLES)
+    options.add_argument("file", metavar="FILE", help="data file, folder of shards, or several with commas")
+    options.add_argument(
+        "--model", default="", metavar="FOLDER", help="Hugging Face folder with the tokenizer"
+    )
+    options.add_argument("--kind", choices=KINDS, help="what the rows are for (default: by their columns)")
+    options.add_argument("--json", action="store_true", help="print JSON")
+    options.add_argument(
+        "settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE", help="of the run's section data"
+    )
+    return options
+
+
 def check(arguments: list[str]) -> int:
     """Print the survey of a data file.
 
     Raises:
         ValueError: a run would refuse the settings or the data.
     """
-    parser = Options(description=HELP, usage=" ")
-    parser.add_argument("file", metavar="FILE")
-    parser.add_argument(
-        "--model", default="", metavar="FOLDER", help="Hugging Face folder with the tokenizer"
-    )
-    parser.add_argument("--kind", choices=KINDS, help="what the rows are for (by their columns)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE")
-    given = parser.parse_intermixed_args(arguments)
+    given = parser().parse_intermixed_args(arguments)
     kind, found = _survey(given.file, given.model, given.kind, given.settings)
     print(json.dumps({"kind": kind} | found, indent=2, default=str) if given.json else _text(kind, found))
     if found["refused"]:

@@ -1,7 +1,5 @@
 """Looks at this machine before a run: what is wrong, why it matters, and what to do about it.
 
-verl-megatron doctor [RECIPE or --config FILE] [--ranks N] [SETTING=VALUE ...] [--disk DIR] [--json]
-
 It checks Python and packages, GPUs with their links and CUDA IPC, environment variables, limits of the
 system, the disk of the output folder and, with a recipe, whether its run is valid and fits. Where there is
 no GPU, what needs one is left out. Exit status: 0 without problems, 1 with one; warnings do not count.
@@ -12,13 +10,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from verl_megatron.commands.options import Options
 from verl_megatron.config import RunConfig
+from verl_megatron.launch.options import Options
 
-EXAMPLES = """examples:
-  verl-megatron doctor
-  verl-megatron doctor grpo_8b actor.path=llama3-8b reward.function=match
-  verl-megatron doctor --config my_recipe.yaml --ranks 4 --disk /scratch/run --json"""
+EXAMPLES = (
+    "",
+    "grpo_8b actor.path=llama3-8b reward.function=match",
+    "--config mine.yaml --ranks 4 --disk /scratch/run --json",
+)
 
 
 def run(arguments: list[str]) -> int:
@@ -56,7 +55,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parser() -> Options:
-    parser = Options(prog="verl-megatron doctor", description=__doc__, epilog=EXAMPLES)
+    parser = Options(prog="verl-megatron doctor", description=__doc__, examples=EXAMPLES)
     parser.add_argument(
         "recipe",
         nargs="*",

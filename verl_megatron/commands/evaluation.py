@@ -2,22 +2,27 @@
 
 import json
 
-from verl_megatron.commands.options import Options, check_output
+from verl_megatron.launch.options import Options, add_launcher_options, check_output
 
 GENERATE = """\
-verl-megatron generate MODEL PROMPTS --out FILE [--samples N] [--ranks N] [SECTION.SETTING=VALUE ...]
-
 Writes the responses of MODEL, a Hugging Face folder, to PROMPTS, a file as for training, as JSON lines.
 """
 EVALUATE = """\
-verl-megatron evaluate MODEL PROMPTS [--reward FUNCTION] [--out FILE] [--samples N] [--ranks N] [SETTINGS]
-
-Prints the mean score of the responses of MODEL to PROMPTS. FUNCTION is built in, or FILE.py:NAME.
+Prints the mean score of the responses of MODEL, a Hugging Face folder, to PROMPTS, a file as for training.
 """
 COMMON = """\
 Settings are those of `verl-megatron train`, such as rollout.max_tokens=512 data.prompt_key=question.
 data.validation_temperature=0 is greedy and the default; with --samples above 1 give a higher one.
 """
+PLACES = "outputs/toy/ppo/actor outputs/toy/val.jsonl"
+GENERATE_EXAMPLES = (
+    f"{PLACES} --out samples.jsonl",
+    f"{PLACES} --out samples.jsonl --samples 4 data.validation_temperature=1 rollout.max_tokens=8",
+)
+EVALUATE_EXAMPLES = (
+    f"{PLACES} --reward match",
+    f"{PLACES} --reward outputs/toy/reward.py:score --out scored.jsonl --ranks 2",
+)
 
 
 def generate(arguments: list[str]) -> int:
@@ -31,16 +36,27 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def _parser(*, scored: bool) -> Options:
-    parser = Options(description=(EVALUATE if scored else GENERATE) + "\n" + COMMON, usage=" ")
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("prompts", metavar="PROMPTS")
+    examples = EVALUATE_EXAMPLES if scored else GENERATE_EXAMPLES
+    parser = Options(description=(EVALUATE if scored else GENERATE) + "\n" + COMMON, examples=examples)
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face folder, such as OUTPUT_DIR/actor of a run"
+    )
+    parser.add_argument("prompts", metavar="PROMPTS", help="data file or folder, as data.validation of a run")
     if scored:
-        parser.add_argument("--reward", default="", metavar="FUNCTION", help="without it: match")
+        parser.add_argument(
+            "--reward",
+            default="",
+            metavar="FUNCTION",
+            help="a built-in one, or FILE.py:NAME; without it: match",
+        )
     parser.add_argument(
         "--out", required=not scored, default="", metavar="FILE", help="JSON lines of all samples"
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses to each prompt (1)")
-    parser.add_argument("settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE")
+    add_launcher_options(parser, usual="as many GPUs as there are, else the fewest that rollout.tp needs")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="SECTION.SETTING=VALUE", help="of `verl-megatron train`"
+    )
     return parser
 
 

@@ -1,7 +1,6 @@
-"""verl-megatron export RUN [--step N] [--out DIR] [--dtype bf16|fp16|fp32]
+"""Writes the trained models of a run's checkpoint as Hugging Face folders.
 
-Writes the trained models of a checkpoint as Hugging Face folders, RUN/export/step_N/NAME unless --out says
-otherwise. RUN is a run's output folder. It needs no GPU and no ranks, and works while the run goes on.
+Without --out they are RUN/export/step_N/NAME. It needs no GPU and no ranks, and works while the run goes on.
 """
 
 import os
@@ -19,9 +18,10 @@ from parallel.convert.workers import Budget
 from parallel.runtime.refusal import short_repr
 from parallel.weights.architecture import read_config
 from verl_megatron.commands.convert import DTYPES
-from verl_megatron.commands.options import Options
+from verl_megatron.launch.options import Options
 from verl_megatron.manifest import manifest_problem
 
+EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo --step 20 --out exported --dtype bf16")
 MEMORY_BYTES, FILE_BYTES = 4 << 30, 4 << 30
 
 
@@ -31,10 +31,10 @@ def run(arguments: list[str]) -> int:
     Raises:
         ValueError: there is no such checkpoint, it cannot be read, or the target is in use.
     """
-    options = Options(description=__doc__)
-    options.add_argument("run", metavar="RUN", type=Path)
-    options.add_argument("--step", type=int, help="without it the newest")
-    options.add_argument("--out", type=Path, metavar="DIR")
+    options = Options(description=__doc__, examples=EXAMPLES)
+    options.add_argument("run", metavar="RUN", type=Path, help="run.output_dir of the run")
+    options.add_argument("--step", type=int, help="iteration of the checkpoint; without it the newest")
+    options.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: RUN/export/step_N")
     options.add_argument("--dtype", choices=list(DTYPES), help="without it that of the model it started from")
     given = options.parse_args(arguments)
     path = _checkpoint(given.run, given.step)

@@ -1,11 +1,7 @@
 """Finds the layouts for a run on a number of GPUs, and predicts their memory and time per iteration.
 
-verl-megatron plan --model DIR_or_NAME --gpus 8 --gpu h200 [--hosts 1]
-    [--samples-per-iteration 1024 --prompt 512 --response 1024] [--algorithm ppo]
-    [--best 10] [--json FILE] [--separate] [SECTION.SETTING=VALUE ...]
-
-Needs neither a GPU nor weights. DIR needs a config.json only; NAME is one of the built-in shapes. Settings
-after the options are those of verl_megatron.train. With --compare OUTPUT_DIR there is no search: the plan of
+Needs neither a GPU nor weights: a model is a folder with a config.json, or a built-in shape. Settings after
+the options are those of `verl-megatron train`. With --compare OUTPUT_DIR there is no search: the plan of
 exactly these settings is shown next to that run's measurements. With --separate the rollout has GPUs of its
 own, and the search also chooses how many; compare its best iteration with that of a search without.
 """
@@ -30,9 +26,9 @@ from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_planned
-from verl_megatron.commands.options import Options, check_output
 from verl_megatron.config import TrainerConfig
 from verl_megatron.config.section import sections_of
+from verl_megatron.launch.options import Options, check_output
 from verl_megatron.model_specs import is_separate, num_training_ranks, rollout_devices
 from verl_megatron.observe.tracking import METRICS_FILE, read_metrics
 from verl_megatron.planner import (
@@ -51,6 +47,11 @@ from verl_megatron.planner import (
 from verl_megatron.planner.search import CHOSEN, Candidate, Search
 
 HOST_RANKS = 8
+EXAMPLES = (
+    "--model llama3-8b --gpus 8",
+    "--model qwen2.5-32b --gpus 16 --gpu h100 --algorithm grpo --best 3 --json plan.json",
+    "--model llama3-8b --gpus 8 --separate algorithm.kl_coef=0",
+)
 MAX_GPUS = 2**12
 
 
@@ -219,28 +220,25 @@ def count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = Options(description=__doc__)
+    options = Options(description=__doc__, examples=EXAMPLES)
     options.add_argument(
         "--model",
         required=True,
+        metavar="MODEL",
         help=f"the actor: a folder with a config.json, or a built-in shape: {', '.join(SHAPES)}",
     )
-    options.add_argument("--critic", default="", help="the critic, where it is not like the actor")
+    options.add_argument(
+        "--critic", default="", metavar="MODEL", help="the critic, where it is not like the actor"
+    )
     options.add_argument("--gpus", type=count, required=True, help="of all hosts together")
     options.add_argument(
         "--gpu",
+        metavar="NAME",
         default="h200",
         help=f"{', '.join(MACHINES)}, or the .json file that verl-megatron benchmark calibrate wrote",
     )
-    options.add_argument("--hosts", type=count, help=f"default: {HOST_RANKS} GPUs a host")
-    options.add_argument("--samples-per-iteration", type=count, default=1024, help="of all prompts together")
-    options.add_argument(
-        "--samples-per-prompt", type=count, help="default: 8 where they are compared, else 1"
-    )
-    options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
-    options.add_argument("--response", type=count, default=1024, help="tokens of a response")
-    options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
-    options.add_argument("--algorithm", default="ppo", help=", ".join(ALGORITHMS))
+    options.add_argument("--hosts", type=count, help=f"number of hosts; default: {HOST_RANKS} GPUs a host")
+    _add_iteration(options)
     options.add_argument("--best", type=count, default=10, help="candidates that are shown")
     options.add_argument(
         "--separate",
@@ -263,6 +261,17 @@ def parser() -> argparse.ArgumentParser:
         help="other settings, such as algorithm.kl_coef=0 (no reference model) or reward.path=DIR",
     )
     return options
+
+
+def _add_iteration(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--samples-per-iteration", type=count, default=1024, help="of all prompts together")
+    options.add_argument(
+        "--samples-per-prompt", type=count, help="default: 8 where they are compared, else 1"
+    )
+    options.add_argument("--prompt", type=count, default=512, help="tokens of a prompt")
+    options.add_argument("--response", type=count, default=1024, help="tokens of a response")
+    options.add_argument("--mini-batches", type=count, default=4, help="optimizer steps an iteration")
+    options.add_argument("--algorithm", default="ppo", metavar="NAME", help=", ".join(ALGORITHMS))
 
 
 def ranks_per_host(gpus: int, hosts: int | None) -> int:

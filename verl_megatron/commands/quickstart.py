@@ -1,8 +1,17 @@
-"""verl-megatron quickstart [SECTION.SETTING=VALUE ...] [--dry-run]
+"""usage: verl-megatron quickstart [SECTION.SETTING=VALUE ...] [--dry-run]
 
 Builds the toy job in outputs/toy, fine-tunes its model, trains it by PPO and exports it: two minutes on a
 two-core CPU. Settings are those of the PPO run, such as run.iterations=5. Environment: SEED (1), OUT
 (outputs/toy).
+
+options:
+  -h, --help  show this help message and exit
+  --dry-run   check and plan the runs, and train nothing
+
+examples:
+  verl-megatron quickstart
+  verl-megatron quickstart run.iterations=5
+  verl-megatron quickstart --dry-run
 """
 
 import os

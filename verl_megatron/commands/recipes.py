@@ -1,17 +1,24 @@
-"""verl-megatron recipes [list]            recipes, with what each is for
-verl-megatron recipes show NAME         the file
-verl-megatron recipes copy NAME [DIR]   the file as DIR/NAME.yaml, to be changed and given as --config
+"""Lists recipes, shows one, or copies one to be changed and given as --config.
 
-A recipe may extend another one: `defaults: [NAME, _self_]`. Names ending in .sh are scripts for GPUs.
+recipes list [DIR]        the shipped recipes, or those of a folder of yours, with what each is for
+recipes show NAME         the file
+recipes copy NAME [DIR]   the file as DIR/NAME.yaml, with the files next to it that it extends
+
+A recipe may extend others: `defaults: [NAME, folder/base]`. Names ending in .sh are scripts for GPUs. NAME
+may also be a .yaml file of yours.
 """
 
+import os
 import shutil
 from pathlib import Path
 
 from parallel.runtime.refusal import nearest, short_repr
-from verl_megatron.commands.options import Options
+from verl_megatron.launch.bases import files_of, find_recipe, shipped_names
 from verl_megatron.launch.help import recipe_summaries, summary_of
-from verl_megatron.launch.recipe import SHIPPED
+from verl_megatron.launch.options import Options
+from verl_megatron.launch.recipe import SHIPPED, check_recipe, own_recipe
+
+EXAMPLES = ("list", "show ppo_toy_cpu", "copy grpo_8b mine")
 
 
 def run(arguments: list[str]) -> int:
@@ -20,19 +27,27 @@ def run(arguments: list[str]) -> int:
     Raises:
         ValueError: an unknown recipe, or a place that cannot be written.
     """
-    options = Options(description=__doc__)
-    options.add_argument("action", nargs="?", default="list", choices=("list", "show", "copy"))
-    options.add_argument("name", nargs="?", default="", metavar="NAME")
-    options.add_argument("folder", nargs="?", default=".", metavar="DIR", type=Path)
+    options = Options(description=__doc__, examples=EXAMPLES)
+    options.add_argument(
+        "action", nargs="?", default="list", choices=("list", "show", "copy"), help="default: list"
+    )
+    options.add_argument(
+        "name", nargs="?", default="", metavar="NAME", help="a recipe, or a .yaml file of yours"
+    )
+    options.add_argument(
+        "folder", nargs="?", default=".", metavar="DIR", type=Path, help="of the copy; default: this folder"
+    )
     given = options.parse_args(arguments)
     if given.action == "list":
-        print(_list())
+        print(_list(given.name))
         return 0
     if not given.name:
         raise ValueError(f"recipes {given.action} needs a recipe's name; `verl-megatron recipes` lists them")
     path = _find(given.name)
     if given.action == "show":
-        print(path.read_text(), end="")
+        if path.suffix == ".yaml":
+            check_recipe(path)
+        print(path.read_text(encoding="utf-8"), end="")
     else:
         for copied in _copy(path, given.folder):
             print(f"written: {copied}")
@@ -43,32 +58,46 @@ def _scripts() -> dict[str, Path]:
     return {path.name: path for path in sorted(SHIPPED.glob("*.sh"))}
 
 
-def _list() -> str:
-    recipes = recipe_summaries()
-    scripts = {name: summary_of(path) for name, path in _scripts().items()}
+def _list(folder: str) -> str:
+    if folder and not Path(folder).is_dir():
+        raise ValueError(f"recipes list {short_repr(folder)}: it is no folder; name a folder of recipes")
+    recipes = recipe_summaries(Path(folder)) if folder else recipe_summaries()
+    scripts = {} if folder else {name: summary_of(path) for name, path in _scripts().items()}
+    if not recipes:
+        raise ValueError(f"recipes list {short_repr(folder)}: it has no .yaml file; name another folder")
     width = max(map(len, [*recipes, *scripts])) + 2
-    return "\n".join(f"{name:<{width}}{summary}" for name, summary in (recipes | scripts).items())
+    return "\n".join(f"{name:<{width}}{summary}".rstrip() for name, summary in (recipes | scripts).items())
 
 
 def _find(name: str) -> Path:
-    names = {each: SHIPPED / f"{each}.yaml" for each in recipe_summaries()} | _scripts()
+    """Return the file of a recipe: a shipped one by its name, another one by its path."""
+    shipped = {each: SHIPPED / f"{each}.yaml" for each in shipped_names()} | _scripts()
     wanted = name.removesuffix(".yaml")
-    if wanted not in names:
-        raise ValueError(
-            f"{short_repr(name)} is no recipe{nearest(wanted, names)}; `verl-megatron recipes` lists them"
-        )
-    return names[wanted]
+    if wanted in shipped:
+        return shipped[wanted]
+    if name.endswith(".yaml") and os.path.lexists(name):
+        return own_recipe(name)
+    raise ValueError(
+        f"{short_repr(name)} is no recipe{nearest(wanted, shipped)}; `verl-megatron recipes` lists them, and "
+        "FILE.yaml names one of yours"
+    )
 
 
 def _copy(path: Path, folder: Path) -> list[Path]:
-    """Copy a recipe, and with a script what it starts; return the new files.
+    """Copy a recipe with those next to it that it extends, or a script with what it starts.
+
+    Returns:
+        The new files, the recipe's own last.
 
     Raises:
-        ValueError: a file is there already, or the folder cannot be written.
+        ValueError: a file is there already, one that is extended lies elsewhere, or the folder cannot be
+            written.
     """
-    sources = [path, *sorted((SHIPPED / "launch").iterdir())] if path.suffix == ".sh" else [path]
-    places = {source: folder / source.relative_to(path.parent) for source in sources}
-    if taken := [str(place) for place in places.values() if place.exists() and place.name == path.name]:
+    is_script = path.suffix == ".sh"
+    with_it = sorted((SHIPPED / "launch").iterdir()) if is_script else _near(path)
+    places = {source: folder / source.relative_to(path.parent) for source in (*with_it, path)}
+    shown = [place for source, place in places.items() if source == path or not is_script]
+    if taken := [str(place) for place in shown if os.path.lexists(place)]:
         raise ValueError(f"{taken[0]} exists already; remove it, or name another folder")
     try:
         for source, place in places.items():
@@ -76,4 +105,16 @@ def _copy(path: Path, folder: Path) -> list[Path]:
             shutil.copy(source, place)
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); name a folder that can") from None
-    return [place for place in places.values() if place.name == path.name]
+    return shown
+
+
+def _near(path: Path) -> list[Path]:
+    """Return the recipes that a recipe extends, without shipped ones, which are found from anywhere."""
+    near: list[Path] = []
+    for base in files_of(path):
+        if base == path or find_recipe(base.stem, [SHIPPED]) == base:
+            continue
+        if not base.is_relative_to(path.parent):
+            raise ValueError(f"{path} extends {base}, which is not below its folder; copy both by hand")
+        near.append(base)
+    return near

@@ -1,14 +1,13 @@
-"""Write the report of one or several runs as one HTML file, and print their alarms.
-
-    verl-megatron report outputs/toy/ppo
-    verl-megatron report outputs/toy/ppo outputs/toy/grpo --output compared.html
+"""Writes the report of one or several runs as one HTML file, and prints their alarms.
 
 Several runs share the plots. A run's folder has metrics.jsonl, which run.track_metrics=[jsonl] writes.
 """
 
 from pathlib import Path
 
-from verl_megatron.commands.options import Options, check_output
+from verl_megatron.launch.options import Options, check_output
+
+EXAMPLES = ("outputs/toy/ppo", "outputs/toy/ppo outputs/toy/grpo --output compared.html")
 
 
 def run(arguments: list[str]) -> None:
@@ -21,7 +20,7 @@ def run(arguments: list[str]) -> None:
     from verl_megatron.observe.report.page import REPORT_FILE, with_own_names, write_report
     from verl_megatron.observe.report.record import read_run
 
-    options = Options(prog="verl-megatron report", description=__doc__)
+    options = Options(prog="verl-megatron report", description=__doc__, examples=EXAMPLES)
     options.add_argument("folders", nargs="+", metavar="DIR", help="run.output_dir of a run")
     options.add_argument(
         "--output", metavar="FILE", help="by default report.html in DIR, or here for several"

@@ -1,9 +1,6 @@
-"""Transfers of a reshard from Megatron's shards to vLLM's, computed without a GPU and without weights.
+"""Shows what a reshard from Megatron's shards to vLLM's would move, without a GPU and without weights.
 
-verl-megatron reshard-plan --hf DIR_or_NAME --train tp8pp4 --rollout tp8 [--ranks 32] [--hosts 4]
-    [--rank-order plain] [--peer-memory] [--json FILE] [--png FILE]
-
-DIR needs a config.json only; NAME is one of the built-in shapes. In the JSON, a list has one number per rank;
+In the JSON, a list has one number per rank;
 `train_ranks` and `rollout_ranks` give the rank at each position of the layout, tp fastest, then cp, dp and
 pp.
 """
@@ -17,11 +14,15 @@ from pathlib import Path
 
 from parallel.reshard.plan import compile_plan
 from parallel.weights.shapes import SHAPES
-from verl_megatron.commands.options import Options, check_output
+from verl_megatron.launch.options import Options, check_output
 from verl_megatron.planner.reshard.case import HOST_RANKS, MAX_RANKS, read_case
 from verl_megatron.planner.reshard.picture import draw
 from verl_megatron.planner.reshard.report import Rates, flows_of, report_of, table
 
+EXAMPLES = (
+    "--hf llama3-8b --train tp2pp2 --rollout tp4",
+    "--hf llama3-70b --train tp8pp4 --rollout tp8 --hosts 4 --json plan.json --png plan.png",
+)
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -46,7 +47,7 @@ def stages(text: str) -> tuple[int, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = Options(description=__doc__)
+    options = Options(description=__doc__, examples=EXAMPLES)
     _add_layouts(options)
     _add_transport(options)
     options.add_argument("--json", type=Path, help="write all numbers to this file")
@@ -57,14 +58,24 @@ def parser() -> argparse.ArgumentParser:
 def _add_layouts(options: argparse.ArgumentParser) -> None:
     ranks = number(int, f"a whole number from 1 to {MAX_RANKS}")
     options.add_argument(
-        "--hf", required=True, help=f"folder with a config.json, or a built-in shape: {', '.join(SHAPES)}"
+        "--hf",
+        required=True,
+        metavar="MODEL",
+        help=f"folder with a config.json, or a built-in shape: {', '.join(SHAPES)}",
     )
-    options.add_argument("--train", required=True, help="Megatron's layout, such as tp8pp4 or tp4pp4vpp2")
     options.add_argument(
-        "--rollout", required=True, help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks"
+        "--train", required=True, metavar="LAYOUT", help="Megatron's layout, such as tp8pp4 or tp4pp4vpp2"
     )
-    options.add_argument("--ranks", type=ranks, help="default: the smallest number that fits both layouts")
-    options.add_argument("--hosts", type=ranks, help=f"default: {HOST_RANKS} ranks a host")
+    options.add_argument(
+        "--rollout",
+        required=True,
+        metavar="LAYOUT",
+        help="vLLM's tensor parallelism, such as tp8; replicas fill the ranks",
+    )
+    options.add_argument(
+        "--ranks", type=ranks, help="of all hosts; default: the smallest number that fits both layouts"
+    )
+    options.add_argument("--hosts", type=ranks, help=f"number of hosts; default: {HOST_RANKS} ranks a host")
     options.add_argument(
         "--rank-order",
         default="auto",

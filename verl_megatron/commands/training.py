@@ -13,7 +13,7 @@ USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OP
 OPTIONS = """\
 options:
   --config-name RECIPE   a shipped recipe, without .yaml
-  --config FILE          a recipe of yours; `defaults: [RECIPE, _self_]` in it extends a shipped one
+  --config FILE          a recipe of yours; `defaults: [RECIPE]` in it extends another one
   --ranks N              processes on this host, each with a GPU if there are GPUs; without it as many
                          GPUs as the layouts divide, on a CPU the fewest that they need
   --max-restarts N       how often failed ranks start again from the newest checkpoint (0)
@@ -21,7 +21,7 @@ options:
   --verify               repeat an iteration of the newest checkpoint and compare
   --track_metrics        metrics go to the console and to every kind of file
   --cfg job [--resolve]  print the settings
-  --help [SECTION]       this text, or the settings of one section"""
+  --help [NAME]          this text, a section's settings (rollout), or a single one (run.seed)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,10 @@ TRAIN = Training(
     "train",
     "verl_megatron.train",
     "train",
-    "Trains a policy by PPO, GRPO or another algorithm. Rollouts come from vLLM on the same ranks.",
+    "Trains a policy by PPO, GRPO or another algorithm. vLLM generates, on the same ranks or on its own.",
     (
-        "--config-name grpo_8b actor.path=MODEL data.train=prompts.jsonl --dry-run",
+        "--config-name grpo_8b actor.path=llama3-8b data.train=prompts.jsonl --dry-run",
+        "--config-name ppo_toy_cpu run.iterations=2 run.output_dir=outputs/toy/short",
         "--config mine.yaml --ranks 4 run.iterations=100",
     ),
 )
@@ -62,21 +63,30 @@ SFT = Training(
     "verl_megatron.sft",
     "sft",
     "Fine-tunes a model on demonstrations.",
-    ("--config-name sft actor.path=MODEL data.train=demonstrations.jsonl",),
+    (
+        "--config-name sft actor.path=llama3-8b data.train=demonstrations.jsonl --dry-run",
+        "--config-name sft_toy_cpu run.seed=2",
+    ),
 )
 DPO = Training(
     "dpo",
     "verl_megatron.dpo",
     "dpo",
     "Direct preference optimization: trains a policy on pairs of a chosen and a rejected response.",
-    ("--config-name dpo_toy_cpu actor.path=MODEL data.train=pairs.jsonl",),
+    (
+        "--config-name dpo_toy_cpu",
+        "--config-name dpo_toy_cpu actor.path=llama3-8b data.train=pairs.jsonl --dry-run",
+    ),
 )
 REWARD_MODEL = Training(
     "reward-model",
     "verl_megatron.reward_model",
     "reward_model",
     "Trains a reward model on pairs of a chosen and a rejected response.",
-    ("--config-name reward_model_toy_cpu reward.path=MODEL data.train=pairs.jsonl",),
+    (
+        "--config-name reward_model_toy_cpu",
+        "--config-name reward_model_toy_cpu reward.path=llama3-8b data.train=pairs.jsonl --dry-run",
+    ),
 )
 
 
@@ -159,7 +169,7 @@ def _as_a_rank(module: str, arguments: list[str]) -> None:
 
 
 def _help_asked(arguments: list[str]) -> str | None:
-    """Return the section after --help, "" for all of them, or None if no help is asked for."""
+    """Return the name after --help, "" for all settings, or None if no help is asked for."""
     for place, argument in enumerate(arguments):
         if argument in ("-h", "--help"):
             following = arguments[place + 1 : place + 2]
@@ -169,16 +179,19 @@ def _help_asked(arguments: list[str]) -> str | None:
     return None
 
 
-def help_text(training: Training, section: str = "") -> str:
-    """Return a command's help: purpose, options, recipes, settings and examples; or one section's settings.
+def help_text(training: Training, asked: str = "") -> str:
+    """Return a command's help: purpose, options, recipes, settings and examples.
+
+    Args:
+        asked: a section or a setting, whose help alone is returned.
 
     Raises:
-        ValueError: the command has no such section.
+        ValueError: the command has no such section or setting.
     """
     from verl_megatron.launch.help import recipe_summaries, settings_help
 
-    settings = settings_help(training.schema, section)
-    if section:
+    settings = settings_help(training.schema, asked)
+    if asked:
         return settings
     shown = {name: text for name, text in recipe_summaries().items() if _trains(name) == training.schema}
     width = max(map(len, shown), default=0) + 2

@@ -83,6 +83,11 @@ class AlgorithmConfig(Section):
     )
     dynamic_sampling: bool = setting(False, "replace prompts whose samples all have the same score")
     max_sampling_rounds: int = setting(10, "maximum number of rounds of dynamic sampling", within="[1, 1000]")
+    mask_cut: bool = setting(
+        False,
+        "no loss for responses cut off at rollout.max_tokens, as DAPO's overlong filtering; their scores "
+        "still count in their group",
+    )
     teacher_coef: float = setting(
         1.0, "coefficient of the log-prob gap to the teacher in the advantages", within=SHARE
     )

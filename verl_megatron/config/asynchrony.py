@@ -12,3 +12,15 @@ class AsyncConfig(Section):
     max_staleness: int = setting(
         0, "updates by which the weights of samples lag behind; 0: both sides take turns", within="[0, 64]"
     )
+    buffer: str = setting(
+        "in_order",
+        "which samples an iteration trains on: those of its own prompts (in_order), or of those under way the "
+        "oldest allowed and then the first that are complete (window)",
+        choices=("in_order", "window"),
+    )
+    partial: str = setting(
+        "finish",
+        "running samples at new weights, with buffer=window: end with the old ones (finish), go on from their "
+        "tokens with a new cache (continue), or with the old cache (pause)",
+        choices=("finish", "continue", "pause"),
+    )

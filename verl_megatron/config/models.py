@@ -65,6 +65,9 @@ class EngineConfig(Section):
     tokens_per_micro_batch: int = setting(
         8192, "maximum packed tokens of a micro-batch, per context-parallel rank", within=POSITIVE
     )
+    dynamic_batching: bool = setting(
+        False, "fit the micro-batches of trained models to the free memory, by probes in the first iteration"
+    )
     distributed_optimizer: bool = setting(True, "shard the optimizer state over the dp and cp ranks")
     lr_decay_style: str = setting(
         "constant",

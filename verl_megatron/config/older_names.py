@@ -29,6 +29,7 @@ CHECKPOINT = {
     "async_save": "run.async_save",
     "save_dir": "run.output_dir",
 }
+ROW_TOKENS = 2048  # defaults of data.max_prompt_tokens + rollout.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ def _devices(value: Any, *, name: str, setting: str) -> dict[str, Any]:
     return {setting: text}
 
 
+def named(value: Any, *, setting: str) -> dict[str, Any]:
+    """Return `value` as that of `setting`."""
+    return {setting: value}
+
+
 def _checkpoints(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(
@@ -59,15 +65,6 @@ def _checkpoints(value: Any) -> dict[str, Any]:
             f"it takes {', '.join(CHECKPOINT)}, and section run has the other settings"
         )
     return {CHECKPOINT[name]: setting for name, setting in value.items()}
-
-
-def _dynamic_batching(value: Any) -> dict[str, Any]:
-    if value is not True:
-        raise ValueError(
-            f"use_dynamic_batching={short_repr(value)}: vLLM always decodes as many samples at once as its "
-            "KV cache holds; set rollout.max_num_seqs to limit them, and leave use_dynamic_batching at True"
-        )
-    return {}
 
 
 def _fsdp(value: Any) -> dict[str, Any]:
@@ -105,11 +102,11 @@ def _offload_folder(value: Any) -> dict[str, Any]:
 
 
 def _micro_batches(value: Any) -> dict[str, Any]:
-    raise ValueError(
-        f"micro_batch_size_per_device={short_repr(value)}: micro-batches are packed by tokens; set "
-        "engine.tokens_per_micro_batch, for example to as many times data.max_prompt_tokens + "
-        "rollout.max_tokens"
-    )
+    if type(value) is not int or not 1 <= value <= 1_000_000:
+        raise ValueError(
+            f"micro_batch_size_per_device={short_repr(value)} must be a whole number of samples, at least 1"
+        )
+    return {"engine.tokens_per_micro_batch": value * ROW_TOKENS}
 
 
 def _sets(name: str, section: str) -> OlderName:
@@ -132,12 +129,17 @@ OLDER_NAMES = {
     ),
     "use_dynamic_batching": OlderName(
         example=True,
-        gives="always so: vLLM admits samples as its KV cache has room; `rollout.max_num_seqs` is the limit",
-        read=_dynamic_batching,
+        gives="`rollout.dynamic_batching=true`",
+        read=partial(named, setting="rollout.dynamic_batching"),
+    ),
+    "batch_size_per_device": OlderName(
+        example=32,
+        gives="`rollout.max_num_seqs=32`",
+        read=partial(named, setting="rollout.max_num_seqs"),
     ),
     "micro_batch_size_per_device": OlderName(
         example=4,
-        gives="refused: set `engine.tokens_per_micro_batch`, as micro-batches are packed by tokens",
+        gives=f"`engine.tokens_per_micro_batch={4 * ROW_TOKENS}`: so many samples of {ROW_TOKENS:,} tokens",
         read=_micro_batches,
     ),
     "fsdp_config": OlderName(
@@ -158,6 +160,10 @@ OLDER_NAMES = {
 }
 
 
+# Attributes of the older section `rollout`, and the settings of that section here.
+OLDER_ROLLOUT = {"use_dynamic_batching": "dynamic_batching", "batch_size_per_device": "max_num_seqs"}
+
+
 # The same for command lines and recipes, where these are no sections.
 OLDER: Table = {
     "Older interface": (
@@ -165,7 +171,8 @@ OLDER: Table = {
         row("critic_device_mapping critic_device_mapping.model", "`critic.devices`", "such as `cuda:0-3`"),
         row("reward_device_mapping reward_device_mapping.model", "`reward.devices`", "such as `cuda:0-3`"),
         *(row(f"checkpoint_config.{name}", setting) for name, setting in CHECKPOINT.items()),
-        row("use_dynamic_batching", "", "always so; `rollout.max_num_seqs` is the limit"),
+        row("use_dynamic_batching rollout.use_dynamic_batching", "`rollout.dynamic_batching`"),
+        row("batch_size_per_device", "`rollout.max_num_seqs`", "samples that a replica decodes at once"),
         row(
             "fsdp_config.sharding_strategy",
             "`engine.distributed_optimizer`",

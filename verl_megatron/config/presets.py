@@ -54,8 +54,8 @@ def get_trainer_config(
         raise ValueError(f"hybrid_engine={short_repr(hybrid_engine)} must be True")
     if not hybrid_engine:
         raise ValueError(
-            "hybrid_engine=False: rollout on ranks of its own is not available yet; use hybrid_engine=True, "
-            "which shares the actor's ranks"
+            "hybrid_engine=False: leave it at True, and name ranks that only generate in rollout.devices, "
+            "such as 2-3"
         )
     if not isinstance(enable_recompute, bool | str) or enable_recompute not in RECOMPUTE:
         raise ValueError(

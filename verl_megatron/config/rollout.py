@@ -1,10 +1,36 @@
 """Settings of vLLM, and of the way of the weights into it."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from verl_megatron.config.section import COUNT, LEAST_TEMPERATURE, POSITIVE, Section, setting
+from verl_megatron.config.older_names import OLDER_ROLLOUT, named
+from verl_megatron.config.section import COUNT, LEAST_TEMPERATURE, POSITIVE, Section, accept, setting
+
+USUAL_TABLE = "0-63:greedy,64-511:as_set,512-:top_k:50+temperature:0.7"
 
 
+def sampling_table(value: Any) -> Any:
+    """Return a table of sampling by prompt length as one text; what is none, as it is.
+
+    Args:
+        value: True for the usual table, False for none, a text, a list of entries, or a mapping from ranges
+            to their sampling; an entry may be such a mapping, too.
+    """
+    if isinstance(value, bool):
+        return USUAL_TABLE if value else ""
+    if isinstance(value, dict):
+        return ",".join(f"{where}:{_sampling(how)}" for where, how in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(str(sampling_table(part) if isinstance(part, dict) else part) for part in value)
+    return value
+
+
+def _sampling(how: Any) -> str:
+    return "+".join(f"{name}:{value}" for name, value in how.items()) if isinstance(how, dict) else str(how)
+
+
+@accept({older: partial(named, setting=here) for older, here in OLDER_ROLLOUT.items()})
 @dataclass(kw_only=True)
 class RolloutConfig(Section):
     """vLLM and its sampling parameters."""
@@ -13,7 +39,8 @@ class RolloutConfig(Section):
         1, "tensor-parallel size of a replica; there are world size / tp replicas", within="[1, 131072]"
     )
     devices: str = setting(
-        "", "ranks that only generate, the last of the run, such as 2-3; empty: the ranks that train"
+        "",
+        "ranks that only generate, the last of the run: 2-3, or 2+3 for two worlds; empty: those that train",
     )
     # Log-probs are of softmax(logits / temperature); vLLM refuses temperatures above 2.
     temperature: float = setting(
@@ -24,6 +51,12 @@ class RolloutConfig(Section):
     top_p: float = setting(1.0, "nucleus sampling threshold; 1: off", within="(0, 1]")
     top_k: int = setting(
         -1, "number of most likely tokens to sample from; -1: all", within="[-1, 2147483647]"
+    )
+    adaptive_sampling: str = setting(
+        "",
+        "sampling by prompt length: entries such as [0-63:greedy,64-:temperature:0.7+samples:4]; true: "
+        "greedy below 64 tokens, top_k 50 and temperature 0.7 from 512 on; empty: off",
+        many=sampling_table,
     )
     min_tokens: int = setting(
         0, "minimum response length before the end-of-sequence token is allowed", within=COUNT
@@ -42,6 +75,9 @@ class RolloutConfig(Section):
     # vLLM allocates a table row of max_model_len for each sample.
     max_num_seqs: int = setting(
         256, "maximum number of samples that a replica decodes concurrently", within="[1, 65536]"
+    )
+    dynamic_batching: bool = setting(
+        False, "samples at once follow the use of the KV cache, between 60 and 90 %, up to max_num_seqs"
     )
     gpu_memory_utilization: float = setting(
         0.5, "fraction of GPU memory for vLLM's weights and KV cache", within="(0, 1]"

@@ -6,6 +6,7 @@ the machine are in `checks/`.
 """
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, field
@@ -73,11 +74,11 @@ class UnknownSettingError(AttributeError, ValueError):
 class Section:
     """A group of settings. Unknown names are refused; a pathlib.Path is stored as a string.
 
-    A list for a setting of several files is stored as one string, with commas between.
+    A list, or a mapping, for a setting that takes several values is stored as one string.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    # Further names: each takes a value and returns the settings that it stands for, by "section.setting".
+    # Further names: each takes a value and returns the settings that it stands for, as `set` takes them.
     _older_names: ClassVar[Mapping[str, Callable[[Any], dict[str, Any]]]] = {}
 
     def __new__(cls, **settings: Any) -> Self:
@@ -91,14 +92,14 @@ class Section:
                 self.set(setting, stands_for)
             return
         self._refuse_unknown(name)
-        if self.__dataclass_fields__[name].metadata.get("many"):
-            value = joined(value)
+        if many := self.__dataclass_fields__[name].metadata.get("many"):
+            value = many(value)
         super().__setattr__(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
     def set(self, setting: str, value: Any) -> None:
-        """Set "section.setting" of one of these sections."""
-        section, _, name = setting.partition(".")
-        setattr(getattr(self, attribute_of(section)), name, value)
+        """Set "section.setting" of one of these sections, or a "setting" of this one."""
+        section, _, name = setting.rpartition(".")
+        setattr(getattr(self, attribute_of(section)) if section else self, name, value)
 
     @classmethod
     def _refuse_unknown(cls, name: str) -> None:
@@ -142,17 +143,62 @@ def accept(names: Mapping[str, Callable[[Any], dict[str, Any]]]) -> Callable[[Se
 
 
 def joined(value: Any) -> Any:
-    """Return a list of paths as one string; all other values as they are."""
-    is_list = (
-        isinstance(value, list | tuple)
-        and value
-        and all(isinstance(part, str | os.PathLike) for part in value)
+    """Return paths as one string; all other values as they are.
+
+    Args:
+        value: a list of paths, pairs (path, weight) and mappings from paths to weights, or one such mapping.
+    """
+    if isinstance(value, Mapping):
+        value = [value] if value else []
+    if not isinstance(value, list | tuple):
+        return value
+    parts = [part for item in value for part in (item.items() if isinstance(item, Mapping) else [item])]
+    texts: list[Any] = [f"{part[0]}:{part[1]!r}" if _is_weighted(part) else part for part in parts]
+    is_list = all(isinstance(text, str | os.PathLike) for text in texts)
+    return ",".join(str(os.fspath(text)) for text in texts) if is_list else value
+
+
+def _is_weighted(part: Any) -> bool:
+    """Whether a value is a pair of a name and its weight."""
+    return (
+        isinstance(part, tuple)
+        and len(part) == 2
+        and isinstance(part[0], str | os.PathLike)
+        and isinstance(part[1], int | float)
+        and not isinstance(part[1], bool)
     )
-    return ",".join(map(os.fspath, value)) if is_list else value
+
+
+def as_json(value: Any) -> Any:
+    """Return a list or a mapping as JSON, its pairs (name, weight) as "name:weight"; others as they are.
+
+    What JSON cannot hold stays as it is.
+    """
+    if not isinstance(value, list | tuple | Mapping):
+        return value
+    try:
+        return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):
+        return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if _is_weighted(value):
+        return f"{os.fspath(value[0])}:{value[1]!r}"
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def setting(
-    default: Any, meaning: str, *, within: str = "", choices: tuple[str, ...] = (), many: bool = False
+    default: Any,
+    meaning: str,
+    *,
+    within: str = "",
+    choices: tuple[str, ...] = (),
+    many: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a dataclass field whose metadata says what the setting means and which values it takes.
 
@@ -161,7 +207,7 @@ def setting(
         meaning: with the unit, for users.
         within: interval of a number, or of each element of a list, such as "(0, 1]"; empty: any.
         choices: valid values; empty: any.
-        many: a string that may name several files.
+        many: makes the string that is stored of a list or a mapping; None: these are refused.
     """
     metadata = {"meaning": meaning, "within": within, "choices": choices, "many": many}
     if isinstance(default, list):

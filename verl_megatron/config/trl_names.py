@@ -53,7 +53,11 @@ TRL: Table = {
         ),
         row("vllm_importance_sampling_cap", "algorithm.correction_high"),
         row("use_bias_correction_kl", "algorithm.kl_unbiased"),
-        row("mask_truncated_completions", "", "see `reward.overlong_tokens`"),
+        row(
+            "mask_truncated_completions",
+            "algorithm.mask_cut",
+            "their tokens do not count in the normalizer here; they do in TRL",
+        ),
         row("top_entropy_quantile", "", "all response tokens are trained on"),
         row(
             "max_prompt_length", "data.max_prompt_tokens", "longer prompts are refused or dropped, never cut"
@@ -74,8 +78,11 @@ TRL: Table = {
         row("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"),
         row("vllm_max_model_length", "", "it is `data.max_prompt_tokens` + `rollout.max_tokens`"),
         row("vllm_enable_sleep_mode", "rollout.sleep", "on by default here"),
-        row("reward_funcs", "`reward.function`", "as `path.py:name`; a model is `reward.path`"),
-        row("reward_weights", "", "weigh inside the function"),
+        row(
+            "reward_funcs reward_weights",
+            "`reward.function`",
+            "as `[a.py:f:0.8,b.py:g:0.2]`, with the weights; a model is `reward.path`",
+        ),
         row("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "", "the reference stays as it is"),
         row("shuffle_dataset", "data.shuffle"),
         row("ds3_gather_for_generation", "", "slices go straight into vLLM's weights"),
@@ -100,7 +107,7 @@ TRL: Table = {
         row("whiten_rewards", "algorithm.whiten", "advantages are whitened, not rewards"),
         row("response_length", "rollout.max_tokens"),
         row("stop_token_id stop_token", "`rollout.stop_token_ids`", "a list"),
-        row("missing_eos_penalty", "", "do it in the reward function"),
+        row("missing_eos_penalty", "reward.missing_eos_penalty"),
         row("sft_model_path", "actor.path"),
         row("reward_model_path", "reward.path", "set `reward.function=` to leave the function out"),
         row("total_episodes", "run.iterations", "total_episodes / samples of an iteration"),

@@ -93,11 +93,13 @@ VERL: Table = {
             "Megatron-Core only: it shards the optimizer, and tp and pp of `actor.layout` shard weights",
         ),
         row("arr.actor.strategy critic.strategy", "", "Megatron-Core only"),
-        row("arr.hybrid_engine", "", "vLLM is always on the actor's ranks"),
+        row("arr.hybrid_engine", "`rollout.devices`", "`false`: ranks that only generate"),
     ),
     "Micro-batches": (
         row(
-            "arr.actor.ppo_max_token_len_per_gpu arr.ref.log_prob_max_token_len_per_gpu",
+            "arr.actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
+            "critic.forward_max_token_len_per_gpu arr.ref.log_prob_max_token_len_per_gpu "
+            "arr.rollout.log_prob_max_token_len_per_gpu reward_model.forward_max_token_len_per_gpu",
             "`engine.tokens_per_micro_batch`",
             "tokens; a micro-batch holds cp times as many",
         ),
@@ -109,7 +111,12 @@ VERL: Table = {
             "`engine.tokens_per_micro_batch`",
             "tokens, not samples",
         ),
-        row("arr.actor.use_dynamic_bsz", "", "micro-batches are always packed by tokens"),
+        row(
+            "arr.actor.use_dynamic_bsz critic.use_dynamic_bsz arr.ref.log_prob_use_dynamic_bsz "
+            "arr.rollout.log_prob_use_dynamic_bsz reward_model.use_dynamic_bsz",
+            "`engine.dynamic_batching`",
+            "micro-batches are always packed by tokens; this also fits their size to the memory",
+        ),
         row(
             "micro_batch_size_per_device actor.micro_batch_size_per_device",
             "`engine.tokens_per_micro_batch`",
@@ -117,8 +124,8 @@ VERL: Table = {
         ),
         row(
             "rollout.batch_size_per_device",
-            "`data.prompts_per_iteration` and `rollout.max_num_seqs`",
-            "the first counts prompts over all ranks, the second samples that a replica decodes at once",
+            "`rollout.max_num_seqs`",
+            "samples that a replica decodes at once; `data.prompts_per_iteration` counts prompts of all",
         ),
         row("trainer.balance_batch", "", "always so"),
     ),
@@ -253,11 +260,15 @@ VERL: Table = {
         row(
             "custom_reward_function.path custom_reward_function.name",
             "`reward.function`",
-            "as `path.py:name`",
+            "as `path.py:name`, also by data_source: `{SOURCE:path.py:name,default:math}`",
         ),
-        row("reward_model.reward_manager", "", "functions run in worker processes"),
+        row(
+            "reward_model.reward_manager",
+            "",
+            "functions run in worker processes, or on a server: `http://...`",
+        ),
         row("reward_model.launch_reward_fn_async", "", "always so"),
-        row("reward_model.sandbox_fusion.url", "", "call a sandbox from your function"),
+        row("reward_model.sandbox_fusion.url", "`reward.function=code`", "a sandbox on the same host"),
     ),
     "Trainer": (
         row("trainer.total_training_steps", "run.iterations"),

@@ -27,8 +27,13 @@ class RolloutBatch:
     response_mask: Tensor
     # [B] int64, index of the prompt in the iteration, without gaps; shared by all samples of the prompt
     group_id: Tensor | None = None
+    source_id: Tensor | None = None  # [B] int64, data_source of the prompt (observe/sources.py)
     policy_version: Tensor | None = None  # [B] int64, update count of the policy that generated the sample
+    # [B, T] int64, update count for each response token, where weights changed meanwhile; None: policy_version
+    token_versions: Tensor | None = None
     rollout_logprobs: Tensor | None = None  # [B, T] float32, from the sampler (vLLM)
+    # [B] float32, temperature of the log-probs; 1 for greedy samples; None: that of the settings for all
+    temperature: Tensor | None = None
     rewards: Tensor | None = None  # [B] float32, score of the sample
     is_cut: Tensor | None = None  # [B] bool, the response ended at its limit of tokens
     baselines: Tensor | None = None  # [B] float32, score of a greedy sample of the same prompt

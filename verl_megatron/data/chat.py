@@ -128,21 +128,30 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
     """Apply the chat template of tokenizer `hf` to messages that `checked` has validated.
 
     Raises:
-        ValueError: the template fails, rejects the messages, exceeds the time or memory limit, writes
-            nothing, or omits a message.
+        ValueError: as in `render_all`.
+    """
+    return render_all(hf, [messages], add_generation_prompt=add_generation_prompt)[0]
+
+
+def render_all(hf: Any, conversations: list[Messages], *, add_generation_prompt: bool) -> list[str]:
+    """Apply the chat template to several conversations, within the limits of one; as `render` for each.
+
+    Raises:
+        ValueError: the template fails, rejects messages, exceeds the time or memory limit, writes nothing,
+            or omits a message; which conversation it was is not said.
     """
     template = (
         f"the chat template of {hf.name_or_path}" if getattr(hf, "name_or_path", "") else "the chat template"
     )
     write = functools.partial(
-        hf.apply_chat_template, messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        hf.apply_chat_template, conversations, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     try:
         try:
-            text = _limited(write)
+            texts = _limited(write)
         except MemoryError:
             _address_space.cache_clear()  # the process may have grown since the last measurement
-            text = _limited(write)
+            texts = _limited(write)
     except _OutOfTime:
         raise ValueError(f"{template} took more than {RENDER_S:g} s for these messages; mend it") from None
     except (MemoryError, OverflowError):
@@ -154,6 +163,12 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
         raise ValueError(
             f"{template} does not take these messages ({said}); change them or mend the template"
         ) from None
+    for messages, text in zip(conversations, texts, strict=True):
+        _check_written(messages, text)
+    return texts
+
+
+def _check_written(messages: Messages, text: Any) -> None:
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the chat template writes nothing for these messages; mend it")
     for number, message in enumerate(messages, start=1):
@@ -162,7 +177,6 @@ def render(hf: Any, messages: Messages, *, add_generation_prompt: bool) -> str:
                 f"the chat template leaves out message {number} (role {message['role']!r});"
                 " leave it out of the data, or use a template that writes it"
             )
-    return text
 
 
 def contains(text: str, content: str) -> bool:
@@ -195,7 +209,7 @@ def continuation(hf: Any, messages: Messages, answer: Message) -> tuple[str, str
     return before, behind
 
 
-def _limited(write: Callable[[], str]) -> str:
+def _limited(write: Callable[[], list[str]]) -> list[str]:
     """Call `write()` within RENDER_S of CPU time (in the main thread) and RENDER_BYTES of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _address_space(next(_renders) // _RENDERS_A_MEASURE) + RENDER_BYTES

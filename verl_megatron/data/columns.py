@@ -47,8 +47,7 @@ class Columns:
 
     def get(self, row: Mapping[str, Any], setting: str) -> Any:
         """Return the row's value for a setting, None if it has none."""
-        value = _at(row, self.keys[setting])
-        return None if value is _ABSENT else value
+        return value_at(row, self.keys[setting])
 
     def value(self, row: Mapping[str, Any], setting: str) -> Any:
         """Return the row's value for a setting; ValueError if it has none."""
@@ -72,3 +71,15 @@ def _at(row: Mapping[str, Any], key: str) -> Any:
             return _ABSENT
         value = value[part]
     return value
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """Return what a row has under `key`, which may have dots; None if it has nothing there."""
+    value = _at(row, key)
+    return None if value is _ABSENT else value
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    """Return the `data_source` of a row as a text; empty if it has none."""
+    value = row.get("data_source")
+    return "" if value is None else str(value)

@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import os
 import pickle
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, cast, overload
 
 IN_MEMORY = 64 << 20  # bytes; more are written to a file in $TMPDIR, which ends with the process
@@ -20,6 +22,17 @@ def _room() -> Iterator[None]:
             f"the copy of the data in {tempfile.gettempdir()} cannot be written ({error.strerror}); "
             "set TMPDIR to a folder with more room"
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Where a process has a file of items open, and where the file's description of them is."""
+
+    process: int
+    descriptor: int
+    file: tuple[int, int]  # device and inode: the process may be another by now
+    start: int  # bytes
+    num_bytes: int
 
 
 class ItemStore(Sequence):
@@ -49,6 +62,41 @@ class ItemStore(Sequence):
         """Write what is buffered; ValueError without room for it."""
         with _room():
             self._file.flush()
+
+    def share(self, state: Any) -> Handle:
+        """Write the items and `state` to the file, for `opened`; ValueError without room for it.
+
+        Nothing can be appended from then on.
+        """
+        data = pickle.dumps((self._ends, state), protocol=pickle.HIGHEST_PROTOCOL)
+        with _room():
+            if isinstance(self._file, io.BytesIO):
+                self._file = self._moved(self._file)
+            self._file.seek(self._ends[-1])
+            self._file.write(data)
+            self._file.flush()
+        self._is_at_end = False
+        about = os.fstat(self._file.fileno())
+        return Handle(
+            os.getpid(), self._file.fileno(), (about.st_dev, about.st_ino), self._ends[-1], len(data)
+        )
+
+    @classmethod
+    def opened(cls, handle: Handle) -> "tuple[ItemStore, Any] | None":
+        """Return items and state that a process shares; None if it has ended or is of another host."""
+        try:
+            file = open(f"/proc/{handle.process}/fd/{handle.descriptor}", "rb")
+        except OSError:
+            return None
+        about = os.fstat(file.fileno())
+        if (about.st_dev, about.st_ino) != handle.file:
+            file.close()
+            return None
+        file.seek(handle.start)
+        items = cls()
+        items._ends, state = pickle.loads(file.read(handle.num_bytes))
+        items._file, items._is_at_end = file, False
+        return items, state
 
     @staticmethod
     def _moved(memory: io.BytesIO) -> BinaryIO:

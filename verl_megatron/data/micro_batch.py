@@ -35,7 +35,7 @@ class MicroBatch:
     labels: Tensor  # [N] int64, the target tokens
     sample: Tensor  # [N] int64, index of the sample in the batch
     offset: Tensor  # [N] int64, position t in the sample
-    # [N] each: the batch's per-token fields at (sample, offset)
+    # [N] each: the batch's per-token fields at (sample, offset), and if set the sample's "temperature"
     fields: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
@@ -131,10 +131,16 @@ def pack(
         labels=batch.generated_ids[sample, offset],
         sample=sample,
         offset=offset,
-        fields={
-            name: value[sample, offset] for name in fields if (value := getattr(batch, name)) is not None
-        },
+        fields=_fields_of(batch, fields, sample, offset),
     )
+
+
+def _fields_of(
+    batch: RolloutBatch, names: tuple[str, ...], sample: Tensor, offset: Tensor
+) -> dict[str, Tensor]:
+    """Return the fields that are set, and the temperatures if they are, at the target tokens: [N] each."""
+    found = {name: value[sample, offset] for name in names if (value := getattr(batch, name)) is not None}
+    return found | ({} if batch.temperature is None else {"temperature": batch.temperature[sample]})
 
 
 def _padded_lengths(used_B: Tensor, split: TokenSplit) -> Tensor:

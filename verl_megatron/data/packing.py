@@ -6,6 +6,10 @@ Both functions are deterministic: the same lengths give the same result on every
 import heapq
 from collections.abc import Sequence
 
+# With engine.dynamic_batching, which fits the token budget to the free memory:
+USED_SHARE = 0.8  # of the free memory; micro-batches of different sizes leave blocks that nothing fits
+MICRO_BATCHES_PER_STAGE = 4  # of a mini-batch at least: fewer, larger ones leave pipeline stages waiting
+
 
 def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
     """Split samples (indices into `lengths`) into `bins` bins with nearly equal token sums.

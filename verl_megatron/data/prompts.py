@@ -1,7 +1,7 @@
-"""Prompt and demonstration datasets from files, and the order in which prompts are drawn."""
+"""Prompt and demonstration datasets from files, and the streams of prompts that runs draw from."""
 
-import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,11 @@ from typing import Any
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, SFTDataConfig
 from verl_megatron.data.chat import Message, Messages, are_turns, split_answer, text_of
-from verl_megatron.data.mixture import Share, digest_of, order_of
-from verl_megatron.data.row_reader import RowReader
+from verl_megatron.data.columns import source_of
+from verl_megatron.data.formats.sources import DataFile
+from verl_megatron.data.order.curriculum import CurriculumCursor, SourceIndex
+from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.data.row_reader import Parsed, RowReader
 from verl_megatron.data.tokenizer import Tokenizer
 
 
@@ -45,7 +48,8 @@ class Demonstration:
 class PromptDataset(RowReader):
     """`Prompt`s of a file, in file order.
 
-    Options are those of `RowReader`. An empty `answer_key` means rows without ground truth.
+    Options are those of `RowReader`. An empty `answer_key` means rows without ground truth. `sources` counts
+    the prompts of each data_source.
 
     Raises:
         ValueError: an unreadable row, a missing key, a prompt over the limit (unless overlong is "drop"), or
@@ -61,27 +65,64 @@ class PromptDataset(RowReader):
                 f"data.prompt_key and data.answer_key are both {short_repr(config.answer_key)};"
                 " name two keys, or leave answer_key empty"
             )
+        self.sources: Counter[str] = Counter()  # prompts by their data_source; "" for those without one
+        self.first_of: dict[str, int] = {}  # the first prompt of each
+        self.source_index = SourceIndex(config.curriculum, str(path)) if config.curriculum else None
         super().__init__(path, tokenizer, config, **options)
 
-    def _parse(self, row: dict) -> tuple[Prompt | None, int]:
-        config, tokenizer = self._config, self._tokenizer
-        columns = self.columns
-        value = columns.value(row, "prompt_key")
-        answer = columns.value(row, "answer_key") if config.answer_key else None
+    def _add(self, parsed: Parsed, file: DataFile, number: int) -> None:
+        index = len(self)
+        super()._add(parsed, file, number)
+        if len(self) > index:
+            source = source_of(parsed[0].extra)
+            self.sources[source] += 1
+            self.first_of.setdefault(source, index)
+            if self.source_index is not None:
+                self.source_index.add(parsed[0].extra, file.part)
+
+    def cursor(self, *, seed: int) -> PromptCursor:
+        """Return a cursor over these prompts, at their beginning."""
+        shuffle = self._config.shuffle
+        if self.source_index is not None:
+            given = [weight for weight, _ in self.shares]
+            return CurriculumCursor(self.source_index, given, seed=seed, shuffle=shuffle)
+        return PromptCursor(num_prompts=len(self), seed=seed, shuffle=shuffle, shares=self.shares)
+
+    def _parse(self, row: dict) -> Parsed:
+        return self._begin([row])()[0]
+
+    def _begin(self, rows: list[dict]) -> Callable[[], list[Parsed]]:
+        values = [self.columns.value(row, "prompt_key") for row in rows]
+        key = self._config.answer_key
+        answers = [self.columns.value(row, "answer_key") if key else None for row in rows]
         with self._column("prompt_key"):
-            prompt, given = split_answer(value)
-            text = tokenizer.prompt_text(prompt)
-            if (fewest := self._fewest_tokens(text)) > self.limit:
-                return None, fewest
-            ids = tokenizer.encode_text(text, is_chat=not isinstance(prompt, str))
-            self._check_tokens(ids)
-        self.cut += bool(given)
-        used = (columns.keys["prompt_key"], columns.keys["answer_key"])
-        extra = {key: value for key, value in row.items() if key not in used}
-        messages = None if isinstance(prompt, str) else prompt
-        return Prompt(prompt_token_ids=ids, text=text, answer=answer, extra=extra, messages=messages), len(
-            ids
-        )
+            prompts, given = zip(*map(split_answer, values))
+            texts = self._tokenizer.prompt_texts(prompts)
+        used = (self.columns.keys["prompt_key"], self.columns.keys["answer_key"])
+        extras = [_without(row, used) for row in rows]
+        return lambda: self._parsed(list(zip(prompts, texts, answers, extras, strict=True)), given)
+
+    def _parsed(self, read: list[tuple], given: Sequence[Messages]) -> list[Parsed]:
+        """Return `Prompt`s of (prompt, text, answer, extra); `given` are the answers that were cut off."""
+        parsed: list[Parsed] = [(None, self._fewest_tokens(text)) for _, text, _, _ in read]
+        for is_chat in (False, True):
+            places = [
+                at
+                for at, (prompt, *_) in enumerate(read)
+                if isinstance(prompt, list) == is_chat and parsed[at][1] <= self.limit
+            ]
+            with self._column("prompt_key"):
+                encoded = self._tokenizer.encode_texts([read[at][1] for at in places], is_chat=is_chat)
+                for at, ids in zip(places, encoded):
+                    self._check_tokens(ids)
+                    prompt, text, answer, extra = read[at]
+                    messages = prompt if is_chat else None
+                    item = Prompt(
+                        prompt_token_ids=ids, text=text, answer=answer, extra=extra, messages=messages
+                    )
+                    parsed[at] = item, len(ids)
+        self.cut += sum(item is not None and bool(answers) for (item, _), answers in zip(parsed, given))
+        return parsed
 
 
 class DemonstrationDataset(RowReader):
@@ -149,77 +190,14 @@ class DemonstrationDataset(RowReader):
         return response
 
 
+def _without(row: dict, names: Sequence[str]) -> dict:
+    return {name: value for name, value in row.items() if name not in names}
+
+
 def _has_earlier_answers(prompt: object) -> bool:
     """Whether messages have an assistant turn that follows another turn."""
     turns = prompt[1:] if isinstance(prompt, list) else []
     return any(isinstance(message, dict) and message.get("role") == "assistant" for message in turns)
-
-
-class PromptCursor:
-    """Draws prompt indices epoch by epoch.
-
-    Each epoch is a permutation determined by (seed, epoch), so the position is two integers. With `shares`,
-    weights of several sources, an epoch has as many prompts of each as its weight says (`mixture`).
-    """
-
-    def __init__(self, *, num_prompts: int, seed: int, shuffle: bool = True, shares: Sequence[Share] = ()):
-        assert num_prompts > 0
-        self.shares = list(shares)
-        self.mixture = digest_of(self.shares)
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self.shuffle = shuffle
-        self._go_to(epoch=0, position=0)
-
-    def _go_to(self, *, epoch: int, position: int) -> None:
-        self.epoch = epoch
-        self.position = position
-        if self.shares:
-            self._order = order_of(self.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-            return
-        self._order = list(range(self.num_prompts))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
-
-    def draw(self, count: int) -> list[int]:
-        """Return the next `count` prompt indices; a new epoch starts where one ends."""
-        drawn: list[int] = []
-        while len(drawn) < count:
-            if self.position == self.num_prompts:
-                self._go_to(epoch=self.epoch + 1, position=0)
-            part = self._order[self.position : self.position + count - len(drawn)]
-            self.position += len(part)
-            drawn += part
-        return drawn
-
-    def state_dict(self) -> dict[str, int]:
-        """Plain integers from which `load_state_dict` resumes exactly."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_prompts": self.num_prompts,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-        } | ({"mixture": self.mixture} if self.shares else {})
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from `state`.
-
-        Raises:
-            ValueError: it was saved with a different number of prompts, seed, shuffle or weights.
-        """
-        for name in ("num_prompts", "seed", "shuffle"):
-            if state[name] != int(getattr(self, name)):
-                raise ValueError(
-                    f"the saved data position has {name}={state[name]}, this run {int(getattr(self, name))};"
-                    " resume with the same data, run.seed and data.shuffle"
-                )
-        if state.get("mixture", 0) != self.mixture:
-            raise ValueError(
-                "the saved data position is of other weights in data.train, or of none; "
-                "resume with the same data.train"
-            )
-        self._go_to(epoch=state["epoch"], position=state["position"])
 
 
 @dataclass(frozen=True, slots=True)

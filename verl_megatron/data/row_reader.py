@@ -4,22 +4,27 @@ import contextlib
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
 from parallel.runtime.refusal import short_repr
 from verl_megatron.config import DataConfig, PairDataConfig, SFTDataConfig
 from verl_megatron.data.columns import Columns
+from verl_megatron.data.formats.json_lines import name_of
 from verl_megatron.data.formats.sources import JSON, DataFile, find_files, parts_of
-from verl_megatron.data.item_store import ItemStore
-from verl_megatron.data.json_lines import name_of
-from verl_megatron.data.mixture import Share, places_of
+from verl_megatron.data.item_store import Handle, ItemStore
+from verl_megatron.data.order.mixture import Share, places_of
 from verl_megatron.data.tokenizer import Tokenizer
 
 SLOW_S = 3  # seconds after which there is a progress bar
+CHUNK_ROWS, CHUNK_CHARACTERS = 512, 1 << 20  # tokenized together
 SHOWN = 10  # rows that are left out, of which the places are kept
+
+Chunk = list[tuple[int, dict]]  # numbers and rows
+Parsed = tuple[Any, int]  # an item, or None, and its tokens
 
 
 class RowReader(Sequence):
@@ -54,7 +59,7 @@ class RowReader(Sequence):
         self.dropped = 0  # rows that are too long
         self.dropped_first: list[tuple[str, str]] = []  # place and length of the first of them
         self.cut = 0  # prompts whose trailing assistant turns were removed
-        self._is_whole = True  # all rows were looked at
+        self.is_whole = True  # all rows were looked at
         self._is_table = False  # the file read last has columns
         self.limit: int = getattr(config, self.limit_name)
         self._items, self.lengths = ItemStore(), array("I")
@@ -70,16 +75,33 @@ class RowReader(Sequence):
                 left, part = max_rows, file.part
             read = self._read(file, left)
             left = None if left is None else left - read
-            self._is_whole = self._is_whole and left != 0
+            self.is_whole = self.is_whole and left != 0
         self._items.flush()
         self.shares = self._shares()
-        if not self._items and self._is_whole:  # otherwise later rows may be short enough
+        if not self._items and self.is_whole:  # otherwise later rows may be short enough
             why = (
                 f"all {self.dropped} rows are longer than data.{self.limit_name}={self.limit}"
                 if self.dropped
                 else "it has no rows"
             )
             raise ValueError(f"data file {path} gives nothing to train on: {why}")
+
+    def share(self) -> Handle:
+        """Return what another process of this host needs to open these rows while they are open here."""
+        own = ("_items", "_tokenizer")
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        return self._items.share((type(self), state))
+
+    @staticmethod
+    def opened(handle: Handle, tokenizer: Tokenizer) -> "RowReader | None":
+        """Return rows that another process of this host shares; None where they cannot be opened."""
+        found = ItemStore.opened(handle)
+        if found is None:
+            return None
+        items, (kind, state) = found
+        rows = kind.__new__(kind)
+        rows.__dict__.update(state, _items=items, _tokenizer=tokenizer)
+        return rows
 
     def __len__(self) -> int:
         return len(self._items)
@@ -115,37 +137,67 @@ class RowReader(Sequence):
         for file, start, end in zip(self.files, self._starts, [*self._starts[1:], len(self)]):
             counts[file.part] += end - start
         for part, count in zip(parts, counts):
-            if not count and self._is_whole:
+            if not count and self.is_whole:
                 raise ValueError(f"data file {part.path} has a weight and no rows to train on; leave it out")
         shares = [(cast(float, part.weight), count) for part, count in zip(parts, counts)]
-        if self._is_whole:
+        if self.is_whole:
             places_of(shares)
         return shares
 
     def _read(self, file: DataFile, most: int | None) -> int:
         """Add the rows of a file, `most` of them at most; return how many there were."""
-        is_first, read = True, 0
+        read, last = 0, None  # a chunk that is being encoded while the next one is read
         self._is_table = file.kind != JSON
         self._starts.append(len(self))
-        for number, row in _shown(islice(file.rows(), most), file.path):
-            if is_first:
-                self.columns, is_first = Columns(self._config, row, hint=file.hint), False
-                if self.columns.note:
-                    self._recognized.setdefault(self.columns.note, []).append(file.path)
+        with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
             try:
-                self._add(row, file, number)
+                for chunk in _chunks(_shown(islice(file.rows(), most), file.path)):
+                    if not read:
+                        self._recognize(chunk[0][1], file)
+                    read += len(chunk)
+                    started = self._start(chunk, thread)
+                    if last is not None:
+                        self._finish(file, *last)
+                    last = started
+            except ValueError:
+                if last is not None:  # what is wrong with a row comes before what is wrong with later ones
+                    self._finish(file, *last)
+                raise
+            if last is not None:
+                self._finish(file, *last)
+        return read
+
+    def _recognize(self, first: dict, file: DataFile) -> None:
+        self.columns = Columns(self._config, first, hint=file.hint)
+        if self.columns.note:
+            self._recognized.setdefault(self.columns.note, []).append(file.path)
+
+    def _start(self, chunk: Chunk, thread: ThreadPoolExecutor) -> tuple[Chunk, Future | None]:
+        """Begin to parse rows as a whole; no future if that fails or the kind of rows does not do it."""
+        try:
+            encode = self._begin([row for _, row in chunk]) if len(chunk) > 1 else None
+        except ValueError:
+            encode = None
+        return chunk, encode and thread.submit(encode)
+
+    def _finish(self, file: DataFile, chunk: Chunk, whole: Future | None) -> None:
+        """Add the rows of a chunk; where the whole has an error, one by one, up to the one that has it."""
+        parsed: Iterable[Parsed] = ()
+        with contextlib.suppress(ValueError):
+            parsed = whole.result() if whole is not None else ()
+        for (number, row), one in zip_longest(chunk, parsed):
+            try:
+                self._add(one or self._parse(row), file, number)
             except ValueError as error:
                 raise ValueError(f"{file.path}, {file.unit} {number}: {error}") from None
-            read += 1
-        return read
 
     def place(self, index: int) -> str:
         """Return file and row of an item, such as "train.jsonl, line 3"."""
         file = self.files[bisect_right(self._starts, index) - 1]
         return f"{file.path}, {file.unit} {self._numbers[index]}"
 
-    def _add(self, row: dict, file: DataFile, number: int) -> None:
-        item, length = self._parse(row)
+    def _add(self, parsed: Parsed, file: DataFile, number: int) -> None:
+        item, length = parsed
         if item is not None and length <= self.limit:
             self._items.append(item)
             self.lengths.append(length)
@@ -165,9 +217,13 @@ class RowReader(Sequence):
             " raise the limit or set data.overlong=drop"
         )
 
-    def _parse(self, row: dict) -> tuple[Any, int]:
+    def _parse(self, row: dict) -> Parsed:
         """Return a row's item and token count; no item if its character count alone exceeds the limit."""
         raise NotImplementedError
+
+    def _begin(self, rows: list[dict]) -> Callable[[], list[Parsed]] | None:
+        """Return what gives `_parse` of several rows and may run in another thread; None: one by one."""
+        return None
 
     @contextlib.contextmanager
     def _column(self, setting: str) -> Iterator[None]:
@@ -200,6 +256,33 @@ class RowReader(Sequence):
                 f"the tokenizer in {self._tokenizer.hf.name_or_path} gives token {max(ids)},"
                 f" and the model has vocab_size={self._vocab_size}; use the model's own tokenizer"
             )
+
+
+def _chunks(rows: Iterator[tuple[int, dict]]) -> Iterator[Chunk]:
+    """Yield the rows in lists of limited size; those before an error come before it."""
+    chunk: Chunk = []
+    characters = 0
+    try:
+        for number, row in rows:
+            chunk.append((number, row))
+            characters += _characters(row)
+            if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+    except ValueError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
+        yield chunk
+
+
+def _characters(value: Any) -> int:
+    """Characters of the texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))
 
 
 def _shown(rows: Iterator[tuple[int, dict]], path: str) -> Iterator[tuple[int, dict]]:

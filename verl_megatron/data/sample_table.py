@@ -24,6 +24,7 @@ class SampleTable:
     group_B: Tensor  # int64, index of the sample's prompt; 0 where samples have none
     mini_batches: list[range]  # sample indices of each optimizer step of an epoch
     unit: int = 1  # consecutive samples that stay in one micro-batch: 2 for pairs
+    is_cut_B: Tensor | None = None  # bool, the response ended at its limit of tokens; None: not known
 
     @classmethod
     def gather(
@@ -35,18 +36,20 @@ class SampleTable:
         gaps. Mini-batches differ by one unit at most: `unit` consecutive samples, which share a micro-batch.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
-        table = torch.zeros(5, num_samples, dtype=torch.int64)
+        table = torch.zeros(6, num_samples, dtype=torch.int64)
         owner = torch.full_like(batch.sample_id, world.rank)
         group = torch.zeros_like(owner) if batch.group_id is None else batch.group_id
+        is_cut = torch.zeros_like(owner) if batch.is_cut is None else batch.is_cut.long()
         table[:, batch.sample_id] = torch.stack(
-            [batch.lengths, batch.response_mask.sum(1), owner, group, torch.ones_like(owner)]
+            [batch.lengths, batch.response_mask.sum(1), owner, group, is_cut, torch.ones_like(owner)]
         )
         table = world.all_sum(table)
-        assert (table[4] == 1).all(), "every sample has one owner"
+        assert (table[5] == 1).all(), "every sample has one owner"
         num_units = num_samples // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
-        lengths, response, owner, group, _ = table
-        return cls(lengths, response, owner, group, [range(*ends) for ends in pairwise(bounds)], unit)
+        lengths, response, owner, group, is_cut, _ = table
+        mini_batches = [range(*ends) for ends in pairwise(bounds)]
+        return cls(lengths, response, owner, group, mini_batches, unit, is_cut.bool())
 
     @property
     def num_groups(self) -> int:
@@ -65,6 +68,11 @@ class SampleTable:
             for place, members in enumerate(balance(self._tokens_of_units(ids), dp)):
                 index_UK[members] = place
         return index_B
+
+    @property
+    def largest_tokens(self) -> int:
+        """Tokens of the largest mini-batch."""
+        return max(int(self.lengths_B[samples.start : samples.stop].sum()) for samples in self.mini_batches)
 
     def micro_batches(
         self, sample_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int

@@ -86,6 +86,8 @@ def survey(config: DataSection, tokenizer: Tokenizer, *, vocab_size: int | None 
     if dataset.dropped and config.overlong == "error":
         place, length = dataset.dropped_first[0]
         found["refused"] = f"{place}: {dataset.too_long(length)}"
+    elif (index := getattr(dataset, "source_index", None)) is not None:
+        found["refused"] = index.why_not(is_whole=True)
     return found
 
 

@@ -2,12 +2,13 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from parallel.runtime.refusal import short_repr
 from parallel.weights.json_files import read_object, reason_of
-from verl_megatron.data.chat import Message, Messages, checked, continuation, render
+from verl_megatron.data.chat import Message, Messages, checked, continuation, render_all
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # transformers may silently ignore a broken one of these.
@@ -46,7 +47,16 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has no end-of-sequence token, or a file of the folder is not valid JSON.
         """
-        ids = {self.eos_token_id}
+        return frozenset({self.eos_token_id}) | self.end_token_ids
+
+    @functools.cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """End-of-sequence tokens of the tokenizer and of the model folder; empty if none is named.
+
+        Raises:
+            ValueError: a file of the folder is not valid JSON.
+        """
+        ids = set() if self.hf.eos_token_id is None else {self.hf.eos_token_id}
         for name in ("generation_config.json", "config.json"):  # vLLM reads the first one that exists
             path = Path(self.hf.name_or_path, name)
             if self.hf.name_or_path and path.is_file():
@@ -68,14 +78,21 @@ class Tokenizer:
             ValueError: neither a string nor messages, an assistant turn at their end, or messages that the
                 chat template rejects.
         """
-        if isinstance(prompt, str):
-            return prompt
+        return self.prompt_texts([prompt])[0]
+
+    def prompt_texts(self, prompts: Sequence[str | Messages]) -> list[str]:
+        """Return `prompt_text` of several prompts; an error does not say which of them it is about."""
+        chats = [self._asked(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        rendered = iter(render_all(self.hf, chats, add_generation_prompt=True) if chats else ())
+        return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+
+    def _asked(self, prompt: Messages) -> Messages:
         messages = self._checked(prompt)
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 "the messages of a prompt end in an assistant turn, which is an answer; leave it out"
             )
-        return render(self.hf, messages, add_generation_prompt=True)
+        return messages
 
     def demonstration_text(self, prompt: str | Messages, answer: str | Message) -> tuple[str, str]:
         """Return the model's input text and its target text.
@@ -123,15 +140,18 @@ class Tokenizer:
         return turns
 
     def _checked(self, messages: Messages) -> Messages:
-        template = self.hf.chat_template
+        template = self._template()
         if isinstance(messages, list) and messages and not template:
             raise ValueError(
                 f"the tokenizer in {self.hf.name_or_path} has no chat template for a list of messages;"
                 " add chat_template.jinja or give prompts as strings"
             )
-        return checked(
-            messages, template if isinstance(template, str) else " ".join((template or {}).values())
-        )
+        return checked(messages, template)
+
+    def _template(self) -> str:
+        """Text of the chat template, or of all of them; empty without one."""
+        template = self.hf.chat_template
+        return template if isinstance(template, str) else " ".join((template or {}).values())
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
         """Return the token ids of a prompt; errors as in `prompt_text` and `encode_text`."""
@@ -143,17 +163,22 @@ class Tokenizer:
         Raises:
             ValueError: the text is empty or cannot be encoded.
         """
-        if not text.strip():
+        return self.encode_texts([text], is_chat=is_chat)[0]
+
+    def encode_texts(self, texts: Sequence[str], *, is_chat: bool) -> list[list[int]]:
+        """Return `encode_text` of several texts; errors as there."""
+        if not all(text.strip() for text in texts):
             raise ValueError("the prompt is empty; give it text, or leave the row out")
-        ids = self._encode(text, add_special_tokens=not is_chat)
-        # Some tokenizers append the end-of-sequence token to every text; a prompt must not end in it.
-        while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
-            ids.pop()
-        if self._special.issuperset(ids):
-            raise ValueError(
-                f"the prompt {short_repr(text)} has special or unknown tokens only; give it text"
-            )
-        return ids
+        encoded = self._encode_all(texts, add_special_tokens=not is_chat) if texts else []
+        for text, ids in zip(texts, encoded, strict=True):
+            # Some tokenizers append the end-of-sequence token to every text; a prompt must not end in it.
+            while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
+                ids.pop()
+            if self._special.issuperset(ids):
+                raise ValueError(
+                    f"the prompt {short_repr(text)} has special or unknown tokens only; give it text"
+                )
+        return encoded
 
     def encode_response(self, response: str) -> list[int]:
         """Return the token ids of the response to a string prompt, ended by one stop token.
@@ -235,12 +260,21 @@ class Tokenizer:
         return frozenset(self.hf.all_special_ids)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self._encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of texts, which the tokenizer's threads share; ValueError if one has none."""
         try:
-            return self.hf.encode(text, add_special_tokens=add_special_tokens)
+            return self.hf(
+                list(texts),
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )["input_ids"]
         except Exception as error:  # transformers, tokenizers and sentencepiece raise various types
             said = type(error).__name__
             raise ValueError(
-                f"the tokenizer cannot encode {short_repr(text)} ({said}); remove what is no text"
+                f"the tokenizer cannot encode {short_repr(texts[0])} ({said}); remove what is no text"
             ) from None
 
     def decode(self, ids: list[int]) -> str:

@@ -11,6 +11,7 @@ import yaml
 from verl_megatron.config import SCHEMAS
 from verl_megatron.config.section import as_dict
 from verl_megatron.doctor.finding import PROBE_S, Answer, Case, Finding, ask, first_line
+from verl_megatron.launch.bases import files_of
 from verl_megatron.launch.recipe import SHIPPED
 
 # Of the dry run, whose modules import torch: the doctor works where that is broken.
@@ -72,11 +73,13 @@ def _dry_run(case: Case, gpu: str) -> Answer:
 
 def _command_of(path: Path) -> str:
     """Return the command whose settings a recipe has: that which knows the most of its names, or train."""
+    names: set[str] = set()
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for file in files_of(path):
+            document = yaml.safe_load(file.read_text(encoding="utf-8"))
+            names |= _names(document) if isinstance(document, dict) else set()
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return "train"  # which says what is wrong with the file
-    names = _names(document) if isinstance(document, dict) else set()
     known = {command: _names(as_dict(schema())) for command, schema in SCHEMAS.items()}
     return max(known, key=lambda command: len(names & known[command])).replace("_", "-")
 

@@ -3,14 +3,17 @@
 import argparse
 import gc
 import os
+import re
 import sys
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -24,10 +27,14 @@ from parallel.runtime.refusal import (
     nearest,
     short_repr,
 )
-from verl_megatron.launch.recipe import SHIPPED, check_recipes, folder_of, own_recipe
+from verl_megatron.launch.bases import files_of, find_recipe
+from verl_megatron.launch.options import Options
+from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
 
 NO_ROOM = 3  # exit status of a dry run: the settings are valid, but the run does not fit its GPUs
 FORM = "settings are SECTION.SETTING=VALUE, lists are [A,B], and a text with other signs stands in quotes"
+MAPPING_FORM = """mappings are {A:B,C:D}; one whose names have other signs stands in quotes: '{"A B":C}'"""
+RECIPE = "recipe"  # its name in Hydra's store
 FLAGS = {
     "--track_metrics": "run.track_metrics=[console,jsonl,csv,tensorboard,report]",
     "--verify": "run.resume=verify",
@@ -48,11 +55,11 @@ def run_command(
     main: Callable[[DictConfig], None],
     *,
     plan: Callable[..., tuple[str, bool]] = _no_plan,
-    serve_rollout: Callable[[DictConfig], None] | None = None,
+    serve_rollout: Callable[..., None] | None = None,
 ) -> None:
     """Compose the recipe named on the command line and run `main` on it.
 
-    With `--role rollout`, `serve_rollout` runs instead.
+    With `--role rollout`, or `rollout:1` and so on, `serve_rollout` runs instead and gets the role.
     With `--dry-run`, `plan` gets the settings by section and the GPU of `--gpu` instead. It returns a text to
     print and whether the run fits; if it does not, the exit status is `NO_ROOM`.
     `--track_metrics` means run.track_metrics with every file sink, `--verify` means run.resume=verify.
@@ -66,10 +73,10 @@ def run_command(
     try:
         check_environment()
         known = _read_arguments(sys.argv[1:])
-        if known.role == "rollout":
+        if known.role != "train":
             if serve_rollout is None:
-                raise ValueError("--role rollout: this command has no rollout; leave it out")
-            main = serve_rollout
+                raise ValueError(f"--role {known.role}: this command has no rollout; leave it out")
+            main = partial(serve_rollout, role=known.role)
         _compose(known, lambda config: _guarded(config, known, main, plan))
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
@@ -101,19 +108,16 @@ def _guarded(
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Options):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; options are {', '.join(self.names())}")
-
-    def names(self) -> list[str]:
-        return [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
+        raise ValueError(f"{message}; options are {', '.join(self.option_names())}")
 
 
 def _parser() -> _Parser:
     parser = _Parser(
         usage="%(prog)s --config-name RECIPE [OPTION ...] [SECTION.SETTING=VALUE ...]",
-        description=FORM,
-        allow_abbrev=False,
+        description=FORM[0].upper() + FORM[1:] + ".",
+        examples=("--config-name ppo_toy_cpu --dry-run", "--config mine.yaml run.seed=2"),
     )
     parser.add_argument(
         "--config-name", "-cn", metavar="RECIPE", help="a file of the recipes' folder, without .yaml"
@@ -129,9 +133,10 @@ def _parser() -> _Parser:
     parser.add_argument("--dry-run", action="store_true", help="check and plan the run, and start nothing")
     parser.add_argument(
         "--role",
-        choices=["train", "rollout"],
+        type=_role,
         default="train",
-        help="with rollout.devices: the world that these ranks are",
+        metavar="ROLE",
+        help="with rollout.devices: the world that these ranks are, train, rollout, or rollout:1 of several",
     )
     parser.add_argument("--gpu", default="h200", help="for which a dry run plans")
     parser.add_argument(
@@ -154,6 +159,15 @@ def _parser() -> _Parser:
     parser.add_argument("--resolve", action="store_true", help="with --cfg: values in place of ${names}")
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _role(text: str) -> str:
+    """Argument type: the name of a world."""
+    if not re.fullmatch("train|rollout(:[0-9]{1,4})?", text):
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is no world; write train, rollout, or rollout:1 for the second of several"
+        )
+    return text
 
 
 def _read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -179,13 +193,18 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise ValueError(
-                f"unrecognized arguments: {short_repr(name)[1:-1]}{nearest(name, parser.names())}; "
-                f"options are {', '.join(parser.names())}"
+                f"unrecognized arguments: {short_repr(name)[1:-1]}{nearest(name, parser.option_names())}; "
+                f"options are {', '.join(parser.option_names())}"
             )
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
         raise ValueError(
             f"--config-name has no recipe after it but {short_repr(known.config_name)}; name one, "
             "such as --config-name ppo_toy_cpu"
+        )
+    if known.config and known.config_name:
+        raise ValueError(
+            f"--config {short_repr(known.config)} and --config-name {short_repr(known.config_name)} name two "
+            "recipes; leave one of them out"
         )
     known.overrides = [_override(argument) for argument in rest] + [
         _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
@@ -196,7 +215,33 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
 def _override(argument: str) -> str:
     """Prefix settings with `++`, as recipes omit defaults; checks/settings.py refuses unknown settings."""
     is_setting = "=" in argument and argument[0] not in "+~" and not argument.startswith("hydra")
-    return "++" + argument if is_setting else argument
+    if not is_setting:
+        return argument
+    name, _, value = argument.partition("=")
+    return f"++{name}={_in_quotes(value)}"
+
+
+def _in_quotes(value: str) -> str:
+    """Return a text, or a list of texts, in quotes where Hydra needs them: Unicode, `&`, `(` and others."""
+    if _is_readable(value):
+        return value
+    inner = value[1:-1]
+    if value[:1] + value[-1:] == "[]" and not set(inner) & set("[]{}()'\""):
+        return f"[{','.join(_in_quotes(part.strip()) for part in inner.split(','))}]"
+    if value[:1] in tuple("[{'\"") or "," in value:
+        return value
+    quoted = (mark + value + mark for mark in "'\"" if mark not in value)
+    return next(filter(_is_readable, quoted), value)
+
+
+def _is_readable(value: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(f"++name={value}")
+    except HydraException:
+        return False
+    except (ValueError, RecursionError):
+        pass  # such as numbers with thousands of digits: what composes the settings says so
+    return True
 
 
 def settings_of(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -219,28 +264,17 @@ def settings_of(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any
 
 
 def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> None:
-    """Let Hydra compose the recipe and call `run`; raise ValueError for invalid input."""
-    folder, shipped = str(folder_of(known.config_path)), str(SHIPPED)
-    if known.config:
-        folder, known.config_name = own_recipe(known.config)
-    folders = list(dict.fromkeys(filter(None, (folder, known.config_dir, shipped))))
-    if known.config_name:
-        check_recipes(known.config_name, folders)
-    searched = [f"hydra.searchpath=['file://{shipped}']"] if shipped != folder else []
-    given = [
-        ("--config-name", known.config_name),
-        ("--config-dir", known.config_dir),
-        ("--cfg", known.cfg),
-        ("--info", known.info),
-    ]
+    """Compose the recipe and let Hydra apply the overrides; raise ValueError for invalid input."""
+    files = _recipe_files(known)
+    given = [("--cfg", known.cfg), ("--info", known.info)]
     options = [part for name, value in given if value is not None for part in (name, value)] + [
         "--resolve"
     ] * known.resolve
-    sys.argv[1:] = options + known.overrides + searched + QUIET
-    warnings.filterwarnings("ignore", "In '.*': Defaults list is missing `_self_`")  # own settings win
+    sys.argv[1:] = options + known.overrides + QUIET
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which it would otherwise print on every rank
     try:
-        hydra.main(version_base=None, config_path=folder, config_name=None)(run)()
+        ConfigStore.instance().store(name=RECIPE, node=_merged(files))
+        hydra.main(version_base=None, config_path=None, config_name=RECIPE)(run)()
     except OverrideParseException as error:
         reason = (
             (error.message or "")
@@ -249,17 +283,12 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
             .splitlines()[0]
             .split(" expecting ")[0]
         )
+        if reason.startswith("Lexer"):
+            reason = "it has signs that only texts in quotes have"
+        form = MAPPING_FORM if "={" in error.override else FORM
         raise ValueError(
-            f"{short_repr(error.override.removeprefix('++'))} cannot be read ({reason}); {FORM}"
+            f"{short_repr(error.override.removeprefix('++'))} cannot be read ({reason}); {form}"
         ) from None
-    except MissingConfigException as error:
-        recipes = ", ".join(sorted(path.stem for path in Path(folder).glob("*.yaml"))) or "none"
-        recipes += "; --config FILE names a recipe elsewhere" if not known.config else ""
-        missing = error.missing_cfg_file
-        asked = f"--config {known.config}" if known.config else "--config-name"
-        if missing not in (None, known.config_name):
-            asked = f"{asked if known.config else f'{asked} {known.config_name}'}, defaults"
-        raise ValueError(f"{asked}: {folder} has no recipe {short_repr(missing)}; it has {recipes}") from None
     except HydraException as error:
         raise ValueError(_about_overrides(error)) from None
     except OmegaConfBaseException as error:
@@ -270,12 +299,50 @@ def _compose(known: argparse.Namespace, run: Callable[[DictConfig], None]) -> No
         raise ValueError(f"the settings are nested too deeply to be read; {FORM}") from None
 
 
+def _recipe_files(known: argparse.Namespace) -> list[Path]:
+    """Return the files of the recipe that is named, and of those that it extends; later ones win.
+
+    Raises:
+        ValueError: there is no such recipe, or one cannot be read.
+    """
+    if known.config:
+        return files_of(own_recipe(known.config))
+    folder = folder_of(known.config_path)
+    more = [Path(known.config_dir)] if known.config_dir else []
+    if missing := [each for each in (folder, *more) if not each.is_dir()]:
+        raise ValueError(f"{short_repr(str(missing[0]))} is no folder of recipes; name one that exists")
+    if not known.config_name:
+        return []
+    folders = list(dict.fromkeys((folder, *more, SHIPPED)))
+    if file := find_recipe(known.config_name, folders):
+        return files_of(file, folders)
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    raise ValueError(
+        f"--config-name: {folder} has no recipe {short_repr(known.config_name)}"
+        f"{nearest(known.config_name, names)}; it has {', '.join(names) or 'none'}; "
+        "--config FILE names a recipe elsewhere"
+    )
+
+
+def _merged(files: list[Path]) -> DictConfig:
+    """Return the settings of recipes; those of later files win."""
+    recipes = [cast(DictConfig, OmegaConf.load(path)) for path in files]
+    for recipe in recipes:
+        recipe.pop("defaults", None)
+    return cast(DictConfig, OmegaConf.merge({}, *recipes))
+
+
 def _about_overrides(error: HydraException) -> str:
     reason = str(error).split("\n")[0].replace("'++", "'").replace(" ++", " ")
     if reason.startswith("Ambiguous value"):
         return (
             f"{reason}: a run has one value of each setting; "
             "write [A,B] for a list, or quote a text with a comma in it"
+        )
+    if reason.startswith("Error merging override"):
+        return (
+            f"{reason}: the recipe has a mapping or a list there, and these are of different kinds; quote "
+            "the value to replace it"
         )
     return f"{reason.rstrip('.')}; {FORM}"
 

@@ -25,6 +25,7 @@ from verl_megatron.data.pairs import is_paired, items_per_step
 from verl_megatron.model_specs import layout_of, models_of
 from verl_megatron.planner import PlannedRun, report, supervised_report
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
+from verl_megatron.rewards.plan import described as described_reward
 
 HOST_RANKS = 8  # ranks per host, if LOCAL_WORLD_SIZE is not set
 PLANNED_SPEC = "te"  # parameter names and shapes of GPU runs
@@ -52,6 +53,7 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
             _title(world_size, ranks_per_host),
             *_layouts(run, settings),
             batch_arithmetic(config, world_size),
+            *filter(None, [described_reward(config.reward.function)]),
             _reshard(run),
             *inputs.notes,
             report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host),

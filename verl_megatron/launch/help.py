@@ -12,7 +12,8 @@ from typing import Any
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.config import MISSING, SCHEMAS, Section
 from verl_megatron.config.section import sections_of
-from verl_megatron.launch.recipe import SHIPPED
+from verl_megatron.launch.bases import shipped_names
+from verl_megatron.launch.recipe import MOST_BYTES, SHIPPED
 
 WIDTH = 110
 
@@ -42,48 +43,68 @@ def in_words(interval: str) -> str:
     return ", ".join(filter(None, (above, below))) or "any number"
 
 
+def setting_help(name: str, section: Section, setting: str) -> str:
+    """Return a setting with its default, values and meaning."""
+    found = next(each for each in fields(section) if each.name == setting)
+    value = getattr(section, setting)
+    values = " | ".join(allowed(found.metadata, value))
+    margin = " " * 6
+    meaning = textwrap.wrap(found.metadata["meaning"], WIDTH, initial_indent=margin, subsequent_indent=margin)
+    return "\n".join([f"  {name}.{setting}={spelled(value)}  ({values})", *meaning])
+
+
 def section_help(name: str, section: Section) -> str:
     """Return the name, the purpose and the settings of a section, each with default, values and meaning."""
-    lines = [f"{name}: {inspect.getdoc(type(section))}", ""]
-    for setting in fields(section):
-        value = getattr(section, setting.name)
-        values = " | ".join(allowed(setting.metadata, value))
-        lines.append(f"  {name}.{setting.name}={spelled(value)}  ({values})")
-        lines += textwrap.wrap(
-            setting.metadata["meaning"], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
-        )
-    return "\n".join(lines)
+    settings = [setting_help(name, section, each.name) for each in fields(section)]
+    return "\n".join([f"{name}: {inspect.getdoc(type(section))}", "", *settings])
 
 
-def settings_help(schema: str, section: str = "") -> str:
-    """Return the settings of a command, or of one of its sections.
+def settings_help(schema: str, asked: str = "") -> str:
+    """Return the settings of a command, those of one section, or one setting.
 
     Raises:
-        ValueError: the command has no such section.
+        ValueError: the command has no such section or setting.
     """
     sections = sections_of(SCHEMAS[schema]())
     names = list(sections)
-    if section and section not in names:
-        raise ValueError(
-            f"--help {short_repr(section)}: there is no such section{nearest(section, names)}; "
-            f"sections are {', '.join(names)}"
-        )
-    return "\n\n".join(section_help(name, sections[name]) for name in names if section in ("", name))
+    if not asked:
+        return "\n\n".join(section_help(name, sections[name]) for name in names)
+    if asked in names:
+        return section_help(asked, sections[asked])
+    settings = {f"{name}.{each.name}": name for name in names for each in fields(sections[name])}
+    wanted = asked.partition("=")[0]
+    if wanted in settings:
+        section = settings[wanted]
+        return setting_help(section, sections[section], wanted.partition(".")[2])
+    raise ValueError(
+        f"--help {short_repr(asked)}: there is no such section or setting"
+        f"{_nearest_settings(wanted, settings) or nearest(wanted, names)}; sections are {', '.join(names)}"
+    )
 
 
-def recipe_summaries() -> dict[str, str]:
-    """Return the first comment sentence of each shipped recipe, by its name."""
-    found = {}
-    for path in sorted(SHIPPED.rglob("*.yaml")):
-        if path.parent.name != "launch":
-            found[path.relative_to(SHIPPED).with_suffix("").as_posix()] = summary_of(path)
-    return found
+def _nearest_settings(wanted: str, settings: Mapping[str, str]) -> str:
+    """Return `, did you mean ...?` for a name like those of settings, with or without its section."""
+    if "." in wanted:
+        return nearest(wanted, settings)
+    same = [each for each in settings if each.partition(".")[2] == wanted]
+    return f", did you mean {' or '.join(same[:5])}?" if same else ""
+
+
+def recipe_summaries(folder: Path = SHIPPED) -> dict[str, str]:
+    """Return the first comment sentence of each recipe of a folder and its subfolders, by name."""
+    if folder == SHIPPED:
+        return {name: summary_of(SHIPPED / f"{name}.yaml") for name in shipped_names()}
+    paths = [path for pattern in ("*.yaml", "*/*.yaml") for path in sorted(folder.glob(pattern))]
+    files = {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths if path.is_file()}
+    return {name: summary_of(path) for name, path in files.items()}
 
 
 def summary_of(path: Path) -> str:
     """Return the first sentence of the comment with which a recipe begins."""
     comment: list[str] = []
-    for line in path.read_text().splitlines():
+    with path.open(errors="replace") as file:
+        lines = file.read(MOST_BYTES).splitlines()
+    for line in lines:
         if line.startswith(("#!", "# @package")):
             continue
         if not line.startswith("#"):

@@ -10,6 +10,7 @@ from parallel import device
 from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.ranks import ranks_needed
 from verl_megatron.config import SupervisedConfig, TrainerConfig
+from verl_megatron.launch.options import given_twice
 from verl_megatron.model_specs import layout_of, models_of
 
 MOST_LOCAL = 1024  # ranks of one host
@@ -55,6 +56,8 @@ def launcher_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str
     for option in LAUNCHER_OPTIONS:
         parser.add_argument(option)
     try:
+        if name := given_twice(parser, arguments):
+            raise ValueError(f"{name}: it is given twice; leave one of them out")
         given, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error.argument_name}: {error.message}; give a number after it") from None

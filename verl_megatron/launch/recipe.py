@@ -1,9 +1,7 @@
 """Checks of a recipe file before Hydra reads it: refuse YAML that no recipe needs, with its line."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -31,8 +29,8 @@ def folder_of(path: str | None) -> Path:
     return next((found for base in bases if (found := (base / path).resolve()).is_dir()), Path(path))
 
 
-def own_recipe(path: str) -> tuple[str, str]:
-    """Return the folder and the name of a recipe file anywhere.
+def own_recipe(path: str) -> Path:
+    """Return the file of a recipe anywhere.
 
     Raises:
         ValueError: there is no such file, or its name does not end in .yaml.
@@ -40,48 +38,11 @@ def own_recipe(path: str) -> tuple[str, str]:
     file = Path(os.path.realpath(os.path.expanduser(path)))  # Path.resolve raises for a circle of links
     if file.suffix != ".yaml" or not file.is_file():
         raise ValueError(f"--config {short_repr(path)} is no .yaml file; name a recipe file")
-    return str(file.parent), file.stem
+    return file
 
 
-def check_recipes(name: str, folders: Sequence[str]) -> None:
-    """Check a recipe and those that it extends; `folders` are searched in this order.
-
-    Recipes that are not found are left to Hydra.
-
-    Raises:
-        ValueError: as `check_recipe`, or a recipe extends itself.
-    """
-    waiting: list[tuple[str, tuple[str, ...]]] = [(name.removesuffix(".yaml"), ())]
-    seen = set[str]()
-    while waiting:
-        name, above = waiting.pop()
-        if name in above:
-            circle = " -> ".join((*above[above.index(name) :], name))
-            raise ValueError(
-                f"recipe {short_repr(name)} extends itself ({circle}); take one of them out of `defaults`"
-            )
-        if name in seen:
-            continue
-        seen.add(name)
-        paths = (Path(folder) / f"{name}.yaml" for folder in folders)
-        path = next((path for path in paths if path.exists()), None)
-        if path is not None:
-            parent = Path(name).parent.as_posix()
-            waiting += [
-                (part if parent == "." else f"{parent}/{part}", (*above, name))
-                for part in _extended(check_recipe(path))
-            ]
-
-
-def _extended(recipe: Any) -> list[str]:
-    """Return the names in a recipe's list of defaults."""
-    defaults = recipe.get("defaults") if isinstance(recipe, dict) else None
-    named = [entry for entry in defaults if isinstance(entry, str)] if isinstance(defaults, list) else []
-    return [entry.lstrip("/").removesuffix(".yaml") for entry in named if entry != "_self_"]
-
-
-def check_recipe(path: Path) -> Any:
-    """Check a recipe file, and return what it holds.
+def check_recipe(path: Path) -> MappingNode | None:
+    """Check a recipe file, and return its YAML document; None if it is empty.
 
     Raises:
         ValueError: names the line; the file is too large, not UTF-8, not YAML, not a mapping of sections, or
@@ -111,7 +72,7 @@ def check_recipe(path: Path) -> Any:
                 f"and is a {document.id}"
             )
         _check(document, path, {})
-        return yaml.safe_load(raw.decode("utf-8"))
+        return document
     except UnicodeDecodeError as error:
         raise ValueError(f"recipe {path} is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except yaml.YAMLError as error:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.ranks import not_started
 from verl_megatron.checks.remote import different_versions, fetch_models
 from verl_megatron.checks.versions import check_versions
+from verl_megatron.data.shared import OncePerHost
 from verl_megatron.lifecycle.arrivals import Arrivals
 from verl_megatron.lifecycle.progress import Progress
 from verl_megatron.lifecycle.record import RunRecord
@@ -71,10 +73,12 @@ class BaseTrainer:
         agree(lambda: refuse(different_versions(everywhere)), self.world)
         for model in fetched:
             self.say(str(model))
-        agree(
-            lambda: refuse(inspect(config, world_size=world_size, machine=machine, inputs=self.inputs)),
-            self.world,
-        )
+        agree(partial(self._inspect, inspect, machine), self.world)
+
+    def _inspect(self, inspect: Callable[..., list[str]], machine: Machine | None) -> None:
+        inputs = self.inputs
+        with OncePerHost(self.world) as inputs.once:
+            refuse(inspect(self.config, world_size=self.world.size, machine=machine, inputs=inputs))
 
     def say(self, text: str) -> None:
         """Print on the first rank."""

@@ -19,7 +19,7 @@ from parallel.rank_set import RankSet
 from parallel.runtime.refusal import short_repr
 from verl_megatron.checks.versions import versions_here
 from verl_megatron.config.section import as_dict
-from verl_megatron.data.prompts import PromptCursor
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.manifest import changed_settings, manifest_problem, recorded_problem
 from verl_megatron.roles.engine import Engine
 from verl_megatron.roles.role import Role

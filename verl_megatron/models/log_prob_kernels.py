@@ -4,7 +4,8 @@ Each reads the logits once: Triton kernels on GPUs, PyTorch elsewhere. `log_prob
 are used.
 
 Letters: N tokens of a chunk, V vocabulary rows on this rank, B a kernel's block of them. l = logits /
-temperature, in float32 from the first step on, whatever the dtype of the logits.
+temperature, in float32 from the first step on, whatever the dtype of the logits. The temperature is one
+number, or [N] float32, one for each token.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ STATS, GRAD = Tuning(stages=3), Tuning(block=4096, num_warps=8)
 VECTOR = 16  # bytes, widest load
 
 
-def stats(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
+def stats(logits_NV: Tensor, labels_N: Tensor, temperature: float | Tensor) -> Tensor:
     """Return the maximum l, Σ exp(l − maximum), Σ exp(l − maximum)·l and the label's l: float32 [4, N].
 
     Args:
@@ -48,7 +49,9 @@ def stats(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
         return stats_by_triton(logits_NV, labels_N, temperature)
 
 
-def grad_logits_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor) -> Tensor:
+def grad_logits_(
+    logits_NV: Tensor, labels_N: Tensor, temperature: float | Tensor, factors_4N: Tensor
+) -> Tensor:
     """Overwrite logits with their gradient and return them.
 
     With p = exp(l − log Z), the gradient of logit j is
@@ -68,9 +71,9 @@ def grad_logits_(logits_NV: Tensor, labels_N: Tensor, temperature: float, factor
 # ---- PyTorch -------------------------------------------------------------------------------------------
 
 
-def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
+def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float | Tensor) -> Tensor:
     """`stats` in PyTorch, in about ten passes over the logits."""
-    logits_NV = logits_NV.float() / temperature
+    logits_NV = logits_NV.float() / _of_rows(temperature)
     column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
     top_N1 = logits_NV.amax(1, keepdim=True)
     exp_NV = (logits_NV - top_N1).exp_()
@@ -81,16 +84,22 @@ def stats_by_torch(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> T
 
 
 def grad_logits_by_torch_(
-    logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor
+    logits_NV: Tensor, labels_N: Tensor, temperature: float | Tensor, factors_4N: Tensor
 ) -> Tensor:
     """`grad_logits_` in PyTorch, in about ten passes over the logits."""
     log_z_N1, mean_N1, grad_logprob_N1, grad_entropy_N1 = factors_4N.unsqueeze(-1)
     column_N1, inside_N1 = _columns(labels_N, logits_NV.size(1))
+    temperature = _of_rows(temperature)
     scaled_NV = logits_NV.float() / temperature
     weight_NV = (scaled_NV - mean_N1).mul_(grad_entropy_N1).add_(grad_logprob_N1)
     grad_NV = scaled_NV.sub_(log_z_N1).exp_().mul_(weight_NV).neg_()
     grad_NV.scatter_add_(1, column_N1, grad_logprob_N1 * inside_N1)
     return logits_NV.copy_(grad_NV.div_(temperature))
+
+
+def _of_rows(temperature: float | Tensor) -> float | Tensor:
+    """The temperature as it divides the rows of [N, V]."""
+    return temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
 
 
 def _columns(labels_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +113,7 @@ def _columns(labels_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def stats_by_triton(
-    logits_NV: Tensor, labels_N: Tensor, temperature: float, tuning: Tuning = STATS
+    logits_NV: Tensor, labels_N: Tensor, temperature: float | Tensor, tuning: Tuning = STATS
 ) -> Tensor:
     """`stats` in one launch, one program per token."""
     stats_4N = torch.empty(4, len(labels_N), device=logits_NV.device)
@@ -115,7 +124,7 @@ def stats_by_triton(
         stats_4N,
         *_geometry(logits_NV),
         len(labels_N),
-        1 / temperature,
+        _inverse(temperature, labels_N),
         LOWEST=torch.finfo(logits_NV.dtype).min,
         LANES=_lanes(logits_NV),
         BLOCK=tuning.block,
@@ -126,7 +135,11 @@ def stats_by_triton(
 
 
 def grad_logits_by_triton_(
-    logits_NV: Tensor, labels_N: Tensor, temperature: float, factors_4N: Tensor, tuning: Tuning = GRAD
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    temperature: float | Tensor,
+    factors_4N: Tensor,
+    tuning: Tuning = GRAD,
 ) -> Tensor:
     """`grad_logits_` in one launch, one program per token and block of columns."""
     kernel: Any = grad_kernel
@@ -136,12 +149,19 @@ def grad_logits_by_triton_(
         factors_4N,
         *_geometry(logits_NV),
         factors_4N.stride(0),
-        1 / temperature,
+        _inverse(temperature, labels_N),
         LANES=_lanes(logits_NV),
         BLOCK=tuning.block,
         num_warps=tuning.num_warps,
     )
     return logits_NV
+
+
+def _inverse(temperature: float | Tensor, labels_N: Tensor) -> Tensor:
+    """The reciprocal temperature of each token, [N] float32."""
+    if isinstance(temperature, Tensor):
+        return temperature.float().reciprocal()
+    return torch.full(labels_N.shape, 1 / temperature, dtype=torch.float32, device=labels_N.device)
 
 
 def _lanes(logits_NV: Tensor) -> int:
@@ -164,7 +184,7 @@ if triton:
         stride,
         columns,
         count,
-        inverse_temperature,
+        inverse_temperatures,
         LOWEST: tl.constexpr,
         LANES: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -178,6 +198,7 @@ if triton:
         row = tl.program_id(0).to(tl.int64)
         # The compiler sees that the row offset is a multiple of LANES.
         start_B = logits + row * (stride * LANES) + tl.arange(0, BLOCK)
+        inverse_temperature = tl.load(inverse_temperatures + row)
         scale = inverse_temperature * 1.4426950408889634  # 1 / ln 2: the hardware computes powers of two
         top, total_B, weighted_B = (
             float("-inf"),
@@ -217,7 +238,7 @@ if triton:
         stride,
         columns,
         factor_stride,
-        inverse_temperature,
+        inverse_temperatures,
         LANES: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -226,6 +247,7 @@ if triton:
         column_B = first + tl.arange(0, BLOCK)
         logit_B = logits + row * (stride * LANES) + column_B
         factors += row
+        inverse_temperature = tl.load(inverse_temperatures + row)
         log_z, mean = tl.load(factors), tl.load(factors + factor_stride)
         grad_logprob, grad_entropy = (
             tl.load(factors + 2 * factor_stride),

@@ -28,7 +28,8 @@ class Softmax:
     """A distribution over the vocabulary, whose logits are split over the ranks of `group`."""
 
     vocab_size: int  # without padding
-    temperature: float = 1.0  # divides the logits, as in sampling; 0 (greedy) counts as 1
+    # Divides the logits, as in sampling: of all tokens, where 0 (greedy) counts as 1, or [N] float32 of each.
+    temperature: float | Tensor = 1.0
     group: dist.ProcessGroup | None = None  # tensor-parallel ranks; None: a single rank
     chunk_tokens: int = 0  # tokens per chunk of logits; 0: as many as fit CHUNK_BYTES
 
@@ -57,14 +58,17 @@ class _TokenLogProbs(torch.autograd.Function):
         group, row_bytes = softmax.group, hidden.element_size() * weight.size(0)
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         first = rank * weight.size(0)
-        temperature = ctx.temperature = softmax.temperature or 1.0
+        given = softmax.temperature
+        temperature = ctx.temperature = given if isinstance(given, Tensor) else given or 1.0
         chunk = ctx.chunk = softmax.chunk_tokens or max(TILE, CHUNK_BYTES // row_bytes // TILE * TILE)
         ctx.rows = max(0, min(weight.size(0), softmax.vocab_size - first))  # without padding
         local = labels - first
         stats_4N = torch.zeros(4, labels.numel(), device=hidden.device)
         stats_4N[0] = -torch.inf
         for part in _chunks(labels.numel() if ctx.rows else 0, chunk):
-            stats_4N[:, part] = stats(_logits(hidden[part], weight, ctx.rows), local[part], temperature)
+            logits = _logits(hidden[part], weight, ctx.rows)
+            stats_4N[:, part] = stats(logits, local[part], _of(temperature, part))
+            del logits  # before the next chunk's are made
         top = stats_4N[0].clone()
         if size > 1:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -85,13 +89,16 @@ class _TokenLogProbs(torch.autograd.Function):
             weight, dtype=weight.dtype if local.numel() <= ctx.chunk else torch.float32
         )
         for part in _chunks(local.numel() if ctx.rows else 0, ctx.chunk):
-            grad = grad_logits_(
-                _logits(hidden[part], weight, ctx.rows), local[part], ctx.temperature, factors_4N[:, part]
-            )
+            logits = _logits(hidden[part], weight, ctx.rows)
+            grad = grad_logits_(logits, local[part], _of(ctx.temperature, part), factors_4N[:, part])
             torch.mm(grad, weight[: ctx.rows], out=grad_hidden[part])
             _add_product(grad_weight[: ctx.rows], grad.t(), hidden[part])
-            del grad  # before the next chunk's logits are made
+            del grad, logits  # before the next chunk's logits are made
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _of(temperature: float | Tensor, part: slice) -> float | Tensor:
+    return temperature[part] if isinstance(temperature, Tensor) else temperature
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:

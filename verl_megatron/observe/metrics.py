@@ -28,16 +28,19 @@ REWARD_MEAN, REWARD_MAX, REWARD_FAILED, REWARD_LATENCY, OVERLONG_PENALTY, GREEDY
     "reward/greedy_mean",
 )
 
+SOURCE = "source"  # reward/source/NAME and validation/source/NAME (sources.py)
+
 
 def own_metric(name: str) -> str:
     """Return the key of a metric that a reward function reports as `name`.
 
-    It is reward/NAME, or reward/own_NAME if the run itself uses that key.
+    It is reward/NAME, or reward/own_NAME if the run itself uses that key, or keys below it.
     """
     bare = name
     while bare.startswith("own_"):  # "own_mean" becomes own_own_mean, so no two names share a key
         bare = bare.removeprefix("own_")
-    return f"reward/own_{name}" if f"reward/{bare}" in RESERVED else f"reward/{name}"
+    is_reserved = f"reward/{bare}" in RESERVED or bare.partition("/")[0] == SOURCE
+    return f"reward/own_{name}" if is_reserved else f"reward/{name}"
 
 
 class Sums:

@@ -10,9 +10,13 @@ of the gate (2f) and their product (f), all divided by t. With norms on queries 
 these norms (q + k). Full recomputation stores only the layer's input (h).
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
+from typing import Protocol
 
 from parallel.weights.rules import is_language
+from verl_megatron.data.packing import MICRO_BATCHES_PER_STAGE, USED_SHARE
 from verl_megatron.models.log_probs import CHUNK_BYTES
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun, attention_channels, part_elements
 
@@ -106,3 +110,74 @@ def head_bytes(run: PlannedRun, role: PlannedRole, stage: int, *, backward: bool
         + chunk
         + vocabulary * role.arch.hidden_size * (run.element_bytes + 4 * (logits > CHUNK_BYTES))
     )
+
+
+# ---- engine.dynamic_batching, as verl_megatron/roles/token_budget.py measures it ---------------------------
+
+
+class Kind(Protocol):
+    """Ranks with the same memory use (planner/memory.py)."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def phases(self) -> Mapping[str, Mapping[str, float]]: ...
+    def total(self, phase: str) -> float: ...
+
+
+def fit_budgets(
+    run: PlannedRun, gpu_bytes: float, kinds_of: Callable[[PlannedRun], Sequence[Kind]]
+) -> PlannedRun:
+    """Return the run with the micro-batches that fit into a GPU; as it is without engine.dynamic_batching.
+
+    Args:
+        kinds_of: plans the memory of a run.
+    """
+    if not run.config.engine.dynamic_batching or run.budgets:
+        return run
+    kinds, found = kinds_of(row_by_row(run)), {}
+    for role in run.roles:
+        if not role.trainable:
+            continue
+        room = [
+            (kind, gpu_bytes - kind.total(phase) + kind.phases[phase]["activations"])
+            for kind in kinds
+            if set(kind.ranks) & set(role.layout.ranks)
+            for phase in (f"{role.name}_update" if f"{role.name}_update" in kind.phases else "actor_update",)
+        ]
+        rows = min(_fitting_rows(run, role, kind, free * USED_SHARE) for kind, free in room)
+        found[role.name] = _limited(run, role, int(_tokens_of(run, role, 1) * rows))
+    return replace(run, budgets=found)
+
+
+def row_by_row(run: PlannedRun) -> PlannedRun:
+    """Return the run with the least memory that engine.dynamic_batching can do with."""
+    if not run.config.engine.dynamic_batching:
+        return run
+    return replace(run, budgets={role.name: _tokens_of(run, role, 1) for role in run.roles if role.trainable})
+
+
+def _tokens_of(run: PlannedRun, role: PlannedRole, rows: int) -> int:
+    """Tokens of rows on a context-parallel rank."""
+    return -(-(run.packed_tokens + 1) * rows // role.layout.cp)
+
+
+def _fitting_rows(run: PlannedRun, role: PlannedRole, kind: Kind, room: float) -> float:
+    """Rows of a micro-batch whose update takes `room` bytes on a kind of rank; at least one."""
+    layout, most = role.layout, run.samples_of_rank(role)
+    rank = min(set(kind.ranks) & set(layout.ranks))
+    stage = layout.ranks.index(rank) * layout.pp // len(layout.ranks)
+    one, two = (
+        training_bytes(replace(run, budgets={role.name: _tokens_of(run, role, rows)}), role, stage)
+        for rows in (1, 2)
+    )
+    return min(1 + max(0.0, room - one) / (two - one), most) if two > one else most
+
+
+def _limited(run: PlannedRun, role: PlannedRole, tokens: int) -> int:
+    """Limit a budget so that no pipeline stage waits for lack of micro-batches."""
+    layout, usual = role.layout, run.config.engine.tokens_per_micro_batch
+    if layout.pp == 1:
+        return tokens
+    share = _tokens_of(run, role, run.samples_of_rank(role)) // (layout.pp * MICRO_BATCHES_PER_STAGE)
+    return min(tokens, max(usual, share))

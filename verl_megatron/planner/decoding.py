@@ -11,6 +11,7 @@ from verl_megatron.planner.machine import Machine
 from verl_megatron.planner.planned_run import PlannedRun, attention_channels, part_elements, served_elements
 from verl_megatron.planner.serving import kv_bytes_per_token, samples_cached
 from verl_megatron.planner.training import group_rate, slowdown
+from verl_megatron.rollout.admission import HIGH
 
 
 def rollout_seconds(run: PlannedRun, machine: Machine, kv_cache_bytes: float) -> float:
@@ -33,7 +34,10 @@ def samples_at_once(run: PlannedRun, kv_cache_bytes: float) -> int:
 
     The limits are vLLM's settings, its cache and the queue (rollout/dispatch.py).
     """
-    most = min(ceil(run.generated_samples / run.replicas), run.config.rollout.max_num_seqs)
+    rollout = run.config.rollout
+    most = min(ceil(run.generated_samples / run.replicas), rollout.max_num_seqs)
+    if rollout.dynamic_batching:
+        kv_cache_bytes *= HIGH
     return (
         most
         if kv_cache_bytes == inf

@@ -6,13 +6,19 @@ the distributed optimizer the state is divided by dp·cp. In float32 the weights
 master weights. Frozen models have weights only.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from parallel.layout import Layout
 from verl_megatron.model_specs import is_separate
-from verl_megatron.planner.activations import fp8_weight_bytes, inference_bytes, training_bytes
+from verl_megatron.planner.activations import (
+    fit_budgets,
+    fp8_weight_bytes,
+    inference_bytes,
+    row_by_row,
+    training_bytes,
+)
 from verl_megatron.planner.machine import GIB, Machine
 from verl_megatron.planner.planned_run import PlannedRole, PlannedRun
 from verl_megatron.planner.serving import kv_bytes_per_token, own_rollout_bytes, vllm_working_bytes
@@ -69,6 +75,7 @@ class MemoryPlan:
 
     kinds: tuple[RankKind, ...]
     host_bytes: float  # of the fullest host
+    budgets: Mapping[str, int] = field(default_factory=dict)  # of the run, once they are fitted
 
     @property
     def peak(self) -> RankKind:
@@ -133,18 +140,21 @@ def _sum_of(part: str, models: list[RoleOnRank], names: Collection[str] | None =
 
 
 def plan_memory(run: PlannedRun, machine: Machine) -> MemoryPlan:
-    """Predict the memory of every phase on every kind of rank."""
-    kinds = tuple(_rank_kind(run, machine, ranks, parts) for ranks, parts in _rank_groups(run))
-    if is_separate(run.config):
-        kinds = (
-            *(_training_kind(run, kind) for kind in kinds),
-            _rollout_kind(run, machine),
-        )
+    """Predict the memory of every phase on every kind of rank, with the micro-batches that fit."""
+    run = fit_budgets(run, machine.gpu_bytes, lambda smallest: _kinds_of(smallest, machine))
+    kinds = _kinds_of(run, machine)
     host_of = {rank: kind.host_bytes for kind in kinds for rank in kind.ranks}
     hosts: dict[int, float] = {}
     for rank, size in host_of.items():
         hosts[rank // run.ranks_per_host] = hosts.get(rank // run.ranks_per_host, 0) + size
-    return MemoryPlan(kinds, max(hosts.values()))
+    return MemoryPlan(kinds, max(hosts.values()), run.budgets)
+
+
+def _kinds_of(run: PlannedRun, machine: Machine) -> tuple[RankKind, ...]:
+    kinds = tuple(_rank_kind(run, machine, ranks, parts) for ranks, parts in _rank_groups(run))
+    if not is_separate(run.config):
+        return kinds
+    return (*(_training_kind(run, kind) for kind in kinds), _rollout_kind(run, machine))
 
 
 def _rank_groups(run: PlannedRun) -> Iterator[tuple[tuple[int, ...], tuple[tuple[PlannedRole, int], ...]]]:
@@ -263,14 +273,15 @@ def _training_phases(run: PlannedRun, models: list[RoleOnRank], freed: Collectio
     # The optimizer state of the model that is trained first returns after rollout.
     first = "critic" if any(role.name == "critic" for role in run.roles) else "actor"
     phases: Phases = {}
-    activations = 0.0
+    activations = 0.0  # with those cached from earlier phases, unless micro-batches need all memory
     for phase, names, measure in _WORK:
         if not any(role.name in names for role in run.roles):
             continue
         if working := [model for model in models if model.role.name in names]:
             # Models alternate within a pass and keep their fp8 copies.
             waiting = sum(fp8_weight_bytes(run, each.role, each.stage, copies=1) for each in working[1:])
-            activations = max(activations, measure(run, working[0].role, working[0].stage) + waiting)
+            own = measure(run, working[0].role, working[0].stage) + waiting
+            activations = own if run.budgets else max(activations, own)
         there = {
             "gradients": names if phase in UPDATES else (),
             "optimizer": ("actor",) if phase == UPDATES[-1] else (first,),
@@ -357,6 +368,8 @@ def problems_of(
         margin: share of a GPU and of a host that has to stay free; a negative margin lets a need exceed them
             by that share.
     """
+    if run.config.engine.dynamic_batching:  # whose micro-batches become smaller where memory is short
+        memory = replace(memory, kinds=_kinds_of(row_by_row(run), machine))
     room, host_room = (size * (1 - margin) for size in (machine.gpu_bytes, machine.host_bytes))
     needs = {IDLE: memory.idle_bytes} | {phase: memory.phase_bytes(phase) for phase in memory.phases}
     found = [

@@ -1,7 +1,7 @@
 """A planned run as pure data: its models, their placement, and the work of an iteration."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, prod
 
@@ -106,6 +106,8 @@ class PlannedRun:
     world_size: int  # ranks that train
     ranks_per_host: int
     roles: tuple[PlannedRole, ...]
+    # Token budgets by role, per context-parallel rank; without an entry engine.tokens_per_micro_batch.
+    budgets: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -209,13 +211,18 @@ class PlannedRun:
         """Samples of a mini-batch on the data-parallel rank with the most."""
         return ceil(self.samples / self.config.algorithm.num_mini_batches / role.layout.dp)
 
+    def tokens_per_micro_batch(self, role: PlannedRole) -> int:
+        """Token budget of a role's micro-batches; the reference shares those of the actor."""
+        budget = self.budgets.get("actor" if role.name == "reference" else role.name)
+        return budget or self.config.engine.tokens_per_micro_batch
+
     def micro_batches(self, role: PlannedRole) -> tuple[int, int]:
         """Return a data-parallel rank's micro-batches per mini-batch, and the samples of a full one.
 
         Follows verl_megatron/data/packing.py.
         """
         layout, length, samples = role.layout, self.packed_tokens + 1, self.samples_of_rank(role)
-        together = min(samples, max(1, self.config.engine.tokens_per_micro_batch * layout.cp // length))
+        together = min(samples, max(1, self.tokens_per_micro_batch(role) * layout.cp // length))
         count = ceil(samples / together)
         return (ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count), together
 

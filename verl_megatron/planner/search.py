@@ -138,7 +138,8 @@ def search(
                 if training.problems[0].cause == IDLE:
                     break  # fewer activations would not help
                 continue
-            work = plan_work(training.run, machine)
+            # Micro-batches that follow the memory depend on what vLLM and offloading leave.
+            work = None if base.engine.dynamic_batching else plan_work(training.run, machine)
             for tp in sizes:
                 found = make.with_rollout(layout | option, tp, work)
                 if found.problems:
@@ -209,7 +210,7 @@ class _Maker:
         )
         return Candidate(self._said(chosen), run, memory, problems)
 
-    def with_rollout(self, chosen: Settings, tp: int, work: Work) -> Candidate:
+    def with_rollout(self, chosen: Settings, tp: int, work: Work | None) -> Candidate:
         """Find the fastest way to keep vLLM's weights at tensor-parallel size `tp`.
 
         The search stops at the simplest way that decodes all samples concurrently.
@@ -341,7 +342,7 @@ def _memory_options(base: TrainerConfig) -> Iterator[Settings]:
     These are: as configured, smaller micro-batches that still fit a sample, and full recomputation.
     """
     tokens, length = base.engine.tokens_per_micro_batch, base.data.max_prompt_tokens + base.rollout.max_tokens
-    for parts in (1, 2, 4):
+    for parts in (1,) if base.engine.dynamic_batching else (1, 2, 4):
         if parts == 1 or tokens // parts >= length:
             yield {"engine.recompute": "none", "engine.tokens_per_micro_batch": tokens // parts}
     yield {"engine.recompute": "full", "engine.tokens_per_micro_batch": tokens}

@@ -1,6 +1,6 @@
 """Predicted seconds of each phase of an iteration, and model FLOPs utilization."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_megatron.model_specs import is_separate
 from verl_megatron.planner.decoding import rollout_seconds
@@ -94,6 +94,7 @@ def _log_prob_passes(run: PlannedRun) -> list[tuple[list[str], float]]:
 
 def plan_seconds(run: PlannedRun, machine: Machine, memory: MemoryPlan, work: Work | None = None) -> TimePlan:
     """Predict every phase; `work` is the result of `plan_work` if it is known already."""
+    run = replace(run, budgets=memory.budgets)
     work = work or plan_work(run, machine)
     rollout, overlaps = rollout_seconds(run, machine, memory.kv_cache_bytes), False
     if is_separate(run.config):

@@ -99,6 +99,9 @@ def memory_lines(memory: MemoryPlan, machine: Machine) -> list[str]:
         for kind in memory.kinds:
             totals = (f"{kind.total(phase) / GIB:.1f}" * (phase in kind.phases) for phase in memory.phases)
             lines.append(f"{named(kind):<26}{_cells(totals, 15)}")
+    budgets = [f"{tokens:,} tokens ({name})" for name, tokens in memory.budgets.items()]
+    if budgets:
+        lines += ["", f"engine.dynamic_batching: micro-batches of up to {', '.join(budgets)}"]
     return lines + [
         "",
         f"host memory {memory.host_bytes / GIB:,.0f} of {machine.host_bytes / GIB:,.0f} GiB;"
@@ -136,10 +139,11 @@ def samples_together(run: PlannedRun, kv_cache_bytes: float) -> str:
     samples, at_once = ceil(run.generated_samples / run.replicas), samples_at_once(run, kv_cache_bytes)
     text = f"{at_once} of a replica's {samples} samples at once"
     if at_once < min(samples, run.config.rollout.max_num_seqs):
-        return (
-            f"{text} (the KV cache holds no more:"
-            " rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
+        follows = run.config.rollout.dynamic_batching
+        limit = (
+            "rollout.dynamic_batching keeps room in the KV cache" if follows else "the KV cache holds no more"
         )
+        return f"{text} ({limit}: rollout.gpu_memory_utilization, on a CPU rollout.kv_cache_mib)"
     return text if at_once == samples else f"{text} (rollout.max_num_seqs)"
 
 

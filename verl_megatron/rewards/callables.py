@@ -3,7 +3,8 @@
 import hashlib
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +14,67 @@ _FILE = '''"""The reward function that RLTrainer was given."""
 
 import pickle
 
-score = pickle.loads(
+{name} = pickle.loads(
 {content}
 )
 '''
 
 
-def spec_of(function: str | Callable[..., Any], folder: str | os.PathLike[str]) -> str:
-    """Return what reward.function names: texts as they are, a callable as `file.py:score` in `folder`.
+def spec_of(function: Any, folder: str | os.PathLike[str]) -> Any:
+    """Return what reward.function says: texts as they are, a callable as `file.py:score` in `folder`.
 
-    Functions of modules that can be imported are stored by name, others with their code and what they use.
-    The file's name depends on the content, so that a resumed run knows whether its function has changed.
+    Lists of names, callables and pairs with a weight, and mappings of them by data_source, are returned with
+    names in place of callables. Functions of modules that can be imported are stored by name, others with
+    their code and what they use. The file's name depends on the content, so that a resumed run knows whether
+    its function has changed.
 
     Raises:
-        ValueError: the function uses what cannot be stored, or the folder cannot be written to.
+        ValueError: a function uses what cannot be stored, or the folder cannot be written to.
     """
-    if not callable(function):
-        return function
+    if isinstance(function, Mapping):
+        return {
+            source: _item(entry, folder) if callable(entry) else spec_of(entry, folder)
+            for source, entry in function.items()
+        }
+    if _is_pair(function):
+        return [_item(function, folder)]
+    if isinstance(function, list | tuple):
+        return [_item(item, folder) for item in function]
+    return _stored(function, folder, "score") if callable(function) else function
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int | float)
+
+
+def _item(item: Any, folder: str | os.PathLike[str]) -> Any:
+    """Return an item of a list. A callable keeps its name, which its metrics get."""
+    if _is_pair(item):
+        return _item(item[0], folder), item[1]
+    if not callable(item):
+        return item
+    name = getattr(item, "__name__", "")
+    return _stored(item, folder, name if name.isidentifier() and not iskeyword(name) else "score")
+
+
+def _stored(function: Callable[..., Any], folder: str | os.PathLike[str], name: str) -> str:
+    """Write a callable into a file; return `file.py:name`."""
     import cloudpickle
 
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    shown = getattr(function, "__qualname__", type(function).__qualname__)
     try:
         content = cloudpickle.dumps(function)
     except Exception as error:  # any type: objects say themselves why they cannot be stored
         raise ValueError(
-            f"reward_function={short_repr(name)} cannot be passed to worker processes "
+            f"reward_function={short_repr(shown)} cannot be passed to worker processes "
             f"({type(error).__name__}: {short_repr(str(error))}); write it into a file of its own "
             "and give reward_function='path.py:name'"
         ) from None
     digest = hashlib.sha256(content).hexdigest()[:12]
-    path = Path(folder) / f"reward_function_{digest}.py"
+    prefix = "" if name == "score" else f"{name}_"
+    path = Path(folder) / f"reward_function_{prefix}{digest}.py"
     lines = [content[start : start + 80] for start in range(0, len(content), 80)]
-    text = _FILE.format(content=textwrap.indent("\n".join(map(repr, lines)), "    "))
+    text = _FILE.format(name=name, content=textwrap.indent("\n".join(map(repr, lines)), "    "))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
@@ -55,4 +85,4 @@ def spec_of(function: str | Callable[..., Any], folder: str | os.PathLike[str]) 
             f"run.output_dir={short_repr(str(folder))} cannot take the file of the reward function "
             f"({error.strerror}); name a folder that can be written to"
         ) from None
-    return f"{path}:score"
+    return f"{path}:{name}"

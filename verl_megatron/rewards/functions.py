@@ -3,51 +3,53 @@
 Worker processes import this file, so it needs only the standard library.
 """
 
+import functools
 import importlib.machinery
 import importlib.util
 import inspect
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import nearest, short_repr
+from verl_megatron.rewards.answers import format_of, json_value, last_number, length, match, regex
 from verl_megatron.rewards.arguments import Call, bound
+from verl_megatron.rewards.code.reward import code, code_problem
 from verl_megatron.rewards.math_answers import math, missing
 
-RewardFunction = Callable[[str, str, Any, dict[str, Any]], float | dict[str, float]]
-
+CODE_SHARE = 0.9  # of reward.timeout_s, for all programs of a sample
 # Remedy of an error message.
 OUT_OF_TOP_LEVEL = "take that out of its top level, which runs whenever a worker starts"
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+REWARDS: dict[str, Callable[..., Any]] = {
+    "match": match,
+    "exact": match,
+    "last_number": last_number,
+    "math": math,
+    "regex": regex,
+    "format": format_of,
+    "length": length,
+    "json": json_value,
+    "code": code,
+}
+IN_WORKER = ("code",)  # of these, what is looked at where they run
 
 
-def match(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
-    """1 if the response equals the ground truth, ignoring surrounding white space; else 0."""
-    return float(response.strip() == str(ground_truth).strip())
-
-
-def last_number(prompt: str, response: str, ground_truth: Any, extra: dict[str, Any]) -> float:
-    """1 if the last number in the response equals the last number in the ground truth; else 0.
-
-    Raises:
-        ValueError: there is no number in the ground truth.
-    """
-    truth = _last_number(str(ground_truth))
-    if truth is None:
-        raise ValueError(f"ground truth {ground_truth!r} has no number to compare with")
-    return float(_last_number(response) == truth)
-
-
-def _last_number(text: str) -> float | None:
-    numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
-
-
-REWARDS: dict[str, RewardFunction] = {"match": match, "last_number": last_number, "math": math}
+def options_of(reward: Any) -> dict[str, dict[str, Any]]:
+    """Return the keyword arguments of entries of REWARDS, by their names, that a RewardConfig gives."""
+    return {
+        "format": {"pattern": reward.format},
+        "length": {"target": reward.target_length},
+        "code": {
+            "may": {
+                "seconds": reward.code_timeout_s,
+                "memory_mib": reward.code_memory_mib,
+                "total_seconds": CODE_SHARE * reward.timeout_s,
+            }
+        },
+    }
 
 
 def builtin_problem(spec: str) -> str:
@@ -55,11 +57,17 @@ def builtin_problem(spec: str) -> str:
     return f"reward.function={spec} {problem}" if spec == "math" and (problem := missing()) else ""
 
 
-def load_reward(spec: str) -> Call:
+def builtin_columns(spec: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the columns that a reward of REWARDS needs."""
+    return ["target_length"] if spec == "length" and not options.get("length", {}).get("target") else []
+
+
+def load_reward(spec: str, options: Mapping[str, Any] | None = None) -> Call:
     """Load the reward function that `spec` names: an entry of REWARDS, or `path.py:function`.
 
     It is called with (prompt, response, ground_truth, extra) and, for a chat, the prompt's messages.
-    Importing a file runs all its top-level code, so only worker processes call this.
+    Importing a file runs all its top-level code, so only worker processes call this. `options` are keyword
+    arguments of entries of REWARDS, by their names.
 
     Raises:
         ValueError: no such name, file or function, a package that is missing, a file that cannot be imported,
@@ -68,11 +76,17 @@ def load_reward(spec: str) -> Call:
     if spec in REWARDS:
         if problem := builtin_problem(spec):
             raise ValueError(problem)
-        return bound(REWARDS[spec])
+        given = (options or {}).get(spec, {})
+        if spec == "code" and (problem := code_problem(memory_mib=given["may"]["memory_mib"])):
+            raise ValueError(f"reward.function=code {problem}")
+        return bound(functools.partial(REWARDS[spec], **given))
     setting = f"reward.function={short_repr(spec)}"
     path, colon, name = spec.rpartition(":")
+    if name.startswith("//"):
+        raise ValueError(f"{setting} is no address of a server; write http://HOST:PORT/PATH, or https")
     if not colon or not path or not name:
-        raise ValueError(f"{setting} is unknown; choose {', '.join(REWARDS)} or path.py:function")
+        known = f"choose {', '.join(REWARDS)} or path.py:function"
+        raise ValueError(f"{setting} is unknown{nearest(spec.lower(), REWARDS)}; {known}")
     try:
         module = _import(path)
     except ValueError as error:
@@ -98,8 +112,13 @@ def _import(path: str) -> ModuleType:
         problem = f"cannot be read ({error.strerror})"
     if problem:
         raise ValueError(f"file {short_repr(path)} {problem}; name a Python file")
+    absolute = str(file.absolute())
     name = f"reward_file_{file.stem}"  # json.py must not stand in for the module of that name
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    while name in sys.modules and getattr(sys.modules[name], "__file__", "") != absolute:
+        name += "_"  # it is a file of that name in another folder
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, absolute)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{short_repr(path)} is not a Python file; its name must end in .py")
     _add_neighbours(file.absolute().parent)
@@ -107,6 +126,7 @@ def _import(path: str) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except BaseException as error:  # SystemExit as well
+        sys.modules.pop(name, None)
         remedy = "mend the file" if isinstance(error, Exception) else OUT_OF_TOP_LEVEL
         raise ValueError(f"importing the file failed: {described(error)}; {remedy}") from None
     return module
@@ -117,17 +137,35 @@ class _Neighbours:
 
     def __init__(self, folder: Path):
         self.folder = str(folder)
+        self.found: set[str] = set()  # modules that were imported from there
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if path is not None or name in sys.stdlib_module_names:
             return None
         found = importlib.machinery.PathFinder.find_spec(name, [self.folder])
-        return found if found is not None and found.loader is not None else None
+        if found is None or found.loader is None:
+            return None
+        self.found.add(name)
+        return found
 
 
 def _add_neighbours(folder: Path) -> None:
-    if not any(isinstance(finder, _Neighbours) and finder.folder == str(folder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Neighbours(folder))
+    """Let modules of `folder` be found.
+
+    Raises:
+        ValueError: another reward file has imported one of the same name from its own folder.
+    """
+    others = [finder for finder in sys.meta_path if isinstance(finder, _Neighbours)]
+    if any(finder.folder == str(folder) for finder in others):
+        return
+    for other in others:
+        for name in other.found:
+            if importlib.machinery.PathFinder.find_spec(name, [str(folder)]) is not None:
+                raise ValueError(
+                    f"its folder has a module {short_repr(name)}, which another reward file has imported "
+                    f"from {short_repr(other.folder)}; rename one of them"
+                )
+    sys.meta_path.insert(0, _Neighbours(folder))
 
 
 def _others(module: ModuleType) -> str:
@@ -146,11 +184,11 @@ def unfit(function: Any) -> str:
         return "is a class; name a function"
     if not callable(function):
         return f"is of type {short_repr(type(function).__name__)}; name a function"
-    for code in (function, type(function).__call__):
+    for called in (function, type(function).__call__):
         if (
-            inspect.iscoroutinefunction(code)
-            or inspect.isasyncgenfunction(code)
-            or inspect.isgeneratorfunction(code)
+            inspect.iscoroutinefunction(called)
+            or inspect.isasyncgenfunction(called)
+            or inspect.isgeneratorfunction(called)
         ):
             return "is async or a generator, so a call gives no score; make it a function that returns one"
     try:

@@ -1,15 +1,9 @@
 """Pool of reward workers: reward functions run in processes during generation and cannot stop the run."""
 
-import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -17,11 +11,28 @@ from threading import Thread
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.rewards.functions import OUT_OF_TOP_LEVEL, REWARDS, builtin_problem, described
-from verl_megatron.rewards.sandbox import KILLED
-from verl_megatron.rewards.worker import DIED, EXCEPTION, MAX_METRICS, NOT_FINITE, TIMEOUT, WRONG_TYPE
+from verl_megatron.data.columns import source_of
+from verl_megatron.rewards.functions import described
+from verl_megatron.rewards.plan import Part, is_url, read_plan
+from verl_megatron.rewards.process import (
+    GRACE_S,
+    KILLED_BY_OTHERS,
+    LostWorkerError,
+    WorkerProcess,
+    cause_of,
+)
+from verl_megatron.rewards.server import ServerScorer
+from verl_megatron.rewards.worker import (
+    DIED,
+    EXCEPTION,
+    FLOAT32_MAX,
+    MAX_METRICS,
+    NOT_FINITE,
+    SERVER,
+    TIMEOUT,
+    WRONG_TYPE,
+)
 
-CHECK_TIMEOUT_S = 45.0  # a reward file that takes longer to import is rejected before a model is built
 START_TIMEOUT_S = 600.0  # the workers of all ranks of a host import it at once
 OUTPUT_BYTES = 1 << 16  # printed per worker; replacements of a worker may print less
 
@@ -30,18 +41,12 @@ REMEDIES = {
     TIMEOUT: "make the function faster or raise reward.timeout_s",
     NOT_FINITE: "return a finite number that float32 can hold",
     WRONG_TYPE: 'return a number, or a dict with a number as "score"',
+    SERVER: "look at the log of the reward server",
     DIED: "the function must not end its process; look for crashes and for memory running out",
 }
 
-_MAIN = (
-    "import sys; sys.path[:] = {path!r}; from verl_megatron.rewards.worker import main; "
-    "main({spec!r}, connection={connection}, parent={parent}, output_bytes={output})"
-)
-_COLUMNS: dict[str, list[str]] = {}  # that reward files need, by their spec
-_LONGEST_S = 1e6  # longest socket timeout
-_LONGEST_ANSWER = 1 << 20  # bytes
-_GRACE_S = 5.0  # for a worker's processes to exit after its connection closes
-_KILLED_BY_OTHERS = (KILLED, -signal.SIGKILL)  # for example by the OOM killer; a retry may succeed
+# What a call gave: score, metrics, kind of failure (None: it went well), its text, and ms.
+Outcome = list[Any]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,82 +60,90 @@ class Reward:
 
 @dataclass(kw_only=True, slots=True)
 class Failure:
-    """A sample whose reward failed, formatted for messages."""
+    """A function that failed on a sample, formatted for messages."""
 
     kind: str
     error: str
     sample_id: int
     prompt: str
     response: str
+    function: str = ""  # its name, where a run has several
 
     def __str__(self) -> str:
         prompt, response = short_repr(self.prompt, limit=500), short_repr(self.response, limit=500)
         example = f"\n  prompt: {prompt}\n  response: {response}"
-        return f"reward {self.kind} on sample {self.sample_id}: {self.error}{example}"
+        of = f" of {self.function}" * bool(self.function)
+        return f"reward {self.kind}{of} on sample {self.sample_id}: {self.error}{example}"
 
 
-def check_reward(spec: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
-    """Import reward.function=`spec` in a worker within `timeout_s` and return the problems found."""
-    if spec in REWARDS:
-        return [problem] if (problem := builtin_problem(spec)) else []
-    try:
-        worker = _Worker(spec, output_bytes=0)
-    except ValueError as error:
-        return [str(error)]
-    try:
-        worker.wait(timeout_s)
-        _COLUMNS[spec] = worker.columns
-    except ValueError as error:
-        return [str(error)]
-    finally:
-        worker.end()
-    return []
+@dataclass(slots=True)
+class _Pending:
+    """A sample that has been submitted."""
 
-
-def columns_problem(spec: str, columns: Collection[str]) -> str:
-    """Return which argument of a checked reward no column of the data gives; empty if there is none."""
-    missing = next((name for name in _COLUMNS.get(spec, []) if name not in columns), "")
-    shown = ", ".join(map(short_repr, sorted(columns)[:20])) or "none besides prompt and answer"
-    return missing and (
-        f"reward.function={short_repr(spec)} takes the argument {short_repr(missing)}, and the data have no "
-        f"such column; they have {shown}"
-    )
+    prompt: str
+    response: str
+    parts: tuple[Part, ...]
+    outcomes: "list[Future[Outcome]]"  # of each part
 
 
 class RewardPool:
-    """Scores samples with the reward function `spec` in `workers` sandboxed processes.
+    """Scores samples with the reward functions of `spec` in `workers` sandboxed processes.
 
-    The processes start here and end by `close` or with this process. A call gives `failure_score` if it
-    raises, takes longer than `timeout_s` (its worker is killed and replaced), returns NaN, infinity or no
-    number, or ends its worker. A call whose worker is killed from outside is retried once.
+    The processes start here and end by `close` or with this process. Each of them imports all functions.
+    Servers are asked by as many threads each. A sample's score is that of its function, or the weighted sum
+    of several (plan.py). A function gives `failure_score` if it raises, takes longer than `timeout_s` (its
+    worker is killed and replaced), returns NaN, infinity or no number, or ends its worker, and a server if it
+    gives no score within `timeout_s`. The functions of a sample have `timeout_s` together. A call whose
+    worker is killed from outside is retried once.
 
-    `failures` (count by kind), `first_failure`, `total_ms` and `calls` cover the samples of the last
-    `results()`; `examples` keeps the first failure of each kind. `refused` is the system's reason for not
-    giving the workers their own namespaces (sandbox.py); empty if they have them.
+    `failures` (count by kind), `failed` (samples of which no function gave a score), `first_failure`,
+    `total_ms` and `calls` cover the samples of the last `results()`; `examples` keeps the first failure of
+    each kind and function. `refused` is the system's reason for not giving the workers their own namespaces
+    (sandbox.py); empty if they have them.
+
+    Args:
+        options: keyword arguments of built-in functions, by their names.
 
     Raises:
-        ValueError: `spec` names no function that can be loaded, or a setting is out of range.
+        ValueError: `spec` names no functions that can be loaded, or a setting is out of range.
     """
 
-    def __init__(self, spec: str, *, workers: int = 1, timeout_s: float = 10.0, failure_score: float = 0.0):
+    def __init__(
+        self,
+        spec: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        workers: int = 1,
+        timeout_s: float = 10.0,
+        failure_score: float = 0.0,
+    ):
         if workers < 1:
             raise ValueError(f"reward.workers={workers} must be at least 1")
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s={timeout_s} must be greater than 0")
         self.spec, self.timeout_s, self.failure_score = spec, timeout_s, failure_score
+        self.plan, self.options = read_plan(spec), dict(options or {})
         self.failures: Counter[str] = Counter()
+        self.failed = 0
         self.first_failure: Failure | None = None
         self.examples: dict[str, Failure] = {}
         self.metric_names: set[str] = set()  # of the samples of the last results()
         self.total_ms = 0.0
         self.calls = 0
-        self._pending: dict[int, tuple[str, str, Future]] = {}
-        self._tasks: SimpleQueue[tuple[tuple, Future] | None] = SimpleQueue()
+        self._pending: dict[int, _Pending] = {}
+        self.in_workers = [one for one in self.plan.specs if not is_url(one)]
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._servers = {url: SimpleQueue() for url in self.plan.specs if is_url(url)}
+        self._scorers = [
+            ServerScorer(url, samples, timeout_s=timeout_s)
+            for url, samples in self._servers.items()
+            for _ in range(workers)
+        ]
         first: SimpleQueue[str | Exception] = SimpleQueue()
-        self._slots = [_Slot(self, first) for _ in range(workers)]
-        for slot in self._slots:
-            slot.start()
-        started = first.get()  # a wrong spec is reported now, not at the first sample
+        self._slots = [_Slot(self, first) for _ in range(workers if self.in_workers else 0)]
+        for thread in (*self._slots, *self._scorers):
+            thread.start()
+        started = first.get() if self._slots else ""  # a wrong spec is reported now, not at the first sample
         if isinstance(started, Exception):
             self.close()
             raise started
@@ -144,7 +157,7 @@ class RewardPool:
 
     @property
     def latency_ms(self) -> float:
-        """Mean time of a call, ms, over the samples of the last `results()`."""
+        """Mean time of a sample's calls, ms, over the samples of the last `results()`."""
         return self.total_ms / max(self.calls, 1)
 
     def submit(
@@ -156,37 +169,85 @@ class RewardPool:
         extra: dict[str, Any] | None = None,
         messages: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Queue a sample for the workers and return immediately; `messages` are those of a chat prompt."""
-        assert sample_id not in self._pending, f"sample {sample_id} was submitted twice"
-        future: Future = Future()
-        self._pending[sample_id] = (prompt, response, future)
-        self._tasks.put(((prompt, response, ground_truth, extra or {}, messages), future))
+        """Queue a sample for the workers and return immediately; `messages` are those of a chat prompt.
 
-    def results(self, *, progress: Callable[[], None] = lambda: None) -> dict[int, Reward]:
-        """Return rewards by sample_id of the samples submitted since the last call.
+        Raises:
+            ValueError: no function is for rows of its data_source.
+        """
+        assert sample_id not in self._pending, f"sample {sample_id} was submitted twice"
+        extra = extra or {}
+        parts = self.plan.parts(source_of(extra))
+        if not parts:
+            raise ValueError(
+                f"reward.function={short_repr(self.spec)} has no entry for data_source "
+                f"{short_repr(source_of(extra))}; add one, or an entry default"
+            )
+        call = (prompt, response, ground_truth, extra, messages)
+        pending = _Pending(prompt, response, parts, [Future() for _ in parts])
+        self._pending[sample_id] = pending
+        here: list[tuple[int, Future[Outcome]]] = []
+        for part, outcome in zip(parts, pending.outcomes):
+            if part.spec in self._servers:
+                self._servers[part.spec].put((call, outcome))
+            else:
+                here.append((self.in_workers.index(part.spec), outcome))
+        if here:
+            self._tasks.put((call, here))
+
+    def are_done(self, sample_ids: Iterable[int]) -> bool:
+        """Whether `results` would return the rewards of these samples at once."""
+        waiting = (outcome for sample_id in sample_ids for outcome in self._pending[sample_id].outcomes)
+        return all(outcome.done() for outcome in waiting)
+
+    def results(
+        self, sample_ids: Iterable[int] | None = None, *, progress: Callable[[], None] = lambda: None
+    ) -> dict[int, Reward]:
+        """Return rewards by sample_id of these samples, or of all submitted and not yet returned.
 
         Calls `progress` after each of them.
         """
-        pending, self._pending = self._pending, {}
-        self.failures, self.total_ms, self.calls = Counter(), 0.0, len(pending)
+        wanted = list(self._pending) if sample_ids is None else sample_ids
+        pending = {sample_id: self._pending.pop(sample_id) for sample_id in wanted}
+        self.failures, self.failed, self.total_ms, self.calls = Counter(), 0, 0.0, len(pending)
         self.first_failure, self.metric_names = None, set()
         rewards = {}
-        for sample_id, call in pending.items():
-            rewards[sample_id] = self._collect(sample_id, *call)
+        for sample_id, sample in pending.items():
+            rewards[sample_id] = self._collect(sample_id, sample)
             progress()
         return rewards
 
-    def _collect(self, sample_id: int, prompt: str, response: str, future: Future) -> Reward:
-        score, metrics, kind, text, elapsed_ms = future.result()
-        self.total_ms += elapsed_ms
-        if kind is None:
-            self.metric_names |= metrics.keys()
-            return Reward(score=score, metrics=metrics)
-        failure = Failure(kind=kind, error=text, sample_id=sample_id, prompt=prompt, response=response)
+    def _collect(self, sample_id: int, sample: _Pending) -> Reward:
+        outcomes, is_plain = [future.result() for future in sample.outcomes], self.plan.is_plain
+        score, metrics, failed = 0.0, {}, []
+        for part, (own, reported, kind, text, elapsed_ms) in zip(sample.parts, outcomes):
+            self.total_ms += elapsed_ms
+            if kind is not None:
+                own, name = self.failure_score, "" if is_plain else part.name
+                self._fail(sample_id, sample, kind, text, name)
+                failed.append(kind)
+            score = own if is_plain else score + part.weight * own
+            metrics |= reported if is_plain else _of_part(part.name, own, reported if kind is None else {})
+        self.failed += len(failed) == len(outcomes)
+        if not abs(score) <= FLOAT32_MAX:  # a sum of several
+            self._fail(sample_id, sample, NOT_FINITE, f"the weighted sum is {score}, beyond float32", "")
+            failed.append(NOT_FINITE)
+            score = self.failure_score
+        self.metric_names |= metrics.keys()
+        return Reward(score=score, metrics=metrics, failure=failed[0] if failed else None)
+
+    def _fail(self, sample_id: int, sample: _Pending, kind: str, text: str, name: str) -> None:
+        """Count a failure of the function `name`; empty: of the only one."""
+        failure = Failure(
+            kind=kind,
+            error=text,
+            sample_id=sample_id,
+            prompt=sample.prompt,
+            response=sample.response,
+            function=name,
+        )
         self.failures[kind] += 1
-        self.examples.setdefault(kind, failure)
+        self.examples.setdefault(f"{kind} of {name}" if name else kind, failure)
         self.first_failure = self.first_failure or failure
-        return Reward(score=self.failure_score, failure=kind)
 
     def complaint(self, failed: int, calls: int) -> str:
         """Return why the samples of the last `results()` are unusable; empty if no reason was found here.
@@ -213,8 +274,22 @@ class RewardPool:
         for slot in self._slots:
             slot.closing = True
             self._tasks.put(None)
+        for samples in self._servers.values():
+            for _ in self._scorers:
+                samples.put(None)
+        for scorer in self._scorers:
+            scorer.close()
         for slot in self._slots:
             slot.finish()
+
+
+def _of_part(name: str, score: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a sample that one of several functions gives."""
+    return {name: score} | {f"{name}/{own}": value for own, value in metrics.items()}
+
+
+# A sample, and the numbers of the functions that score it, with where their outcomes go.
+_Task = tuple[tuple[Any, ...], "Sequence[tuple[int, Future[Outcome]]]"]
 
 
 class _Slot(Thread):
@@ -225,8 +300,9 @@ class _Slot(Thread):
 
     def __init__(self, pool: RewardPool, first: SimpleQueue):
         super().__init__(daemon=True, name="reward")
-        self._spec, self._timeout_s, self._tasks, self._first = pool.spec, pool.timeout_s, pool._tasks, first
-        self._worker: _Worker | None = None
+        self._specs, self._options, self._timeout_s = pool.in_workers, pool.options, pool.timeout_s
+        self._tasks, self._first = pool._tasks, first
+        self._worker: WorkerProcess | None = None
         self._starts = 0
         self.closing = False
 
@@ -236,8 +312,7 @@ class _Slot(Thread):
         except Exception as error:
             self._first.put(error)
         while (task := self._tasks.get()) is not None:
-            call, future = task
-            future.set_result(self._call(call))
+            self._call_all(*task)
         self._end_worker()
 
     def finish(self) -> None:
@@ -248,21 +323,32 @@ class _Slot(Thread):
                 worker.stop()  # makes a call in progress fail
             self.join(0.1)
 
-    def _call(self, call: tuple) -> list:
-        """Return score, metrics, kind of failure, its text, and ms."""
+    def _call_all(self, call: tuple, functions: "Sequence[tuple[int, Future[Outcome]]]") -> None:
+        """Call functions one after the other; they have the time limit together."""
+        left_s = self._timeout_s
+        for number, future in functions:
+            outcome = (
+                self._call(number, call, left_s)
+                if left_s > 0
+                else [0.0, {}, TIMEOUT, f"functions before it took all of the {self._timeout_s} s", 0.0]
+            )
+            left_s = 0.0 if outcome[2] == TIMEOUT else left_s - outcome[4] / 1000
+            future.set_result(outcome)
+
+    def _call(self, number: int, call: tuple, timeout_s: float) -> Outcome:
         started = time.perf_counter()
         for repeated in (False, True):
             try:
                 worker = self._ensure_worker()
-                score, metrics, kind, text, elapsed_ms = worker.ask(pickle.dumps(call), self._timeout_s)
-                return [float(score), metrics, kind, text, elapsed_ms]
+                score, metrics, kind, text, elapsed_ms = worker.ask(pickle.dumps((number, call)), timeout_s)
+                return [float(score), dict(metrics), kind, text, float(elapsed_ms)]
             except TimeoutError:
                 self._end_worker()
                 kind, text = TIMEOUT, f"no answer within {self._timeout_s} s"
-            except _LostWorkerError:
-                code = self._end_worker(grace_s=_GRACE_S)
-                kind, text = DIED, f"its process ended: {_cause(code)}"
-                if code in _KILLED_BY_OTHERS and not repeated:
+            except LostWorkerError:
+                code = self._end_worker(grace_s=GRACE_S)
+                kind, text = DIED, f"its process ended: {cause_of(code)}"
+                if code in KILLED_BY_OTHERS and not repeated:
                     continue
             except (
                 Exception
@@ -272,7 +358,7 @@ class _Slot(Thread):
             break
         return [0.0, {}, kind, text, (time.perf_counter() - started) * 1000]
 
-    def _ensure_worker(self) -> "_Worker":
+    def _ensure_worker(self) -> WorkerProcess:
         """Return the worker, started if there is none; ValueError if it cannot be started."""
         if self.closing:
             raise ValueError("the pool is closed")
@@ -282,118 +368,16 @@ class _Slot(Thread):
             if self._worker is not None:
                 break
             self._starts += 1
-            self._worker = _Worker(self._spec, output_bytes=OUTPUT_BYTES // self._starts)
-            try:
-                self._worker.wait(START_TIMEOUT_S)
-            except ValueError:
+            self._worker = WorkerProcess(
+                self._specs, self._options, output_bytes=OUTPUT_BYTES // self._starts
+            )
+            if problems := self._worker.wait(START_TIMEOUT_S):
                 code = self._end_worker()
-                if repeated or code not in _KILLED_BY_OTHERS:
-                    raise
+                if repeated or code not in KILLED_BY_OTHERS:
+                    raise ValueError(problems[0])
         assert self._worker is not None
         return self._worker
 
     def _end_worker(self, *, grace_s: float = 0.0) -> int | None:
         worker, self._worker = self._worker, None
         return None if worker is None else worker.end(grace_s=grace_s)
-
-
-class _LostWorkerError(Exception):
-    """A worker ended or sent a malformed answer."""
-
-
-class _Worker:
-    """A sandboxed process that imports the reward function `spec`; ValueError if none can be started."""
-
-    def __init__(self, spec: str, *, output_bytes: int):
-        self.refused = ""  # why it has no own namespaces
-        self.columns: list[str] = []  # of the data that the function needs
-        self._setting = f"reward.function={short_repr(spec)}"
-        self._socket, theirs = socket.socketpair()
-        self._answers = self._socket.makefile("rb")
-        command = _MAIN.format(
-            path=sys.path, spec=spec, connection=theirs.fileno(), parent=os.getpid(), output=output_bytes
-        )
-        try:
-            with theirs:
-                # Its own session: torchrun sends SIGTERM to the trainer's group, which still needs answers.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", command],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-        except (OSError, ValueError) as error:
-            self._close()
-            raise ValueError(
-                f"{self._setting}: no worker process can be started: {described(error)}"
-            ) from None
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the import; ValueError if it fails or takes longer than `timeout_s`."""
-        try:
-            answer = self.ask(b"", timeout_s)
-        except TimeoutError:
-            problem = f"takes longer than {timeout_s:.0f} s"
-        except _LostWorkerError:
-            problem = f"ends its process ({_cause(self.end(grace_s=_GRACE_S))})"
-        else:
-            if "problem" in answer:
-                raise ValueError(answer["problem"])
-            self.refused, self.columns = answer["refused"], answer["columns"]
-            return
-        raise ValueError(f"{self._setting}: importing the file {problem}; {OUT_OF_TOP_LEVEL}")
-
-    def ask(self, request: bytes, timeout_s: float) -> Any:
-        """Send a request and wait for the answer.
-
-        Raises:
-            TimeoutError: no answer within `timeout_s`.
-            _LostWorkerError: the worker ended or sent a malformed answer.
-        """
-        self._socket.settimeout(min(timeout_s, _LONGEST_S))
-        try:
-            self._socket.sendall(request)
-            return json.loads(self._answers.readline(_LONGEST_ANSWER))
-        except TimeoutError:
-            raise
-        except (OSError, ValueError) as error:
-            raise _LostWorkerError from error
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def end(self, *, grace_s: float = 0.0) -> int | None:
-        """End all its processes.
-
-        Returns:
-            The exit code if they exited by themselves within `grace_s`, else None.
-        """
-        try:
-            code = self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        self.stop()
-        self._close()
-        return code
-
-    def stop(self) -> None:
-        self._process.terminate()  # the warden ends the others
-        try:
-            self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _close(self) -> None:
-        self._answers.close()
-        self._socket.close()
-
-
-def _cause(code: int | None) -> str:
-    """Describe how a worker ended, from its exit code."""
-    if code is None:
-        return "it closed its connection"
-    number = -code if code < 0 else code - 128
-    return (
-        f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
-    )

@@ -24,7 +24,7 @@ KILLED = 128 + signal.SIGKILL  # exit code of the warden when the worker was kil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000  # linux/sched.h
-_LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(parent: int, *, connection: int, output_bytes: int) -> str:
@@ -36,7 +36,7 @@ def enter(parent: int, *, connection: int, output_bytes: int) -> str:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until each process has its handler
-    _end_with_parent(signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
     printed, printing = os.pipe()
@@ -50,26 +50,26 @@ def enter(parent: int, *, connection: int, output_bytes: int) -> str:
     for stream in (1, 2):
         os.dup2(printing, stream)
     os.close(printing)
-    _end_with_parent(signal.SIGTERM if refused else signal.SIGKILL)
+    end_with_parent(signal.SIGTERM if refused else signal.SIGKILL)
     if refused:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
     if worker:
         os.close(connection)
         _reap(worker)
-    _end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     os.setsid()  # a signal to its process group reaches neither of the other two
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     return refused
 
 
-def _end_with_parent(number: int) -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+def end_with_parent(number: int) -> None:
+    LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn:
     """Run the warden: on SIGTERM it sends `ending` to the reaper; it exits with the worker's exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: _end(reaper, ending))
+    signal.signal(signal.SIGTERM, lambda *_: signal_process(reaper, ending))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     left = output_bytes
     while chunk := os.read(printed, 1 << 16):  # ends when no process of the sandbox is left
@@ -81,17 +81,17 @@ def _keep(reaper: int, ending: int, printed: int, output_bytes: int) -> NoReturn
         except OSError:  # stderr is closed
             left = 0
         left -= len(chunk)
-    _leave_as(os.waitpid(reaper, 0)[1])
+    leave_as(os.waitpid(reaper, 0)[1])
 
 
-def _end(process: int, number: int) -> None:
+def signal_process(process: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended and been reaped
         os.kill(process, number)
 
 
 def _reap(worker: int) -> NoReturn:
     """Run the reaper: the first process of a namespace, or else the subreaper that adopts orphans."""
-    signal.signal(signal.SIGTERM, lambda *_: _end(worker, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: signal_process(worker, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ended, status = os.waitpid(-1, 0)
     while ended != worker:
@@ -102,10 +102,10 @@ def _reap(worker: int) -> NoReturn:
             for child in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)  # its children are now this process's
-    _leave_as(status)
+    leave_as(status)
 
 
-def _leave_as(status: int) -> NoReturn:
+def leave_as(status: int) -> NoReturn:
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
@@ -131,7 +131,7 @@ def _unshare() -> int:
         os.read(ready, 1)
         os._exit(_map_ids(os.getppid()))
     os.close(ready)
-    error = ctypes.get_errno() or errno.EPERM if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) else 0
+    error = ctypes.get_errno() or errno.EPERM if LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) else 0
     os.close(unshared)  # lets the outside process continue
     return error or os.waitstatus_to_exitcode(os.waitpid(outside, 0)[1])
 

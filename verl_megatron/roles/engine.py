@@ -71,7 +71,7 @@ class EngineOptions:
 
     config: EngineConfig
     seed: int  # of initial weights
-    temperature: float = 1.0  # of the sampling distribution; divides the logits of a language-model head
+    temperature: float = 1.0  # of samples that have none; divides the logits of a language-model head
     progress: Callable[[], None] = lambda: None  # called before each micro-batch
     critic: CriticConfig = field(default_factory=CriticConfig)  # of a value head on the actor's trunk
 

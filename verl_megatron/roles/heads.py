@@ -33,6 +33,7 @@ class HeadOutputs:
 
 def _log_probs(hidden_TH: Tensor, chunk: torch.nn.Module, micro: MicroBatch, softmax: Softmax) -> Outputs:
     hidden_NH = hidden_TH.index_select(0, micro.index)
+    softmax = replace(softmax, temperature=micro.fields.get("temperature", softmax.temperature))
     logprobs, entropy = token_log_probs(hidden_NH, head_weight(chunk), micro.labels, softmax)
     return {"logprobs": logprobs, "entropy": entropy}
 

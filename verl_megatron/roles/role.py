@@ -17,13 +17,16 @@ from verl_megatron.config import ModelConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector, trim
 from verl_megatron.data.micro_batch import MicroBatch
+from verl_megatron.data.packing import MICRO_BATCHES_PER_STAGE
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.roles.engine import Engine, EngineOptions, Loss
 from verl_megatron.roles.heads import HEADS, Outputs
 from verl_megatron.roles.inference import filled, infer_models
+from verl_megatron.roles.token_budget import LongestRows, TokenBudget, budget_of_updates
 
-TOKENS = ("generated_ids", "attention_mask", "response_mask")  # fields that every pass needs
+# Fields that every pass needs; the temperature is not always set.
+TOKENS = ("generated_ids", "attention_mask", "response_mask", "temperature")
 
 
 @dataclass(slots=True)
@@ -52,11 +55,23 @@ class Update:
     stop: Callable[[Sums], bool] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is known of a model's training before it begins."""
+
+    steps: int  # of the optimizer, in the whole run
+    rows: LongestRows  # of a mini-batch, on a data-parallel rank
+
+
 class Role:
     """Actor, critic, reference, teacher or reward model. Methods are collective over its `world`."""
 
-    def __init__(self, engine: Engine, collector: DataCollector):
-        self.engine, self.collector = engine, collector
+    def __init__(self, engine: Engine, collector: DataCollector, *, budget: TokenBudget | None = None):
+        """
+        Args:
+            budget: of updates; None: engine.tokens_per_micro_batch.
+        """
+        self.engine, self.collector, self.budget = engine, collector, budget
 
     @property
     def world(self) -> RankSet:
@@ -72,11 +87,20 @@ class Role:
         here = RolloutBatch(
             input_ids=fields["sample_id"].new_zeros(len(fields["sample_id"]), 0), **trim(fields, width)
         )
-        budget = self.engine.config.tokens_per_micro_batch * layout.cp
-        micro = table.micro_batches(
+        return DispatchedBatch(here, table, dp_of_sample, self._micro_batches(here, table))
+
+    def _micro_batches(self, here: RolloutBatch, table: SampleTable) -> list[list[list[int]]]:
+        """Return the micro-batches of each mini-batch of the samples on this rank."""
+        layout, usual = self.engine.layout, self.engine.config.tokens_per_micro_batch * self.engine.layout.cp
+        budget = usual
+        if self.budget is not None:
+            budget = self.budget.tokens * layout.cp
+            if layout.pp > 1:
+                share = table.largest_tokens // (layout.dp * layout.pp * MICRO_BATCHES_PER_STAGE)
+                budget = min(budget, max(usual, share))
+        return table.micro_batches(
             here.sample_id, tokens_per_micro_batch=budget, multiple_of=layout.pp if layout.vpp > 1 else 1
         )
-        return DispatchedBatch(here, table, dp_of_sample, micro)
 
     def send_fields(self, dispatched: DispatchedBatch, batch: RolloutBatch, names: Sequence[str]) -> None:
         """Send per-token fields of dispatched samples; fields that are None are skipped."""
@@ -100,6 +124,11 @@ class Role:
     def update(self, dispatched: DispatchedBatch, update: Update) -> tuple[Sums, int]:
         """Run optimizer steps over all mini-batches for `epochs`; return metrics and the number of steps."""
         sums, steps, table = Sums(), 0, dispatched.table
+        if self.budget is not None:
+            if self.budget.review():
+                dispatched.micro_batches = self._micro_batches(dispatched.batch, table)
+            head = HEADS[self.engine.head].metrics
+            sums.add(f"{head}/tokens_per_micro_batch", self.budget.tokens, 1)
         for _ in range(update.epochs):
             for mini_batch, micro in zip(table.mini_batches, dispatched.micro_batches):
                 fields = update.fields if steps or update.first_fields is None else update.first_fields
@@ -175,10 +204,13 @@ def make_role(
     arch: Architecture,
     head: Head,
     options: EngineOptions,
-    train_steps: int = 0,
+    training: Training | None = None,
 ) -> Role:
-    """Build a role on the ranks of its layout; it is trainable if `train_steps` is above 0."""
+    """Build a role on the ranks of its layout; without `training` it is frozen."""
     engine = Engine(arch=arch, folder=model.path, groups=groups, head=head, options=options)
-    if train_steps:
-        engine.prepare_training(lr=model.lr, total_steps=train_steps)
-    return Role(engine, DataCollector(groups.layout, groups.world, device=device.device()))
+    collector, budget = DataCollector(groups.layout, groups.world, device=device.device()), None
+    if training is not None:
+        engine.prepare_training(lr=model.lr, total_steps=training.steps)
+        if options.config.dynamic_batching:
+            budget = budget_of_updates(engine, training.rows)
+    return Role(engine, collector, budget=budget)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.rank_set import RankSet
+from verl_megatron.rollout.admission import Admission
 from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampling import Generation, Request, token_budget
 
@@ -53,25 +54,27 @@ class Dispatcher:
     """Draws from the queue for a replica and broadcasts the result to its TP ranks.
 
     A replica first draws its fair share, up to the number of samples that it decodes concurrently. Then it
-    draws one for each that finishes. Nothing is reserved for replicas that finish early: a decoding step
-    takes about as long with more samples, so a sample that starts late ends late. Only TP rank 0 accesses the
-    queue. It broadcasts only if there is room for samples and the queue may not be empty.
+    draws as many as finish; the number may change meanwhile. Nothing is reserved for replicas that finish
+    early: a decoding step takes about as long with more samples, so a sample that starts late ends late. Only
+    TP rank 0 accesses the queue. It broadcasts only if there is room for samples and the queue may not be
+    empty.
 
     Args:
         queue: on every rank, used by the first of `group`.
-        limit: maximum number of samples that a replica decodes concurrently.
+        admission: how many samples the replica decodes concurrently.
         group: CPU group of the replica's TP ranks; None: the replica is one rank.
     """
 
-    def __init__(self, queue: WorkQueue, *, limit: int, group: dist.ProcessGroup | None):
+    def __init__(self, queue: WorkQueue, *, admission: Admission, group: dist.ProcessGroup | None):
         self.queue = queue
         self.group = group
-        self.target = max(1, min(limit, -(-queue.total // queue.num_replicas)))
+        self.admission = admission
+        self.share = max(1, -(-queue.total // queue.num_replicas))
         self.exhausted = False
 
     def draw(self, running: int) -> range:
         """Draw the samples to start while `running` are in flight. Collective over `group`."""
-        room = self.target - running
+        room = min(self.admission.target, self.share) - running
         if self.exhausted or room <= 0:
             return range(0)
         drawn = self._take(room)
@@ -116,7 +119,10 @@ def generate(
     for request in requests:
         _check_request(request, engine)
     queue = WorkQueue(len(requests), num_replicas=engine.num_replicas if shared else 1, world=engine.world)
-    dispatcher = Dispatcher(queue, limit=engine.max_num_seqs, group=engine.tp_group)
+    admission = engine.admission
+    if requests:
+        admission.begin(requests, max_model_len=engine.max_model_len)
+    dispatcher = Dispatcher(queue, admission=admission, group=engine.tp_group)
     place = {request.sample_id: index for index, request in enumerate(requests)}
     turns, done, num_running = _Turns(engine, continue_turn), {}, 0
     with engine.session():
@@ -124,19 +130,23 @@ def generate(
             drawn = dispatcher.draw(num_running)
             for index in drawn:
                 engine.submit(requests[index])
+                admission.start(requests[index])
             num_running += len(drawn)
             if not num_running:
                 break
             on_step()
+            finished = []
             for generation in engine.step():
                 sample, next_request = turns.add(requests[place[generation.sample_id]], generation)
                 if next_request is not None:
                     engine.submit(next_request)
                     continue
-                num_running -= 1
+                finished.append(sample)
                 done[place[sample.sample_id]] = sample
                 if on_finish and engine.is_owner:
                     on_finish(sample)
+            admission.observe(engine.read_cache(), finished)
+            num_running -= len(finished)
     samples = [done[index] for index in sorted(done)]
     _check_same_samples(samples, engine)
     return samples

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from parallel.rank_set import RankSet
 from verl_megatron.residency import Tag
+from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.sampling import Generation, Request
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")  # in wake-up order
@@ -44,11 +45,7 @@ class RolloutEngine(Protocol):
     max_model_len: int  # maximum length of prompt and response together
     vocab_size: int
     has_tokenizer: bool  # required for stop strings
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of requests decoded concurrently."""
-        ...
+    admission: Admission  # how many requests are decoded concurrently
 
     @property
     def is_owner(self) -> bool:
@@ -76,8 +73,16 @@ class RolloutEngine(Protocol):
         """Decode one token of every running request; return the requests that finished."""
         ...
 
+    def read_cache(self) -> CacheReading:
+        """Return the use of the KV cache after the last step; cheap, the same on each rank."""
+        ...
+
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
+        ...
+
+    def num_generated(self, request_id: int) -> int:
+        """Return the tokens that a running request has generated so far."""
         ...
 
     def sleep(self) -> None:

@@ -39,6 +39,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def trained_temperature(self) -> float:
+        """The temperature of the log-probs: vLLM's are those of temperature 1 for greedy samples."""
+        return self.temperature or 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -48,6 +53,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     seed: int  # sampling seed, see `sample_seed`
     sampling: Sampling = field(default_factory=Sampling)
+    cache_salt: str = ""  # the prefix cache serves only requests of the same one
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,12 @@ from parallel.weights.rules import vllm_tp_problems
 from verl_megatron.config import RolloutConfig, older_settings
 from verl_megatron.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from verl_megatron.rollout import vllm_cpu, vllm_weights
+from verl_megatron.rollout.admission import Admission, CacheReading
 from verl_megatron.rollout.dispatch import generate
 from verl_megatron.rollout.engine import TAGS, Tag, num_replicas
 from verl_megatron.rollout.sampling import Generation, Request, Sampling, sample_seed, token_budget
 from verl_megatron.rollout.state import preserved_environment, preserved_random_state
+from verl_megatron.rollout.vllm_cache import CacheGauge, cache_of, internal_id
 from verl_megatron.rollout.vllm_process import (
     ENVIRONMENT,
     check_ranks,
@@ -125,6 +127,10 @@ class VLLMActor:
         self.world = rank_set.world()  # standalone, vLLM has created the default group
         model_config = self._llm.llm_engine.model_config
         self.max_model_len, self.vocab_size = model_config.max_model_len, model_config.get_vocab_size()
+        self._gauge = CacheGauge(self._llm, required=self.config.dynamic_batching)
+        self.admission = Admission(
+            cache_of(self._llm), limit=self.config.max_num_seqs, adaptive=self.config.dynamic_batching
+        )
 
     def _start(self, options: dict[str, Any], shared_weights: Mapping[str, Tensor]):
         with starting():
@@ -187,11 +193,6 @@ class VLLMActor:
         return cache.num_gpu_blocks * cache.block_size
 
     @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of requests decoded concurrently."""
-        return self.config.max_num_seqs
-
-    @property
     def is_owner(self) -> bool:
         """Whether this rank is the owner rank of its replica's samples."""
         return self.tp_rank == 0
@@ -219,14 +220,18 @@ class VLLMActor:
 
         budget = token_budget(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = _sampling_params(request.sampling, seed=request.seed, max_tokens=budget)
-        self._llm.llm_engine.add_request(
-            str(request.sample_id), tokens_input(list(request.prompt_token_ids)), params
-        )
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
+        self._llm.llm_engine.add_request(str(request.sample_id), prompt, params)
         self._running[request.sample_id] = request
+        self._gauge.add(request.sample_id)
 
     def step(self) -> list[Generation]:
         """Decode one token of every running request; return the requests that finished."""
         return [self._finished(output) for output in self._llm.llm_engine.step() if output.finished]
+
+    def read_cache(self) -> CacheReading:
+        """Return the use of the KV cache after the last step."""
+        return self._gauge.read()
 
     def abort(self, request_ids: Sequence[int]) -> list[Generation]:
         """Abort running requests; return their partial generations, with finish_reason "abort"."""
@@ -238,13 +243,20 @@ class VLLMActor:
         self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
         return generations
 
+    def num_generated(self, request_id: int) -> int:
+        """Return the tokens that a running request has generated so far."""
+        output = _partial_output(self._llm.llm_engine.output_processor, str(request_id))
+        return len(output.outputs[0].token_ids)
+
     def _drop(self, request_ids: Sequence[int]) -> None:
         self._llm.llm_engine.abort_request([str(sample_id) for sample_id in request_ids])
         for sample_id in request_ids:
             del self._running[sample_id]
+            self._gauge.remove(sample_id)
 
     def _finished(self, output) -> Generation:
         request, completion = self._running.pop(int(output.request_id)), output.outputs[0]
+        self._gauge.remove(request.sample_id)
         logprobs = list(completion.logprobs.logprobs)
         assert len(logprobs) == len(completion.token_ids)
         return Generation(
@@ -344,11 +356,10 @@ class VLLMActor:
 
 
 def _partial_output(processor, request_id: str):
-    """Return the output of a running request so far; newer vLLM versions use internal request ids."""
+    """Return the output of a running request so far."""
     from vllm.v1.engine import FinishReason
 
-    internal_id = getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
-    state = processor.request_states[internal_id]
+    state = processor.request_states[internal_id(processor, request_id)]
     return state.make_request_output(
         new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
     )

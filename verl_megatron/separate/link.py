@@ -1,188 +1,220 @@
-"""The training world's link to a rollout world: bridge, samples, weights; made anew when that world dies."""
+"""The training world's link to one rollout world: a bridge with its weight syncs, orders and samples."""
 
 import gc
 import pickle
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels, together
+from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels
 from parallel.rank_set import RankSet
 from parallel.reshard.execute import ReshardReport
-from parallel.reshard.plan import Plan
 from parallel.reshard.source import WeightSource
 from parallel.reshard.transport import Parameters
-from parallel.reshard.versions import VersionedReshard
 from verl_megatron.config import TrainerConfig
-from verl_megatron.model_specs import rollout_devices
-from verl_megatron.separate.orders import ENGINE, FIRST, SHARDS, SourceShards
+from verl_megatron.model_specs import ServingWorld
+from verl_megatron.separate.identity import PublishedWeights
+from verl_megatron.separate.orders import (
+    ENGINE,
+    SHARDS,
+    STOP,
+    Order,
+    Reply,
+    Samples,
+    SourceShards,
+    StreamOrder,
+    fetch_key,
+    order_key,
+    version_key,
+)
 from verl_megatron.separate.weights import send_versions
 
-MOST_FRUITLESS = 3  # rollout worlds that may end one after the other without having made a sample
+Keep = Callable[[int, Parameters], None]  # version, snapshot
 
 
 class RolloutLink:
-    """The exchange with the rollout world. Construction and `renew` are collective over both worlds.
+    """The exchange with a rollout world over one bridge, until either world ends.
 
-    With stale samples, it keeps a copy in host memory of each version whose samples may still be missing, so
-    that another rollout world makes the same ones.
+    Weight syncs are numbered; each brings a version, and an earlier version may come again. Construction is
+    collective over both worlds, all else over the training world.
 
     Args:
-        world: all training ranks.
+        number: of the bridge.
         source: the trained model's weights.
         dtype: of vLLM's weights.
+        keep: called in the background with each version that has been sent, and its snapshot.
         wait: called again and again while this rank waits for the other world.
-        say: prints a message on one rank.
+
+    Raises:
+        BridgeLostError: the rollout world ended meanwhile.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         world: RankSet,
-        source: WeightSource,
+        store: dist.Store,
+        served_by: ServingWorld,
         *,
+        number: int,
+        source: WeightSource,
         dtype: torch.dtype,
+        keep: Keep | None,
         wait: Callable[[], None],
-        say: Callable[[str], None],
     ):
-        self._config, self.world, self._source, self._dtype = config, world, source, dtype
-        self._wait, self._say = wait, say
-        self._keeps = config.async_.max_staleness > 0
-        self._kept: dict[int, Parameters] = {}  # host copies of versions
-        self._queue: list[int] = []  # versions to send from these copies, oldest first
-        self._fruitless = 0
-        self.bridge: Bridge
-        self.parcels: Parcels
-        self._versions: VersionedReshard
-        self._report = ReshardReport()
-        self.plan: Plan
-        self._join(first_order=0)
+        self.served_by, self._tp, self._wait = served_by, config.rollout.tp, wait
+        self.bridge = Bridge.join(
+            world, store, served_by.name, num_other=len(served_by.ranks), number=number, wait=wait
+        )
+        if self.bridge.rank == 0:
+            shards = SourceShards(shards=dict(source.shards), source_dtype=str(source.dtype))
+            self.bridge.put(SHARDS, pickle.dumps(shards))
+        self._parcels = Parcels(self.bridge, "samples")
+        self._version_of: dict[int, int] = {}  # by number of the sync
+        on_sent = None if keep is None else lambda sync, values: keep(self._version_of[sync], values)
+        self._versions = send_versions(config, self.bridge, source, dtype, keep=on_sent)
+        self.plan = self._versions.resharder.plan
+        verifies = config.reshard.verify != "none"
+        self._published = PublishedWeights(self.bridge, self._versions) if verifies else None
+        self._queue: deque[tuple[int, Parameters]] = deque()  # syncs to make from copies
+        self._num_orders = self._num_fetches = 0
+        self.has_made_samples = False
 
     @property
     def report(self) -> ReshardReport:
-        """Report of the latest transfer that has ended."""
-        return self._versions.report or self._report
+        """Report of the latest weight sync that has ended."""
+        return self._versions.report or ReshardReport()
 
     @property
     def kv_cache_tokens(self) -> int:
         """Size of a replica's cache."""
         return int(self.bridge.value(ENGINE))
 
+    @property
+    def num_replicas(self) -> int:
+        return self.bridge.num_serving // self._tp
+
     # ---- weights -------------------------------------------------------------------------------------------
 
-    def send(self, version: int) -> None:
-        """Begin to send the present weights, which may change at once.
+    @property
+    def version(self) -> int | None:
+        """The version of the latest sync; None before the first."""
+        return self._version_of.get(len(self._version_of))
 
-        If the rollout world is lost, `renew` sends again what is needed.
-        """
-        try:
-            while self._queue or self._versions.in_flight():
-                self.work()
-                self.bridge.check()
-                time.sleep(POLL_S)
-            self._versions.publish(version + 1)  # they count from 1
-        except (BridgeLostError, RuntimeError):
-            if self._keeps:
-                self._keep(version + 1, self._source.tensors)
-
-    def work(self) -> None:
-        """Go on with what is to be sent; called again and again while this rank waits."""
-        self._wait()
-        try:
-            while self._queue and not self._versions.in_flight():
-                version = self._queue.pop(0)
-                self._versions.publish(version + 1, self._kept.get(version))
-        except RuntimeError:
-            self._queue.clear()  # the rollout world is lost
-
-    def _keep(self, version: int, values: Parameters) -> None:
-        """Copy a version, counted from 1, to host memory."""
-        self._kept[version - 1] = {key: _host_copy(tensor, self._dtype) for key, tensor in values.items()}
-
-    def made_samples(self) -> None:
-        """Note that the rollout world works."""
-        self._fruitless = 0
-
-    def forget(self, before: int) -> None:
-        """Drop the copies of versions before this one, whose samples have all arrived."""
-        for version in [version for version in self._kept if version < before]:
-            del self._kept[version]
-
-    # ---- another rollout world -----------------------------------------------------------------------------
-
-    def renew(self, reason: str, *, since: float, first_order: int, versions: list[int]) -> None:
-        """Join the rollout world that follows one which was lost.
-
-        Args:
-            reason: how the loss was noticed.
-            since: since when (`time.perf_counter`) training has waited for samples.
-            first_order: number of the first order that it has to carry out.
-            versions: of the weights that it needs, increasing. Without copies, it is the present one.
+    def send(self, version: int, copy: Parameters | None = None) -> None:
+        """Begin a sync of the present weights, which may change at once, or of a copy of earlier ones.
 
         Raises:
-            ValueError: no other world joins, or several ended without having made a sample.
+            BridgeLostError: the rollout world has ended.
         """
-        self._fruitless += 1
-        if self._fruitless > MOST_FRUITLESS:
-            raise ValueError(
-                f"the rollout world ended {MOST_FRUITLESS} times without having made a sample ({reason}); "
-                "its last lines say why"
-            )
-        self._report = self.report
-        if (left := self._versions.abandon()) is not None and self._keeps:
-            self._keep(*left)
-        self._join(first_order=first_order, after=self.bridge.number)
-        self._queue = list(versions)
-        self.work()
-        self._say(
-            f"rollout world {self.bridge.number} has joined; training has waited "
-            f"{time.perf_counter() - since:.1f} s, and missing samples are made again"
-        )
+        sync = len(self._version_of) + 1
+        self._version_of[sync] = version
+        if copy is not None:
+            self._queue.append((sync, copy))
+            return self.work()
+        while self._queue or self._in_flight():
+            self.work()
+            self.bridge.check()
+            self._wait()
+            time.sleep(POLL_S)
+        self._publish(sync)
 
-    def _join(self, *, first_order: int, after: int = 0) -> None:
-        while True:
-            try:
-                return together(self.world, partial(self._connect, first_order, after))
-            except BridgeLostError:
-                after = max(after, self.bridge.number if hasattr(self, "bridge") else 0)
+    def work(self) -> None:
+        """Begin syncs that wait for others to end; called again and again while this rank waits.
 
-    def _connect(self, first_order: int, after: int) -> None:
-        if hasattr(self, "bridge"):
-            self.bridge.abandon()
-            del self.parcels, self._versions
-            gc.collect()  # closes the connections of the old groups
-        self.bridge = Bridge.join(
-            self.world,
-            trains=True,
-            num_other=len(rollout_devices(self._config)),
-            wait=self.work,
-            after=after,
-        )
+        Raises:
+            BridgeLostError: the rollout world has ended.
+        """
+        while self._queue and not self._in_flight():
+            self._publish(*self._queue.popleft())
+
+    def unsent(self) -> tuple[int, Parameters] | None:
+        """End the weight syncs; return the version that has not been transferred, and its snapshot."""
+        left = self._versions.abandon()
+        return None if left is None else (self._version_of[left[0]], left[1])
+
+    def _in_flight(self) -> bool:
+        try:
+            return self._versions.in_flight()
+        except RuntimeError as error:
+            raise self._lost(error) from None
+
+    def _publish(self, sync: int, copy: Parameters | None = None) -> None:
+        try:
+            self._versions.publish(sync, copy)
+        except RuntimeError as error:
+            raise self._lost(error) from None
         if self.bridge.rank == 0:
-            shards = SourceShards(shards=dict(self._source.shards), source_dtype=str(self._source.dtype))
-            self.bridge.put(SHARDS, pickle.dumps(shards))
-            self.bridge.put(FIRST, str(first_order))
-        self.parcels = Parcels(self.bridge, "samples")
-        self._versions = send_versions(
-            self._config,
-            self.bridge,
-            self._source,
-            self._dtype,
-            keep=self._keep if self._keeps else None,
-        )
-        self.plan = self._versions.resharder.plan
+            self.bridge.put(version_key(sync), str(self._version_of[sync]))
+        if self._published is not None:
+            self._published.tell(sync, version=self._version_of[sync])
+
+    def _lost(self, error: RuntimeError) -> BridgeLostError:
+        return BridgeLostError(f"the {self.served_by.name} world has ended ({str(error).splitlines()[0]})")
+
+    # ---- orders --------------------------------------------------------------------------------------------
+
+    def give(self, order: Order | StreamOrder) -> int:
+        """Give an order of the version of the latest sync, and return its number."""
+        number, self._num_orders = self._num_orders, self._num_orders + 1
+        if self.bridge.rank == 0:
+            order = replace(order, sync=len(self._version_of))
+            self.bridge.put(order_key(number), pickle.dumps(order))
+        return number
+
+    def fetch(self, replicas: Sequence[int]) -> list[Reply]:
+        """Return what these replicas, whose samples this rank owns, have completed since the last call.
+
+        Raises:
+            BridgeLostError: the rollout world has ended.
+        """
+        number, self._num_fetches = self._num_fetches, self._num_fetches + 1
+        for replica in replicas:
+            self.bridge.put(fetch_key(replica, number), b"")
+        owners = self.bridge.serving_ranks[:: self._tp]
+        replies = [self._parcels.receive(source=owners[each], label=f"reply/{number}") for each in replicas]
+        self.has_made_samples |= any(reply.groups for reply in replies)
+        return replies
+
+    def receive(self, number: int, order: Order) -> list[Samples]:
+        """Wait for the samples of an order that this rank owns. Orders are received as they were given.
+
+        Raises:
+            BridgeLostError: the rollout world has ended.
+        """
+        bridge = self.bridge
+        owners = bridge.serving_ranks[:: self._tp]
+        samples = [
+            self._parcels.receive(source=owner, label=str(number))
+            for replica, owner in enumerate(owners)
+            if owner_of(order, replica, bridge.num_training) == bridge.rank
+        ]
+        self.has_made_samples = True
+        return samples
+
+    # ---- the end -------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Let go of a rollout world that is lost."""
+        self._versions.abandon()
+        self.bridge.abandon()
+        del self._parcels, self._versions, self._published
+        gc.collect()  # closes the connections of the old groups
 
     def close(self) -> None:
-        """End the exchange of weights."""
+        """Let the rollout world end."""
         try:
+            if self.bridge.rank == 0:
+                self.bridge.put(STOP, b"")
             self._versions.close()
-        except RuntimeError:
-            pass  # the rollout world has ended, which is what is wanted
+        except (BridgeLostError, RuntimeError):
+            pass  # it has ended, which is what is wanted
 
 
-def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor)
+def owner_of(order: Order, replica: int, num_training: int) -> int:
+    """Return the training rank that owns what a replica of the world makes for an order."""
+    return (order.share.first + replica) % num_training

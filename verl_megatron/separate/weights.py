@@ -19,8 +19,8 @@ from verl_megatron.rollout.weights import check_parameters
 
 
 def serving_layout(config: TrainerConfig, bridge: Bridge) -> Layout:
-    """Return the layout of the rollout world's replicas, on ranks of the bridge."""
-    return Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(bridge.rollout_ranks))
+    """Return the layout of a rollout world's replicas, on ranks of the bridge."""
+    return Layout.parse(f"tp{config.rollout.tp}", ranks=tuple(bridge.serving_ranks))
 
 
 def plan_of(
@@ -57,6 +57,11 @@ def send_versions(
     return VersionedReshard(plan, source.tensors, {}, _transport(config, bridge, dtype), keep=keep)
 
 
+def named(parameters: dict[str, torch.Tensor]) -> Parameters:
+    """Return vLLM's parameters under the names of a plan."""
+    return {(0, name): tensor for name, tensor in parameters.items()}
+
+
 def receive_versions(
     config: TrainerConfig,
     bridge: Bridge,
@@ -71,7 +76,7 @@ def receive_versions(
         ValueError: vLLM's parameters are not those of the weight map.
     """
     described = vllm_shards(arch, serving_layout(config, bridge))[bridge.rank]
-    target: Parameters = {(0, name): tensor for name, tensor in parameters.items()}
+    target = named(parameters)
     check_parameters(described, target, dtype)
     return VersionedReshard(plan, {}, target, _transport(config, bridge, dtype))
 

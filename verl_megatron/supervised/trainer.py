@@ -15,8 +15,9 @@ from verl_megatron.checks.folders import find_not_finite, roles_of
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.data.pairs import Pair, items_per_step
-from verl_megatron.data.prompts import Demonstration, PromptCursor
+from verl_megatron.data.prompts import Demonstration
 from verl_megatron.data.sample_table import SampleTable
 from verl_megatron.lifecycle.base_trainer import BaseTrainer
 from verl_megatron.lifecycle.progress import Progress
@@ -24,7 +25,8 @@ from verl_megatron.model_specs import ModelSpec, layout_of, models_of
 from verl_megatron.observe.metrics import PhaseTimer
 from verl_megatron.preflight import inspect_supervised
 from verl_megatron.roles.engine import EngineOptions, compute_of
-from verl_megatron.roles.role import DispatchedBatch, Role, Update, infer_together, make_role
+from verl_megatron.roles.role import DispatchedBatch, Role, Training, Update, infer_together, make_role
+from verl_megatron.roles.token_budget import LongestRows
 from verl_megatron.supervised.dpo import DPO
 from verl_megatron.supervised.reward_model import REWARD_MODEL
 from verl_megatron.supervised.sft import SFT
@@ -73,14 +75,19 @@ class SupervisedTrainer(BaseTrainer):
         self.state = Progress(config, self.world, trainable=trainable, cursor=self.cursor, say=self.say)
 
     def _role(self, spec: ModelSpec) -> Role:
-        run = self.config.run
+        run, data, layout = self.config.run, self.config.data, layout_of(spec.model, self.world.size)
+        rows = LongestRows(
+            prompt_tokens=1,
+            response_tokens=data.max_tokens - 1,
+            count=-(-items_per_step(data) // layout.dp) * self.task.samples_per_item,
+        )
         return make_role(
             spec.model,
-            ProcessGroups(layout_of(spec.model, self.world.size), self.world),
+            ProcessGroups(layout, self.world),
             arch=read_architecture(spec.model.path),
             head=spec.head,
             options=EngineOptions(config=self.config.engine, seed=run.seed, progress=self.watchdog.beat),
-            train_steps=run.iterations if spec.trainable else 0,
+            training=Training(steps=run.iterations, rows=rows) if spec.trainable else None,
         )
 
     def loop(self) -> dict[str, float]:
@@ -114,7 +121,9 @@ class SupervisedTrainer(BaseTrainer):
 
     def _step(self, items: Sequence[Demonstration | Pair]) -> dict[str, float]:
         """Take one optimizer step on these entries of the data set; return its metrics."""
-        task, clock = self.task, self.clock
+        task, clock, budget = self.task, self.clock, self.trained.budget
+        if budget is not None and not budget.is_fitted:
+            self.say(f"engine.dynamic_batching: {budget.fit()}")
         fields = tuple(FIELDS[name] for name in self.frozen)
         with clock.phase("log_probs" if self.frozen else "update"):
             batch, table = spread(items, task.samples_per_item, self.world)

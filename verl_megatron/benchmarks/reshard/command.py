@@ -1,8 +1,5 @@
 """Speed of the reshard from Megatron's shards to vLLM's, compared with link rates and other methods.
 
-verl-megatron benchmark reshard --ranks 4 --shape llama3-8b --train tp2pp2 --rollout tp4
-    [--csv FILE] [--png FILE]
-
 Both layouts are plain tensors: our own rows start neither Megatron nor vLLM. Every source element is a
 function of its position in the Hugging Face tensor. Each rank thus knows what it must receive, and compares
 it bit by bit before anything is timed. Then the methods alternate, repetition by repetition; each takes as
@@ -41,6 +38,12 @@ from verl_megatron.benchmarks.output import write_csv
 from verl_megatron.benchmarks.reshard.contenders import CARD, WIRE, Contender, Ours, links, megatron_refit
 from verl_megatron.benchmarks.reshard.gather_everything import GatherEverything
 from verl_megatron.benchmarks.reshard.report import Row, columns, table, write_png
+from verl_megatron.launch.options import Options, add_launcher_options
+
+EXAMPLES = (
+    "--ranks 4 --shape llama3-8b --train tp2pp2 --rollout tp4 --csv rows.csv",
+    "--ranks 2 --hf outputs/toy/model --train tp2 --rollout tp2 --modes keep share",
+)
 
 # Letters: K contenders, N repetitions.
 
@@ -238,9 +241,8 @@ def read_options() -> tuple[argparse.Namespace, ReshardCase]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__, examples=EXAMPLES)
+    add_launcher_options(parser)
     add_model(parser)
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
     parser.add_argument("--train", default="tp2pp2", help="layout of the source")
@@ -248,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rollout", default="tp4", help="layout of the destination: tp only; the other ranks are replicas"
     )
     parser.add_argument("--window-mib", type=float, default=256, help="staging memory of one exchange")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
+    )
     parser.add_argument("--repetitions", type=int, default=10, help="at least 10 are made")
     parser.add_argument(
         "--modes",
@@ -279,16 +283,16 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=[0, 64, 256, 1024] if device.is_gpu() else [0, 1, 16],
-        help="bucket sizes tried; 0: tensor by tensor",
+        help="bucket sizes tried, in MiB; 0: tensor by tensor",
     )
     parser.add_argument(
         "--link-mib",
         type=int,
         default=1024 if device.is_gpu() else 16,
-        help="message that measures the links",
+        help="MiB of the message that measures the links",
     )
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--png", type=Path)
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--png", type=Path, help="draw the rows into this file")
     return parser
 
 

@@ -1,9 +1,5 @@
 """Runs a recipe on several numbers of ranks, reports its scaling, and models larger sizes.
 
-verl-megatron benchmark scaling --recipe llama3_8b_ppo.sh --gpus 2,4 [--steps 5]
-    [--layouts 2:tp2,4:tp2pp2 --rollout 2:2,4:2] [--response-tokens 512] [--prompts 256] [--strong]
-    [--out outputs/scaling] [SECTION.SETTING=VALUE ...]
-
 A recipe is a .yaml file with actor.path in the settings, or a script with MODEL in the environment or random
 weights. All responses have the same length, prompts are random words, and nothing is saved, validated or
 exported. The number of prompts is proportional to the ranks, or constant with --strong. Layouts are the
@@ -44,6 +40,7 @@ from verl_megatron.benchmarks.scaling.runs import (
 from verl_megatron.checks.limits import check_values
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import TrainerConfig
+from verl_megatron.launch.options import Options
 from verl_megatron.planner import (
     MACHINES,
     Machine,
@@ -52,6 +49,11 @@ from verl_megatron.planner import (
     machine_here,
     plan_memory,
     plan_seconds,
+)
+
+EXAMPLES = (
+    "--recipe ppo_toy_cpu --gpus 1,2,4 actor.path=outputs/toy/model",
+    "--recipe llama3_8b_ppo.sh --gpus 2,4 --layouts 2:tp2,4:tp2pp2 --rollout 2:2,4:2",
 )
 
 # bytes per second: assumed, for a published shape
@@ -110,21 +112,36 @@ def rate(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    options = Options(description=__doc__, examples=EXAMPLES)
+    options.add_argument(
+        "--recipe",
+        required=True,
+        metavar="RECIPE",
+        help="a .yaml or .sh file, or the name of one in recipes/",
     )
     options.add_argument(
-        "--recipe", required=True, help="a .yaml or .sh file, or the name of one in recipes/"
-    )
-    options.add_argument(
-        "--gpus", type=numbers, required=True, help="numbers of ranks to measure, such as 1,2,4"
+        "--gpus",
+        type=numbers,
+        required=True,
+        metavar="N,...",
+        help="numbers of ranks to measure, such as 1,2,4",
     )
     options.add_argument(
         "--steps", type=count, default=5, help="iterations of a run; the first does not count"
     )
-    options.add_argument("--layouts", type=by_size, default={}, help="of all models, by number of ranks")
     options.add_argument(
-        "--rollout", type=sizes_by_size, default={}, help="vLLM's tensor-parallel size, by number of ranks"
+        "--layouts",
+        type=by_size,
+        default={},
+        metavar="RANKS:LAYOUT,...",
+        help="of all models, by number of ranks; default: the recipe's",
+    )
+    options.add_argument(
+        "--rollout",
+        type=sizes_by_size,
+        default={},
+        metavar="RANKS:SIZE,...",
+        help="vLLM's tensor-parallel size, by number of ranks",
     )
     options.add_argument(
         "--prompts", type=count, help="of an iteration on the largest number of ranks; default: the recipe's"
@@ -138,6 +155,20 @@ def parser() -> argparse.ArgumentParser:
         "--response-tokens", type=count, help="of every response; default: rollout.max_tokens"
     )
     options.add_argument("--strong", action="store_true", help="as many prompts on every number of ranks")
+    options.add_argument(
+        "--out", type=Path, default=Path("outputs/scaling"), metavar="DIR", help="for table and runs"
+    )
+    options.add_argument(
+        "settings",
+        nargs="*",
+        metavar="SECTION.SETTING=VALUE",
+        help="other settings of the run, such as actor.path=DIR",
+    )
+    _add_modelled(options)
+    return options
+
+
+def _add_modelled(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--gpu",
         help=(
@@ -159,14 +190,6 @@ def parser() -> argparse.ArgumentParser:
         type=rate,
         help="Gbit/s of a GPU to other hosts, for modelled sizes; default: the machine's",
     )
-    options.add_argument("--out", type=Path, default=Path("outputs/scaling"))
-    options.add_argument(
-        "settings",
-        nargs="*",
-        metavar="SECTION.SETTING=VALUE",
-        help="other settings of the run, such as actor.path=DIR",
-    )
-    return options
 
 
 def sizes_to_run(given: argparse.Namespace) -> list[Size]:

@@ -23,7 +23,7 @@ from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.settings import check_config
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data.json_lines import read_rows
+from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.launch.command_line import NO_ROOM, settings_of
 from verl_megatron.launch.recipe import SHIPPED
 from verl_megatron.planner import PlannedRun
@@ -104,10 +104,8 @@ class Recipe:
             *torchrun,
             "-m",
             PROGRAM,
-            "--config-path",
-            str(self.path.parent),
-            "--config-name",
-            self.path.stem,
+            "--config",
+            str(self.path),
             *written,
         ]
 

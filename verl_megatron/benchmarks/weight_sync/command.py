@@ -1,10 +1,5 @@
 """Weight sync between training and rollout in both directions: time and memory.
 
-verl-megatron benchmark weight-sync --ranks 4 --shape llama3-8b --train tp2pp2 --rollout 2
-    --mode swap --offload all [--csv FILE]
-verl-megatron benchmark weight-sync --ranks 4 --hf FOLDER --load --train tp2pp2 --rollout 4
-    --mode swap --no-optimizer
-
 A Megatron-Core model and a vLLM engine share the same ranks. Weights are those of FOLDER, or random and a
 function of their position in the Hugging Face tensors. They are the same in every layout and mode, so runs
 with other modes print the same digest of the generated tokens.
@@ -38,6 +33,12 @@ from verl_megatron.benchmarks.weight_sync.measures import Clock, Memory, Row, ta
 from verl_megatron.benchmarks.weight_sync.models import PROMPT_TOKENS, SyncCase, SyncedModels
 from verl_megatron.checks.folders import check_weights
 from verl_megatron.config import DataConfig, ModelConfig, ReshardConfig, RolloutConfig, TrainerConfig
+from verl_megatron.launch.options import Options, add_launcher_options
+
+EXAMPLES = (
+    "--ranks 4 --shape llama3-8b --train tp2pp2 --rollout 2 --mode swap --offload all",
+    "--ranks 2 --hf outputs/toy/model --load --train tp2 --rollout 2 --no-optimizer --verify all",
+)
 
 # Limit of a mean over tokens, times the square root of the number of layers. With random weights, 80
 # layers of a 70B model measured 0.31; 80 layers of width 512 in bfloat16 are 0.28 from the same in float32.
@@ -128,9 +129,8 @@ def read_options() -> tuple[argparse.Namespace, SyncCase, dict]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__, examples=EXAMPLES)
+    add_launcher_options(parser)
     add_model(parser, read="its weights are read with --load only")
     parser.add_argument("--load", action="store_true", help="the weights of --hf instead of random ones")
     parser.add_argument("--layers", type=int, default=0, help="another number of layers than the model has")
@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         help="slices that each reshard verifies, as reshard.verify",
     )
     parser.add_argument("--window-mib", type=int, default=256, help="as reshard.window_mib")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     return parser
 
 

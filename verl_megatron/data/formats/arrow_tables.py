@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.data.json_lines import MAX_DEPTH, MAX_LINE_BYTES, name_of
+from verl_megatron.data.formats.json_lines import MAX_DEPTH, MAX_LINE_BYTES, name_of
 
 if TYPE_CHECKING:
     import pyarrow

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.data.json_lines import DECODER, MAX_LINE_BYTES, UTF8_MARK, name_of, opened, read_problem
+from verl_megatron.data.formats.json_lines import (
+    DECODER,
+    MAX_LINE_BYTES,
+    UTF8_MARK,
+    name_of,
+    opened,
+    read_problem,
+)
 
 OBJECTS = ("reward_model", "extra_info")  # verl's columns, whose cells may hold a JSON object
 _PYTHON_NOTATION = ("[{'role'", "[{'content'", "[array(", "array([{", "{'role'", "{'content'")

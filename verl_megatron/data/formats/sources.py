@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.runtime.refusal import short_repr
-from verl_megatron.data import json_lines
-from verl_megatron.data.formats import arrow_tables, csv_lines
+from verl_megatron.data.formats import arrow_tables, csv_lines, json_lines
 from verl_megatron.data.formats.arrow_tables import ARROW, PARQUET, STREAM
 
 JSON, CSV, TSV = "JSON lines", "CSV", "TSV"

@@ -27,7 +27,12 @@ FIGURES = (
         unit="score of a sample",
         metrics=("reward/mean", "reward/max", "reward/greedy_mean", "reward/overlong_penalty"),
     ),
+    Figure(section=LEARNING, title="Reward by source", unit="mean score", metrics=("reward/source/*",)),
+    Figure(section=LEARNING, title="Sources of the curriculum", unit="share", metrics=("data/weight/*",)),
     Figure(section=LEARNING, title="Validation", unit="mean score", metrics=("validation/accuracy",)),
+    Figure(
+        section=LEARNING, title="Validation by source", unit="mean score", metrics=("validation/source/*",)
+    ),
     Figure(
         section=LEARNING,
         title="Loss",
@@ -69,8 +74,12 @@ FIGURES = (
         section=LEARNING,
         title="Samples that teach little",
         unit="share",
-        metrics=("rollout/cut_fraction", "rollout/zero_variance_fraction", "reward/failed"),
-        note="cut responses; prompts whose samples all have one score; failed rewards",
+        metrics=(
+            *("rollout/cut_fraction", "rollout/no_eos_fraction"),
+            *("rollout/zero_variance_fraction", "reward/failed"),
+        ),
+        note="cut responses; those without end of sequence; prompts whose samples all have one score; "
+        "failed rewards",
         from_zero=True,
     ),
     Figure(

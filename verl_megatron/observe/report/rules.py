@@ -49,7 +49,8 @@ LIMITS = (
         metric="rollout/cut_fraction",
         limit=0.25,
         text="{value} of the responses end at rollout.max_tokens, without an answer (limit {limit})",
-        remedy="raise rollout.max_tokens, or make long responses cost something with reward.overlong_tokens",
+        remedy="raise rollout.max_tokens, make long responses cost something with reward.overlong_tokens, or "
+        "give cut ones no loss with algorithm.mask_cut=true",
     ),
     Limit(
         name="zero-variance groups",

@@ -1,0 +1,114 @@
+"""Help of every command: a usage line, what it does, and examples that parse."""
+
+import shlex
+
+import pytest
+
+from tests.worlds import ROOT
+from verl_megatron.commands import COMMANDS, main
+from verl_megatron.commands.benchmark import BENCHMARKS
+from verl_megatron.commands.convert import SUMMARIES
+from verl_megatron.launch import command_line, ranks
+from verl_megatron.launch.options import Options
+
+RUNS = ("train", "sft", "dpo", "reward-model", "benchmark offload")  # which read settings, by Hydra
+OTHERS = [name for name in COMMANDS if name not in (*RUNS, "data")]
+KINDS = [f"benchmark {name}" for name in BENCHMARKS if name != "offload"]
+ALL = [*RUNS, *OTHERS, *KINDS, "data check", *(f"convert {name}" for name in SUMMARIES)]
+
+
+class ParsedError(Exception):
+    """Raised in place of running a command whose arguments are right."""
+
+
+@pytest.fixture
+def only_parsed(monkeypatch):
+    def parsed(parse):
+        def parse_and_stop(self, args=None, namespace=None):
+            parse(self, args, namespace)
+            raise ParsedError
+
+        return parse_and_stop
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(Options, name, parsed(getattr(Options, name)))
+    monkeypatch.setattr(ranks, "is_rank", lambda: True)  # so that none are started
+    monkeypatch.setattr("sys.argv", ["verl-megatron"])
+
+
+def help_of(command: str, capsys) -> str:
+    try:
+        assert main([*command.split(), "--help"]) == 0
+    except SystemExit as ended:  # of an argument parser
+        assert not ended.code
+    return capsys.readouterr().out
+
+
+def examples_of(shown: str) -> list[list[str]]:
+    text = shown.partition("\nexamples:\n")[2].replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_help_has_usage_options_and_examples_that_parse(command, capsys, request, tmp_path, monkeypatch):
+    shown = help_of(command, capsys)
+    program = ["verl-megatron", *command.split()]
+    assert shown.startswith(f"usage: {' '.join(program)} ")
+    assert len(shown) - len(shown.lstrip()) == 0 and "None" not in shown and "==SUPPRESS==" not in shown
+    examples = examples_of(shown)
+    assert len(examples) >= 1 + (command != "convert inspect") and all(
+        words[: len(program)] == program for words in examples
+    ), shown
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_toy_cpu]\n")
+    monkeypatch.chdir(tmp_path)
+    request.getfixturevalue("only_parsed")
+    for words in examples:
+        parse(command, words[1:])
+
+
+def parse(command: str, words: list[str]) -> None:
+    if command in RUNS:
+        rest = ranks.launcher_options(words[len(command.split()) :])[1]
+        known, settings = command_line.settings_of(rest)
+        assert (known.config or known.config_name) and settings
+    elif command == "benchmark":
+        assert words[1] in BENCHMARKS
+    elif command == "quickstart":
+        assert (ROOT / "recipes/quickstart.sh").is_file()  # whose settings are those of a run
+        assert all(word == "--dry-run" or "=" in word for word in words[1:])
+    else:
+        with pytest.raises(ParsedError):
+            main(words)
+
+
+@pytest.mark.parametrize("command", [name for name in ALL if name not in ("benchmark", "quickstart")])
+def test_every_option_says_what_it_is(command, capsys):
+    """No line of the options is an option alone, with nothing on the next one either."""
+    lines = help_of(command, capsys).partition("\nexamples:\n")[0].splitlines()
+    for line, after in zip(lines, [*lines[1:], ""]):
+        is_alone = line.startswith("  -") and "  " not in line.strip()
+        assert not is_alone or after.startswith("      "), line
+
+
+REFUSED = [
+    (["plan", "--gpu", "h100", "--gpu", "h200"], "argument --gpu: it is given twice"),
+    (["train", "--config-name", "a", "--config-name=b"], "argument --config-name: it is given twice"),
+    (["train", "--ranks", "2", "--ranks", "3"], "--ranks: it is given twice"),
+    (["train", "--config", "a.yaml", "--config-name", "b"], "name two recipes; leave one of them out"),
+    (["report", "none", "--outptu", "x"], 'unrecognized arguments: --outptu x, did you mean "--output"?'),
+    (["convert", "verify", "a", "b", "--wokers=2"], 'did you mean "--workers"?'),
+    (["convert", "verify", "a", "b", "--memory-gib", "1e308"], "'1e308' is not accepted; write a number"),
+    (["train", "--gpus", "2"], 'unrecognized arguments: --gpus, did you mean "--gpu"?'),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(given) for given, _ in REFUSED])
+def test_unknown_and_repeated_options_are_named(arguments, said, capfd, monkeypatch):
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr("parallel.runtime.process.end", end)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    shown = capfd.readouterr().err
+    assert ended.value.code == 2 and said in shown and shown.count("\n") == 1, shown

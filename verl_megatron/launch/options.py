@@ -1,0 +1,119 @@
+"""The command line of a program that users call: help in one form, and errors of one line."""
+
+import argparse
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from parallel.runtime.refusal import complain, nearest, readable
+
+WIDTH = 110
+UNKNOWN = "unrecognized arguments: "  # as argparse says it
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the description's lines; says defaults, and N or FILE for what an option takes."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, width=min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        usual, text = action.default, action.help or ""
+        is_said = usual == 0 or "default" in text or "without it" in text or f"({usual})" in text
+        has_one = isinstance(usual, str | int | float | Path) and not isinstance(usual, bool) and usual != ""
+        if usual == argparse.SUPPRESS or is_said or not has_one or not action.option_strings:
+            return text
+        return f"{text} (default: %(default)s)".strip()
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "FILE" if action.type is Path else "TEXT" if action.type is None else "N"
+
+
+class Options(argparse.ArgumentParser):
+    """A parser that takes no abbreviations and no option twice, and says an error in one line.
+
+    Args:
+        examples: command lines without the program, for the end of the help.
+    """
+
+    def __init__(self, *, examples: Sequence[str] = (), **settings: Any):
+        settings.setdefault("formatter_class", _Help)
+        settings.setdefault("allow_abbrev", False)
+        super().__init__(**settings)
+        lines = [f"  {self.prog} {example}".rstrip() for example in examples]
+        self.epilog = "\n".join(["examples:", *lines]) if lines else self.epilog
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but refuse options given twice, and `--option=--`, an empty list there."""
+        words = [text for text in args or () if isinstance(text, str)]
+        if empty := [text for text in words if text.startswith("-") and text.endswith("=--")]:
+            self.error(f"argument {empty[0][:-3]}: expected one argument")
+        if name := given_twice(self, words):
+            self.error(f"argument {name}: it is given twice; leave one of them out")
+        return super().parse_known_args(args, namespace)
+
+    def option_names(self) -> list[str]:
+        """Return the options of this parser, and of its subcommands."""
+        below = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        names = [action.option_strings[0] for action in _shown(self._actions)]
+        return names + [name for each in below for one in each.values() for name in one.option_names()]
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith(UNKNOWN):
+            message += nearest(message.removeprefix(UNKNOWN).split("=")[0].split(" ")[0], self.option_names())
+        text = f"{readable(message)} (--help lists the options)"
+        if "RANK" in os.environ:  # all ranks have these arguments
+            complain(text, agreed=True)
+        self.exit(2, f"error: {text}\n")
+
+
+def add_launcher_options(options: argparse.ArgumentParser, *, usual: str = "1") -> None:
+    """Add the options that `launcher_options` takes away before, for help."""
+    options.add_argument(
+        "--ranks",
+        type=int,
+        help=f"processes on this host, each with a GPU if there are GPUs (default: {usual})",
+    )
+    options.add_argument(
+        "--max-restarts", type=int, default=0, help="how often failed ranks start again (default: 0)"
+    )
+
+
+def given_twice(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """Return the first option with one value that is given more than once; empty if there is none."""
+    given = list(words[: words.index("--")] if "--" in words else words)
+    for action in parser._actions:
+        names = action.option_strings
+        is_single = isinstance(action, argparse._StoreAction) and names
+        if is_single and sum(word.partition("=")[0] in names for word in given) > 1:
+            return names[0]
+    return ""
+
+
+def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
+    return [action for action in actions if action.option_strings and action.help != argparse.SUPPRESS]
+
+
+def check_output(option: str, path: str | Path, *, is_replaced: bool = False) -> None:
+    """Check that a file can be written, before the work that it is for.
+
+    Args:
+        is_replaced: a new file takes the place of the old one, so pipes and devices cannot be written.
+
+    Raises:
+        ValueError: names the option.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+        is_stream = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+        can_be = (stat.S_ISREG(mode) or (is_stream and not is_replaced)) and os.access(path, os.W_OK)
+    except FileNotFoundError:
+        can_be = os.access(path.parent, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # a circle of links, too long a name, a null byte
+        can_be = False
+    if not can_be:
+        raise ValueError(f"{option} {path} cannot be written: name a file in a folder that exists")

@@ -1,0 +1,1 @@
+"""The reward `code`: programs of responses, run in a sandbox against the tests of their row."""

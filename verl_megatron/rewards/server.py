@@ -1,0 +1,192 @@
+"""Scores from a server: batches of samples are sent over HTTP while others are being generated.
+
+POST {"samples": [{"prompt", "response", "ground_truth", "data_source", "extra", "messages"}, ...]}
+200  {"scores": [0.5, {"score": 1.0, "words": 7}, ...]}
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from parallel.runtime.refusal import short_repr
+from verl_megatron.data.columns import source_of
+from verl_megatron.rewards.functions import described, one_line
+from verl_megatron.rewards.worker import SERVER, TIMEOUT, WRONG_TYPE, read_value
+
+MOST_SAMPLES = 256  # of a request
+MOST_BYTES = 64 << 20  # of an answer
+CONNECT_S = 10.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0  # between attempts; each is twice the one before
+_RETRIED = (429, 500, 502, 503, 504)
+
+Waiting = tuple[tuple[Any, ...], "Future[list[Any]]"]  # a sample's call, and where its outcome goes
+
+
+class _FailedError(Exception):
+    """A request that gives no scores: kind of failure, and its text."""
+
+
+def server_problem(url: str, *, timeout_s: float = CONNECT_S) -> str:
+    """Connect to the server of `url`; return why that fails, as a clause with the remedy, or ""."""
+    try:
+        with contextlib.closing(_connection(url, timeout_s)) as connection:
+            connection.connect()
+    except ValueError as error:
+        return f"is no address of a server ({error}); write http://HOST:PORT/PATH"
+    except OSError as error:
+        return (
+            f"cannot be reached ({one_line(error.strerror or str(error))}); start the server, or mend the "
+            "address"
+        )
+    return ""
+
+
+class ServerScorer(Thread):
+    """A thread that sends what waits in `samples` to `url`, one request at a time; None ends it.
+
+    All samples of a request fail if it gets no answer within `timeout_s`, with what attempts there were.
+    """
+
+    def __init__(self, url: str, samples: "SimpleQueue[Waiting | None]", *, timeout_s: float):
+        super().__init__(daemon=True, name="reward server")
+        self._url, self._samples, self._timeout_s = url, samples, timeout_s
+        self._closing = Event()
+        self._now: http.client.HTTPConnection | None = None
+
+    def run(self) -> None:
+        while (first := self._samples.get()) is not None:
+            batch = [first]
+            with contextlib.suppress(Empty):
+                while len(batch) < MOST_SAMPLES:
+                    found = self._samples.get_nowait()
+                    if found is None:
+                        self._samples.put(None)
+                        break
+                    batch.append(found)
+            self._score(batch)
+
+    def close(self) -> None:
+        """End a request in progress and the thread; the caller has queued None."""
+        self._closing.set()
+        connection = self._now
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        self.join(1.0)
+
+    def _score(self, batch: Sequence[Waiting]) -> None:
+        started = time.perf_counter()
+        try:
+            calls = [call for call, _ in batch]
+            found = [list(read_value(value)) for value in self._ask(calls)]
+        except _FailedError as error:
+            found = [[0.0, {}, *error.args] for _ in batch]
+        except Exception as error:  # a sample that JSON cannot hold
+            found = [[0.0, {}, SERVER, described(error)] for _ in batch]
+        elapsed_ms = (time.perf_counter() - started) * 1000
+        for outcome, (_, future) in zip(found, batch):
+            future.set_result([*outcome, elapsed_ms])
+
+    def _ask(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the scores of samples; repeat what may pass. Raises _FailedError."""
+        body = json.dumps({"samples": [_sample(*call) for call in calls]}, default=str).encode()
+        until, wait_s, last = time.monotonic() + self._timeout_s, _FIRST_WAIT_S, "no answer"
+        while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
+            try:
+                status, text = self._post(body, until)
+            except TimeoutError:
+                break
+            except ssl.SSLCertVerificationError as error:
+                raise _FailedError(SERVER, self._said(str(error))) from None
+            except (OSError, http.client.HTTPException) as error:
+                last = described(error)
+            else:
+                if status == 200:
+                    return _scores(text, len(calls), self._url)
+                last = f"HTTP {status}: {one_line(text[:200].decode(errors='replace'))}"
+                if status not in _RETRIED:
+                    raise _FailedError(SERVER, self._said(last))
+            self._closing.wait(min(wait_s, max(left, 0)))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        kind = TIMEOUT if last == "no answer" else SERVER
+        raise _FailedError(kind, self._said(f"{last} within {self._timeout_s} s"))
+
+    def _said(self, text: str) -> str:
+        return f"{short_repr(self._url)}: {text}"
+
+    def _post(self, body: bytes, until: float) -> tuple[int, bytes]:
+        """Send a request; return status and text of the answer. TimeoutError after the time `until`."""
+        parts = urlsplit(self._url)
+        with contextlib.closing(_connection(self._url, _left(until))) as connection:
+            self._now = connection
+            try:
+                path = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
+                headers = {"Content-Type": "application/json", "Accept": "application/json"}
+                connection.request("POST", path, body, headers)
+                answer = connection.getresponse()
+                text = bytearray()
+                while chunk := answer.read1(1 << 16):
+                    text += chunk
+                    if len(text) > MOST_BYTES:
+                        raise _FailedError(WRONG_TYPE, self._said(f"answered more than {MOST_BYTES} bytes"))
+                    if connection.sock is not None:
+                        connection.sock.settimeout(_left(until))
+                return answer.status, bytes(text)
+            finally:
+                self._now = None
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    """Return a connection that is not open yet; ValueError for an address that is none."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ValueError("it has no host")
+    if not (url.isascii() and url.isprintable()) or " " in url:
+        raise ValueError("it has white space, or signs beyond ASCII")
+    if parts.username is not None or parts.fragment:
+        raise ValueError("it has a user name or a fragment")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname, parts.port, timeout=timeout_s)
+
+
+def _sample(
+    prompt: str, response: str, ground_truth: Any, extra: dict[str, Any], messages: Any
+) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "response": response,
+        "ground_truth": ground_truth,
+        "data_source": source_of(extra),
+        "extra": extra,
+        "messages": messages,
+    }
+
+
+def _scores(text: bytes, count: int, url: str) -> list[Any]:
+    """Return the scores of an answer. Raises _FailedError."""
+    expected = f'expected {{"scores": [...]}} with {count} entries'
+    try:
+        scores = json.loads(text)["scores"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        said = one_line(text[:200].decode(errors="replace"))
+        raise _FailedError(WRONG_TYPE, f"{short_repr(url)}: {expected}, got {said}") from None
+    if not isinstance(scores, list) or len(scores) != count:
+        said = f"{len(scores)} entries" if isinstance(scores, list) else short_repr(scores)
+        raise _FailedError(WRONG_TYPE, f"{short_repr(url)}: {expected}, got {said}")
+    return scores

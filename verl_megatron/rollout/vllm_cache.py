@@ -1,0 +1,55 @@
+"""Readings of a vLLM engine's KV cache, and its preemptions."""
+
+from typing import Any
+
+from verl_megatron.rollout.admission import CacheReading, KVCache
+
+
+def cache_of(llm: Any) -> KVCache:
+    """Return the size of an engine's KV cache, without the block that vLLM keeps empty."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return KVCache(num_blocks=cache.num_gpu_blocks - 1, block_tokens=cache.block_size)
+
+
+def internal_id(processor: Any, request_id: str) -> str:
+    """Return the engine's id of a running request; newer vLLM versions have internal ones."""
+    return getattr(processor, "external_req_ids", {}).get(request_id, [request_id])[0]
+
+
+class CacheGauge:
+    """Reads how much of the cache running requests hold, and counts preemptions of requests.
+
+    Args:
+        required: whether the use must be known.
+
+    Raises:
+        ValueError: it must be, and this vLLM has no such reading.
+    """
+
+    def __init__(self, llm: Any, *, required: bool):
+        self._processor = llm.llm_engine.output_processor
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        self._scheduler = getattr(core, "scheduler", None)
+        self._manager = getattr(self._scheduler, "kv_cache_manager", None)
+        self._requests: dict[int, Any] = {}  # the scheduler's records of running requests, by sample
+        self._preempted = 0
+        if required and self.read().used is None:
+            import vllm
+
+            raise ValueError(
+                f"rollout.dynamic_batching=true needs the use of the KV cache, which vLLM {vllm.__version__} "
+                "does not tell; set it to false"
+            )
+
+    def add(self, sample_id: int) -> None:
+        """Watch a request that has been submitted."""
+        name = internal_id(self._processor, str(sample_id))
+        self._requests[sample_id] = getattr(self._scheduler, "requests", {}).get(name)
+
+    def remove(self, sample_id: int) -> None:
+        """Count the preemptions of a request that has ended."""
+        self._preempted += getattr(self._requests.pop(sample_id), "num_preemptions", 0)
+
+    def read(self) -> CacheReading:
+        """Return the present reading."""
+        return CacheReading(used=getattr(self._manager, "usage", None), preempted=self._preempted)

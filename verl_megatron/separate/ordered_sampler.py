@@ -1,0 +1,314 @@
+"""async.buffer=in_order: collections are ordered ahead of time, and each iteration trains on its own."""
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.bridge import BridgeLostError, together
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.data.prompts import TrainingPrompts
+from verl_megatron.observe.metrics import Sums
+from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
+from verl_megatron.separate.fleet import Fleet
+from verl_megatron.separate.orders import Order, Samples, cursor_key
+from verl_megatron.separate.remote_sampler import Counts, RemoteSampler
+
+
+@dataclass(kw_only=True, eq=False)
+class _Part:
+    """One world's share of a collection."""
+
+    order: Order
+    home: int  # place of the world whose share it is
+    place: int = -1  # of the world that makes it
+    number: int = -1  # of its order there
+    samples: list[Samples] | None = None  # this rank's; None: they have not arrived
+
+
+@dataclass(kw_only=True)
+class _Collection:
+    """This rank's samples of an iteration, or of validation."""
+
+    version: int
+    parts: list[_Part] = field(default_factory=list)
+    restored: list[Samples] = field(default_factory=list)  # from a checkpoint, without parts
+    cursor: dict[str, Any] | None = None  # of the training prompts, after it; None: not known yet
+
+    @property
+    def samples(self) -> list[Samples]:
+        """What has arrived."""
+        return self.restored + [samples for part in self.parts for samples in part.samples or ()]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples to train on, or of validation."""
+        return sum(len(part.batch["sample_id"]) for part in self.samples)
+
+
+class OrderedSampler(RemoteSampler):
+    """Orders collections ahead of time, and receives their samples.
+
+    The samples of iteration k are made with version max(first, k - 1 - max_staleness), whatever the speed of
+    either side: so a run gives the same numbers each time. Each world makes its share of a collection. The
+    shares of a world that has ended are dealt out to the others, or to the one that follows it.
+
+    Args:
+        cursor: of the training prompts; orders name where to draw from.
+        keeps_all: without dynamic sampling, each collection draws as many prompts.
+        max_staleness: updates that the weights of samples may lag behind those that train on them.
+        last: the last iteration of the run.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        draw: Draw,
+        cursor: PromptCursor,
+        *,
+        keeps_all: bool,
+        max_staleness: int,
+        last: int,
+    ):
+        super().__init__(fleet, draw)
+        self._cursor, self._keeps_all = cursor, keeps_all
+        self._ahead = cursor.fork()  # where the next order draws from
+        self._max_staleness, self._last = max_staleness, last
+        self._first: int | None = None  # of the versions that samples may have; None: nothing is ordered yet
+        self._ordered = 0  # the last ordered iteration
+        self._start: dict[str, Any] | None = None  # where the next order draws from, if it is the first one
+        self._waiting: list[_Part] = []  # whose samples are missing, in the order in which they were given
+        self._collections: dict[int, _Collection] = {}  # ordered and not collected, by iteration
+        self._restored: dict[int, _Collection] = {}  # by iteration, from a checkpoint
+        self._received: list[Samples] = []  # of the last collection
+        self._behind = 0  # versions, of the last collection
+
+    def needs(self, version: int) -> bool:
+        return version + 1 + self._max_staleness <= self._last
+
+    def published(self, version: int) -> None:
+        super().published(version)
+        if self._first is not None:
+            self._order_until(version + 1 + self._max_staleness)
+
+    def collect(
+        self,
+        source: PromptSource,
+        draw: Draw,
+        *,
+        iteration: int,
+        version: int,
+        keep_group: KeepGroup | None = None,
+    ) -> RolloutBatch:
+        """Receive this rank's share of an iteration's samples; arguments and result as of `Sampler.collect`.
+
+        Args:
+            source: the training prompts; any other stands for the validation prompts.
+            version: of the weights that validation uses.
+        """
+        self._admit()
+        if isinstance(source, TrainingPrompts):
+            collection = self._collect(iteration, source.cursor.state_dict())
+            assert collection.cursor is not None
+            source.cursor.advance(collection.cursor)
+            self._counts.trained += collection.num_samples
+            self._counts.check(self._in_flight())
+            self._behind = iteration - 1 - collection.version
+        else:
+            collection = self._order(iteration=0, version=version, draw=draw)
+            self._receive(collection)
+        self._received = collection.samples
+        self._fleet.forget(before=min([self._newest, *(part.order.version for part in self._waiting)]))
+        parts = [RolloutBatch(**samples.batch) for samples in self._received]
+        return (
+            RolloutBatch.concatenate(parts)
+            if parts
+            else batch_of([], [], Numbers(), draw, policy_version=version)
+        )
+
+    def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
+        """Return the rewards of the last collection, [B] float32; 0 without a reward function."""
+        for samples in self._received:
+            sums.merge(Sums.from_state(samples.sums))
+        sums.add("async/staleness_mean", self._behind * len(batch), len(batch))
+        sums.max("async/staleness_max", self._behind)
+        sums.add("async/iterations_in_flight", len(self._collections) + len(self._restored), 1)
+        self._add_counts(sums)
+        numbers = [samples.batch["sample_id"] for samples in self._received]
+        rewards = [samples.rewards_B for samples in self._received if samples.rewards_B is not None]
+        return torch.cat(rewards)[torch.cat(numbers).argsort()] if rewards else torch.zeros(len(batch))
+
+    def begin(self, iteration: int, cursor: dict[str, Any], taken: Sequence[int] = ()) -> None:
+        self._first = self._newest
+        is_needed = iteration in self._restored
+        self._drop_restored(lambda number: number < iteration or not is_needed)
+        self._ordered = max(self._restored, default=iteration - 1)
+        self._ahead.load_state_dict(cursor)
+        if self._restored and (after := self._restored[self._ordered].cursor) is not None:
+            self._ahead.advance(after)
+        self._start = self._ahead.state_dict()
+        self._ahead.load_state_dict(self._start)  # forgets what it has drawn
+        self._order_until(self._newest + 1 + self._max_staleness)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's samples of the next iterations that were made with earlier weights.
+
+        Waits for those that have not arrived: a checkpoint has the present weights only.
+        """
+        for iteration in sorted(self._collections):
+            if self._collections[iteration].version < self._newest:
+                self._receive(self._collections[iteration])
+                self._restored[iteration] = self._collections.pop(iteration)
+        return {
+            "iterations": [
+                {
+                    "iteration": iteration,
+                    "version": found.version,
+                    "samples": [asdict(samples) for samples in found.samples],
+                    "cursor": found.cursor,
+                }
+                for iteration, found in self._restored.items()
+            ],
+            "counts": asdict(self._counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these samples, unless they are older than allowed now."""
+        self._counts = Counts(**state["counts"])
+        # Those of iterations that begin now are made again.
+        self._counts.sampled = self._counts.trained + self._counts.dropped
+        for saved in state["iterations"]:
+            samples = [Samples(**part) for part in saved["samples"]]
+            restored = _Collection(version=saved["version"], restored=samples, cursor=saved["cursor"])
+            self._restored[saved["iteration"]] = restored
+            self._counts.sampled += restored.num_samples
+        if any(
+            iteration - 1 - found.version > self._max_staleness for iteration, found in self._restored.items()
+        ):
+            self._drop_restored(lambda _: True)
+
+    def _drop_restored(self, is_dropped: Callable[[int], bool]) -> None:
+        for iteration in filter(is_dropped, list(self._restored)):
+            self._counts.dropped += self._restored.pop(iteration).num_samples
+
+    def _in_flight(self) -> int:
+        """This rank's training samples that have arrived and wait for their iteration."""
+        return sum(found.num_samples for found in [*self._collections.values(), *self._restored.values()])
+
+    # ---- orders --------------------------------------------------------------------------------------------
+
+    def _collect(self, iteration: int, cursor: dict[str, Any]) -> _Collection:
+        if self._first is None:
+            self.begin(iteration, cursor)
+        if iteration in self._restored:
+            return self._restored.pop(iteration)
+        self._receive(self._collections[iteration])
+        return self._collections.pop(iteration)
+
+    def _order_until(self, iteration: int) -> None:
+        assert self._first is not None
+        for wanted in range(self._ordered + 1, min(iteration, self._last) + 1):
+            version = max(self._first, wanted - 1 - self._max_staleness)
+            self._ordered, cursor = wanted, self._start
+            if self._keeps_all:
+                self._ahead.learn(self._cursor)
+                cursor = self._ahead.state_dict()
+            ordered = self._order(iteration=wanted, version=version, draw=self._draw, cursor=cursor)
+            self._collections[wanted], self._start = ordered, None
+            if self._keeps_all:
+                self._ahead.draw(self._draw.num_prompts)
+                ordered.cursor = self._ahead.progress()
+
+    def _order(
+        self, *, iteration: int, version: int, draw: Draw, cursor: dict[str, Any] | None = None
+    ) -> _Collection:
+        collection = _Collection(version=version)
+        for home, share in enumerate(self._fleet.shares):
+            order = Order(iteration=iteration, version=version, sync=0, draw=draw, share=share, cursor=cursor)
+            collection.parts.append(_Part(order=order, home=home))
+            self._waiting.append(collection.parts[-1])
+            self._give(collection.parts[-1])
+        return collection
+
+    def _give(self, part: _Part) -> None:
+        """Give an order to the world whose share it is; if that is not there, to the one with least to do."""
+        while True:
+            able = [
+                place for place in self._fleet.links if self._fleet.can_provide(place, part.order.version)
+            ]
+            if not able:
+                self._fleet.admit(waits=True)
+                continue
+            load = {place: sum(other.place == place for other in self._waiting) for place in able}
+            place = part.home if part.home in able else min(able, key=lambda place: (load[place], place))
+            try:
+                self._fleet.provide(place, part.order.version)
+                number = self._fleet.links[place].give(part.order)
+            except BridgeLostError:
+                number = -1  # on this rank; it is noticed on all when the samples are received
+            part.place, part.number = place, number
+            return
+
+    # ---- samples -------------------------------------------------------------------------------------------
+
+    def _receive(self, collection: _Collection) -> None:
+        """Receive this rank's samples of a collection, and of what the same worlds were ordered before it."""
+        since = time.perf_counter()
+        while (wanted := next((part for part in collection.parts if part.samples is None), None)) is not None:
+            same = [part for part in self._waiting if part.place == wanted.place]
+            part = min(same, key=lambda part: part.number)
+            try:
+                part.samples, cursor = together(self.world, partial(self._receive_part, part))
+            except BridgeLostError as error:
+                self._deal_again(part.place, str(error), since)
+                continue
+            self._waiting = [other for other in self._waiting if other is not part]
+            if part.order.iteration:
+                self._arrived(part, cursor)
+
+    def _receive_part(self, part: _Part) -> tuple[list[Samples], dict[str, Any] | None]:
+        if part.number < 0:
+            raise BridgeLostError(f"the {self._fleet.worlds[part.place].name} world has ended")
+        link, cursor = self._fleet.links[part.place], None
+        samples = link.receive(part.number, part.order)
+        if part.order.iteration and not self._keeps_all:
+            cursor = pickle.loads(link.bridge.value(cursor_key(part.number)))
+        return samples, cursor
+
+    def _arrived(self, part: _Part, cursor: dict[str, Any] | None) -> None:
+        """Count the samples of a part; with dynamic sampling, note where the next order draws from."""
+        assert part.samples is not None
+        dropped = sum(samples.num_dropped for samples in part.samples)
+        self._counts.sampled += dropped + sum(len(samples.batch["sample_id"]) for samples in part.samples)
+        self._counts.dropped += dropped
+        if cursor is None:
+            return
+        self._collections[part.order.iteration].cursor = cursor
+        following = next((other for other in self._waiting if other.order.iteration), None)
+        if following is not None:  # another world would not know where to draw from
+            following.order = replace(following.order, cursor=cursor)
+
+    def _deal_again(self, place: int, reason: str, since: float) -> None:
+        """Deal the missing shares of a world that has ended out to others, or to the one that follows it."""
+        orphans = [part for part in self._waiting if part.place == place]
+        for part in orphans:
+            part.place = -1
+        self._fleet.lose(place, reason)
+        self._admit(since)
+        for part in orphans:
+            self._give(part)
+
+    def _admit(self, since: float | None = None) -> None:
+        """Join the worlds that have come; if none is left, wait for one."""
+        for place in self._joined(since):
+            for part in self._waiting:
+                if part.place == place:  # ordered of the world before it
+                    self._give(part)

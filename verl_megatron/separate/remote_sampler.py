@@ -1,0 +1,126 @@
+"""What stands for the samplers of the rollout worlds in the training world, and what becomes of the samples."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.observe.metrics import Sums
+from verl_megatron.rewards.pool import RewardPool
+from verl_megatron.rollout.sampler import Draw, KeepGroup, PromptSource
+from verl_megatron.separate.fleet import Fleet
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What has become of this rank's training samples since the run began.
+
+    Each sample that has arrived was trained on, was dropped, or is in flight: waits for its iteration.
+    """
+
+    sampled: int = 0
+    trained: int = 0
+    dropped: int = 0  # by dynamic sampling, or older than allowed after a resumption
+
+    def check(self, in_flight: int) -> None:
+        """Raise a RuntimeError if a sample was lost or is counted twice."""
+        if self.sampled != self.trained + self.dropped + in_flight:
+            raise RuntimeError(
+                f"{self.sampled} samples were made; {self.trained} were trained on, {self.dropped} dropped"
+                f" and {in_flight} are in flight: samples were lost or used twice"
+            )
+
+
+class RemoteSampler(ABC):
+    """Stands for the rollout worlds' samplers. All methods are collective over the training world.
+
+    Args:
+        draw: of an iteration.
+    """
+
+    pool: RewardPool | None = None  # the reward workers are in the rollout worlds
+
+    def __init__(self, fleet: Fleet, draw: Draw):
+        self._fleet, self._draw, self.world = fleet, draw, fleet.world
+        self._newest = 0  # published version
+        self._counts = Counts()
+        self.scores_of_group: list[list[float]] = []  # as of `Sampler`: the batch has them all
+
+    @abstractmethod
+    def needs(self, version: int) -> bool:
+        """Whether samples will be made with this version."""
+
+    def published(self, version: int) -> None:
+        """Order what this version is for."""
+        self._newest = version
+
+    @abstractmethod
+    def collect(
+        self,
+        source: PromptSource,
+        draw: Draw,
+        *,
+        iteration: int,
+        version: int,
+        keep_group: KeepGroup | None = None,
+    ) -> RolloutBatch:
+        """Receive this rank's share of an iteration's samples; arguments and result as of `Sampler.collect`.
+
+        Args:
+            source: the training prompts; any other stands for the validation prompts.
+            version: of the weights that validation uses.
+        """
+
+    @abstractmethod
+    def score(self, batch: RolloutBatch, sums: Sums) -> Tensor:
+        """Return the rewards of the last collection, [B] float32; 0 without a reward function."""
+
+    @abstractmethod
+    def begin(self, iteration: int, cursor: dict[str, Any], taken: Sequence[int] = ()) -> None:
+        """Order the first samples.
+
+        Args:
+            iteration: the next one to collect.
+            cursor: where to draw its prompts from.
+            taken: as of `taken`, of a collection that a checkpoint holds.
+        """
+
+    def taken(self) -> list[int]:
+        """Return the numbers of the groups of the last collection, where it is not known which they are."""
+        return []
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of samples in flight on this rank."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the samples of a checkpoint, unless they are older than allowed now."""
+
+    @abstractmethod
+    def _in_flight(self) -> int:
+        """This rank's training samples that have arrived and wait for their iteration."""
+
+    def _add_counts(self, sums: Sums) -> None:
+        share = 1 / self.world.size  # the sums of all ranks
+        for name, count in (asdict(self._counts) | {"in_flight": self._in_flight()}).items():
+            sums.add(f"async/samples_{name}", count, share)
+
+    def _joined(self, since: float | None = None) -> list[int]:
+        """Join the worlds that have come, and wait for one if none is left; return their places.
+
+        Args:
+            since: since when training has waited for samples of a world that was lost.
+        """
+        joined = self._fleet.admit(waits=True)
+        for place in joined:
+            said = "it generates"
+            if since is not None:
+                waited = f"training has waited {time.perf_counter() - since:.1f} s"
+                said = f"{waited}, and missing samples are made again"
+            self._fleet.say_joined(place, said)
+        return joined
