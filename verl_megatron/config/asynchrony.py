@@ -14,13 +14,13 @@ class AsyncConfig(Section):
     )
     buffer: str = setting(
         "in_order",
-        "which samples an iteration trains on: those of its own prompts (in_order), or of those under way the "
-        "oldest allowed and then the first that are complete (window)",
+        "which samples an iteration trains on: those of its own prompts (in_order), or the oldest "
+        "allowed and then the first that are complete (window)",
         choices=("in_order", "window"),
     )
     partial: str = setting(
         "finish",
-        "running samples at new weights, with buffer=window: end with the old ones (finish), go on from their "
-        "tokens with a new cache (continue), or with the old cache (pause)",
+        "running samples at new weights, with buffer=window: they end with the old ones (finish), or go on "
+        "from their tokens with a new cache (continue) or with the old one (pause)",
         choices=("finish", "continue", "pause"),
     )

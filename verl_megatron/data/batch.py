@@ -29,7 +29,7 @@ class RolloutBatch:
     group_id: Tensor | None = None
     source_id: Tensor | None = None  # [B] int64, data_source of the prompt (observe/sources.py)
     policy_version: Tensor | None = None  # [B] int64, update count of the policy that generated the sample
-    # [B, T] int64, update count for each response token, where weights changed meanwhile; None: policy_version
+    # [B, T] int64, update count for each response token; None: policy_version for all
     token_versions: Tensor | None = None
     rollout_logprobs: Tensor | None = None  # [B, T] float32, from the sampler (vLLM)
     # [B] float32, temperature of the log-probs; 1 for greedy samples; None: that of the settings for all

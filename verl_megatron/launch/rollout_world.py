@@ -1,58 +1,31 @@
 """A rollout world: generates and scores what the training world orders, with the weights that it sends."""
 
 import gc
-import pickle
-import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from parallel import device
-from parallel.bridge import (
-    POLL_S,
-    Bridge,
-    BridgeLostError,
-    Parcels,
-    given_address,
-    losing,
-    open_store,
-    together,
-)
+from parallel.bridge import BridgeLostError, given_address, together
 from parallel.layout import Layout
-from parallel.rank_set import RankSet, agree, world
-from parallel.reshard.versions import VersionedReshard
+from parallel.rank_set import agree, rank_set, world
 from parallel.runtime.refusal import speak_once
 from parallel.runtime.run_log import RunLog
 from parallel.runtime.watchdog import Watchdog
-from parallel.weights.architecture import read_architecture
 from verl_megatron.checks.problems import refuse
 from verl_megatron.checks.versions import check_versions
 from verl_megatron.config import TrainerConfig
-from verl_megatron.data.prompts import GivenPrompts, TrainingPrompts
+from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.data.shared import OncePerHost
 from verl_megatron.lifecycle.base_trainer import SLOW_S
 from verl_megatron.model_specs import ServingWorld, num_training_ranks, rollout_worlds
-from verl_megatron.observe.metrics import Sums
 from verl_megatron.preflight import Inputs, inspect_run
-from verl_megatron.rewards.shaping import has_variance
-from verl_megatron.rollout.sampler import Sampler
+from verl_megatron.rollout.stream import Partial
 from verl_megatron.run import make_reward_pool, make_vllm, rollout_dtype, sources_of
-from verl_megatron.separate.identity import ServedWeights
-from verl_megatron.separate.link import owner_of
-from verl_megatron.separate.orders import (
-    ENGINE,
-    SHARDS,
-    STOP,
-    Order,
-    Samples,
-    SourceShards,
-    cursor_key,
-    order_key,
-)
-from verl_megatron.separate.weights import named, plan_of, receive_versions
+from verl_megatron.separate.order_server import OrderServer
+from verl_megatron.separate.serving import Replica, join_training
+from verl_megatron.separate.stream_server import StreamServer
 
 
 class RolloutWorld:
@@ -93,7 +66,7 @@ class RolloutWorld:
         return own
 
     def serve(self) -> None:
-        """Carry out orders until the training world ends. Collective over both worlds."""
+        """Serve training until it ends; one that is started again joins anew. Collective over both worlds."""
         run = self.config.run
         folder = Path(run.output_dir, self.own.name.replace(":", ""))
         with (
@@ -101,176 +74,50 @@ class RolloutWorld:
             Watchdog(run.stall_timeout_s, folder, self.world) as watchdog,
         ):
             with watchdog.operation("build", timeout_s=SLOW_S):
-                server = _Server(self.config, self.inputs, self.world, self.own, watchdog.beat)
-            server.serve()
-            server.close()
+                replica = self._build(watchdog.beat)
+            while not self._serve_over_one_bridge(replica):
+                gc.collect()  # closes the connections of the old groups
+            replica.close()
 
-
-class _Server:
-    def __init__(
-        self,
-        config: TrainerConfig,
-        inputs: Inputs,
-        own: RankSet,
-        served_by: ServingWorld,
-        beat: Callable[[], None],
-    ):
-        self._config, self._world, self._beat = config, own, beat
-        self._name = served_by.name
-        self._dtype, self._arch = rollout_dtype(config), read_architecture(config.actor.path)
-        self._engine = make_vllm(config, Layout.parse(f"tp{config.rollout.tp}", ranks=own.ranks))
-        self._engine.wake("weights")
-        self._engine.wake("kv_cache")
-        self._pool = make_reward_pool(config, self._engine)
-        self._sampler = Sampler(
-            self._engine,
+    def _build(self, beat: Callable[[], None]) -> Replica:
+        config, inputs, tp = self.config, self.inputs, self.config.rollout.tp
+        engine = make_vllm(config, Layout.parse(f"tp{tp}", ranks=self.world.ranks))
+        engine.wake("weights")
+        engine.wake("kv_cache")
+        replicas = [rank_set(self.world.ranks[at : at + tp]) for at in range(0, self.world.size, tp)]
+        return Replica(
+            engine=engine,
+            dtype=rollout_dtype(config),
+            ranks=replicas[engine.replica],
             tokenizer=inputs.tokenizer,
-            pool=self._pool,
-            seed=config.run.seed,
+            pool=make_reward_pool(config, engine),
+            has_rewards=bool(config.reward.function),
+            prompts=TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed)),
+            validation=list(inputs.validation or ())[: config.data.validation_samples or None],
             sources=sources_of(config, inputs),
-            on_step=self._beat,
-        )
-        self._source = TrainingPrompts(inputs.train, inputs.train.cursor(seed=config.run.seed))
-        validated = list(inputs.validation or ())[: config.data.validation_samples or None]
-        self._validation = GivenPrompts(validated)
-        self._sender = ThreadPoolExecutor(1, "samples")  # the next order need not wait for the receiver
-        self._sending: deque[Future] = deque()
-        self._bridge: Bridge
-        self._parcels: Parcels
-        self._versions: VersionedReshard
-        self._served: ServedWeights | None
-
-    def serve(self) -> None:
-        """Carry out all orders; a training world that is started again joins anew."""
-        while True:
-            self._join()
-            number = 0
-            try:
-                while (order := together(self._world, partial(self._next, number))) is not None:
-                    self._carry_out(number, order)
-                    number += 1
-                return
-            except BridgeLostError as error:
-                self._leave(str(error))
-
-    # ---- the bridge ----------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        while True:
-            try:
-                return together(self._world, self._connect)
-            except BridgeLostError:
-                continue
-
-    def _connect(self) -> None:
-        config = self._config
-        self._bridge = Bridge.join(
-            self._world,
-            open_store(self._world, wait=self._beat),
-            self._name,
-            num_other=num_training_ranks(config),
-            wait=self._beat,
-        )
-        source: SourceShards = pickle.loads(self._bridge.value(SHARDS))
-        self._parcels = Parcels(self._bridge, "samples")
-        plan = plan_of(config, self._bridge, self._arch, source.shards, self._dtype)
-        self._versions = receive_versions(
-            config, self._bridge, plan, self._arch, self._engine.weight_target(), self._dtype
-        )
-        verifies = config.reshard.verify != "none"
-        self._served = (
-            ServedWeights(self._bridge, self._versions, named(self._engine.weight_target()))
-            if verifies
-            else None
-        )
-        if self._world.is_first:
-            self._bridge.put(ENGINE, str(self._engine.kv_cache_tokens).encode())
-
-    def _leave(self, reason: str) -> None:
-        """Let go of a bridge that is lost."""
-        if self._world.is_first:
-            print(f"{self._name}: {reason}; waiting for a training world", flush=True)
-        self._versions.abandon()
-        self._bridge.abandon()
-        self._sending.clear()
-        self._sender.shutdown(cancel_futures=True)
-        self._sender = ThreadPoolExecutor(1, "samples")
-        del self._parcels, self._versions, self._served
-        gc.collect()  # closes the connections of the old groups
-
-    # ---- orders --------------------------------------------------------------------------------------------
-
-    def _next(self, number: int) -> tuple[Order, float] | None:
-        """Return the next order once its weights are here, and the seconds until then; None at the end."""
-        begin = time.perf_counter()
-        while not self._bridge.has(order_key(number)):
-            while self._sending and self._sending[0].done():
-                self._sending.popleft().result()  # raises what went wrong
-            if self._bridge.has(STOP):
-                return None
-            self._beat()
-            time.sleep(POLL_S)
-        order: Order = pickle.loads(self._bridge.value(order_key(number)))
-        while self._versions.version < order.sync:
-            self._adopt()
-        return order, time.perf_counter() - begin
-
-    def _adopt(self) -> None:
-        with losing("receiving weights"):
-            while not self._versions.ready():
-                self._bridge.check()
-                self._beat()
-                time.sleep(POLL_S)
-            sync = self._versions.adopt()
-        self._engine.reset_cache()
-        if self._served is not None:
-            self._served.expect(sync)
-
-    def _carry_out(self, number: int, given: tuple[Order, float]) -> None:
-        order, waited = given
-        begin, sums = time.perf_counter(), Sums()
-        trains = order.iteration > 0
-        if order.cursor is not None:
-            self._source.cursor.load_state_dict(order.cursor)
-        keeps = trains and self._config.algorithm.dynamic_sampling
-        batch = self._sampler.collect(
-            self._source if trains else self._validation,
-            order.draw,
-            iteration=order.iteration,
-            version=order.version,
-            keep_group=has_variance if keeps else None,
-            share=None if keeps else order.share.groups,
-        )
-        if self._served is not None:
-            purpose = f"the samples of iteration {order.iteration}" if trains else "the validation's answers"
-            self._served.check(order.sync, purpose)
-        rewards_B = self._sampler.score(batch, sums)
-        if trains and self._world.is_first:
-            sums.add("async/rollout_wait_s", waited, 1)
-            sums.add("async/generation_s", time.perf_counter() - begin, 1)
-        has_reward = bool(self._config.reward.function)
-        samples = Samples(
-            batch=batch.tensors(),
-            rewards_B=rewards_B if has_reward else None,
-            sums=sums.state_dict(),
-            num_dropped=self._sampler.num_dropped,
-        )
-        self._sending.append(
-            self._sender.submit(self._send, number, order, samples, self._source.cursor.progress())
+            seed=config.run.seed,
+            beat=beat,
         )
 
-    def _send(self, number: int, order: Order, samples: Samples, cursor: dict[str, Any]) -> None:
-        """Send this rank's samples to the training rank that owns them."""
-        if self._world.is_first and self._config.algorithm.dynamic_sampling:
-            self._bridge.put(cursor_key(number), pickle.dumps(cursor))
-        if self._engine.is_owner:
-            owner = owner_of(order, self._engine.replica, self._bridge.num_training)
-            self._parcels.send(samples, to=owner, label=str(number))
-
-    def close(self) -> None:
-        """End the exchange of weights and the reward workers."""
-        self._versions.close()
-        self._sender.shutdown(cancel_futures=True)
-        if self._pool is not None:
-            self._pool.close()
-        self._engine.close()
+    def _serve_over_one_bridge(self, replica: Replica) -> bool:
+        """Serve a training world; return whether it has ended well."""
+        config, own = self.config, self.world
+        try:
+            exchange = together(own, partial(join_training, config, own, self.own, replica))
+        except BridgeLostError:
+            return False
+        server = (
+            StreamServer(replica, exchange, partial=cast(Partial, config.async_.partial))
+            if config.async_.buffer == "window"
+            else OrderServer(own, replica, exchange, drops=config.algorithm.dynamic_sampling)
+        )
+        try:
+            server.serve()
+        except BridgeLostError as error:
+            if own.is_first:
+                print(f"{self.own.name}: {error}; waiting for a training world", flush=True)
+            exchange.versions.abandon()
+            exchange.bridge.abandon()
+            return False
+        exchange.versions.close()
+        return True

@@ -127,6 +127,7 @@ class RewardPool:
         self.failed = 0
         self.first_failure: Failure | None = None
         self.examples: dict[str, Failure] = {}
+        self._shown: set[str] = set()  # of these
         self.metric_names: set[str] = set()  # of the samples of the last results()
         self.total_ms = 0.0
         self.calls = 0
@@ -248,6 +249,16 @@ class RewardPool:
         self.failures[kind] += 1
         self.examples.setdefault(f"{kind} of {name}" if name else kind, failure)
         self.first_failure = self.first_failure or failure
+
+    def forget(self) -> None:
+        """Drop the samples whose results nobody will ask for."""
+        self._pending.clear()
+
+    def show_new_failures(self) -> None:
+        """Print an example of each kind of failure that has not been shown yet."""
+        for kind in self.examples.keys() - self._shown:
+            print(f"{self.examples[kind]} (counted as reward/failed; shown once)", flush=True)
+            self._shown.add(kind)
 
     def complaint(self, failed: int, calls: int) -> str:
         """Return why the samples of the last `results()` are unusable; empty if no reason was found here.

@@ -107,7 +107,6 @@ class Sampler:
         self._latency_ms, self._calls = 0.0, 0  # of these
         self.num_dropped = 0  # samples of this rank that the last collection left out
         self._num_drawn = self._num_kept = 0  # prompts of the last collection with `keep_group`
-        self._shown_failures: set[str] = set()
 
     @property
     def world(self) -> RankSet:
@@ -229,9 +228,7 @@ class Sampler:
             return torch.zeros(len(batch))
         sums.add(REWARD_LATENCY, self._latency_ms, self._calls)
         rewards_B = rewards_of([self._results[sample] for sample in batch.sample_id.tolist()], sums)
-        for kind in self.pool.examples.keys() - self._shown_failures:
-            print(f"{self.pool.examples[kind]} (counted as reward/failed; shown once)", flush=True)
-            self._shown_failures.add(kind)
+        self.pool.show_new_failures()
         return rewards_B
 
     def _wait_for_rewards(self) -> None:

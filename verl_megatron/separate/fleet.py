@@ -26,8 +26,8 @@ class Fleet:
 
     All methods are collective over the training world.
 
-    With stale samples in order, it keeps a copy in host memory of each version whose samples may still be missing, so
-    that another rollout world makes the same ones.
+    With stale samples in order, it keeps a copy in host memory of each version whose samples may still be
+    missing, so that another rollout world makes the same ones.
 
     Args:
         world: all training ranks.

@@ -29,6 +29,7 @@ from verl_megatron.separate.orders import (
     StreamOrder,
     fetch_key,
     order_key,
+    owner_of,
     version_key,
 )
 from verl_megatron.separate.weights import send_versions
@@ -191,7 +192,7 @@ class RolloutLink:
         samples = [
             self._parcels.receive(source=owner, label=str(number))
             for replica, owner in enumerate(owners)
-            if owner_of(order, replica, bridge.num_training) == bridge.rank
+            if owner_of(order.share.first, replica, bridge.num_training) == bridge.rank
         ]
         self.has_made_samples = True
         return samples
@@ -213,8 +214,3 @@ class RolloutLink:
             self._versions.close()
         except (BridgeLostError, RuntimeError):
             pass  # it has ended, which is what is wanted
-
-
-def owner_of(order: Order, replica: int, num_training: int) -> int:
-    """Return the training rank that owns what a replica of the world makes for an order."""
-    return (order.share.first + replica) % num_training

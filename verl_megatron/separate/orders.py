@@ -42,6 +42,16 @@ def shares_of(worlds: Sequence[ServingWorld], tp: int) -> list[Share]:
     return [Share(first=first, stop=stop, of=starts[-1]) for first, stop in pairwise(starts)]
 
 
+def owner_of(first: int, replica: int, num_training: int) -> int:
+    """Return the training rank that owns what a replica makes.
+
+    Args:
+        first: replica of the share, counted over all rollout worlds.
+        replica: of the world that makes it, from 0.
+    """
+    return (first + replica) % num_training
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """A share of a collection to make, with weights of this version and no other.

@@ -1,4 +1,4 @@
-"""What stands for the samplers of the rollout worlds in the training world, and what becomes of the samples."""
+"""What stands for the rollout worlds' samplers in the training world, and what becomes of the samples."""
 
 import time
 from abc import ABC, abstractmethod

@@ -3,26 +3,19 @@
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from parallel.bridge import POLL_S, Bridge, BridgeLostError, Parcels, losing, together
-from parallel.rank_set import RankSet
-from parallel.reshard.versions import VersionedReshard
-from verl_megatron.data.prompts import Prompt, TrainingPrompts
-from verl_megatron.data.tokenizer import Tokenizer
+from parallel.bridge import POLL_S, BridgeLostError, losing, together
+from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.prompts import Prompt
 from verl_megatron.observe.metrics import REWARD_LATENCY, Sums
-from verl_megatron.observe.sources import Sources
-from verl_megatron.rewards.pool import RewardPool
-from verl_megatron.rollout.engine import RolloutEngine
 from verl_megatron.rollout.sampler import Numbers, batch_of, rewards_of
 from verl_megatron.rollout.sampling import Generation, Request, sample_seed
 from verl_megatron.rollout.stream import FinishedGroup, Group, GroupStream, Partial
-from verl_megatron.separate.identity import ServedWeights
 from verl_megatron.separate.orders import (
     STOP,
     Block,
@@ -31,36 +24,12 @@ from verl_megatron.separate.orders import (
     StreamOrder,
     fetch_key,
     order_key,
+    owner_of,
     version_key,
 )
+from verl_megatron.separate.serving import Exchange, Replica
 
 STEPS = 4  # decoding steps between two looks at the store
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """What joins this rank to the training world."""
-
-    bridge: Bridge
-    parcels: Parcels
-    versions: VersionedReshard
-    served: ServedWeights | None
-    owner: int  # training rank that owns this replica's samples
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replica:
-    """An engine, and what it needs to make and score samples."""
-
-    engine: RolloutEngine
-    ranks: RankSet  # tensor-parallel
-    tokenizer: Tokenizer
-    pool: RewardPool | None  # on the first rank
-    prompts: TrainingPrompts
-    validation: Sequence[Prompt]
-    sources: Sources
-    seed: int
-    beat: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +52,20 @@ class _Made:
 
 
 class StreamServer:
-    """Generates the groups that the training world orders, over one bridge. Collective over a replica's ranks."""
+    """Generates the groups of orders, over one bridge. Collective over a replica's ranks."""
 
     def __init__(self, replica: Replica, exchange: Exchange, *, partial: Partial):
         self._replica, self._exchange, self._engine = replica, exchange, replica.engine
+        bridge = exchange.bridge
+        self._owner = owner_of(exchange.first_replica, self._engine.replica, bridge.num_training)
         self._stream = GroupStream(self._engine, partial=partial, on_finish=self._score)
         self._held: deque[StreamOrder] = deque()  # whose weights have not come
         self._made: dict[int, _Made] = {}  # by sample_id
         self._scoring: list[FinishedGroup] = []
         self._complete: list[GroupSamples] = []  # since the last reply
-        self._num_orders = self._num_replies = self._steps = 0
+        self._num_orders = self._num_replies = 0
         self._changes = False  # new weights wait for running samples
-        self._idle_s, self._since, self._last_look = 0.0, time.perf_counter(), 0.0
+        self._idle_s, self._since = 0.0, time.perf_counter()
         self._sender = ThreadPoolExecutor(1, "replies")
         self._sending: Future | None = None
 
@@ -114,13 +85,14 @@ class StreamServer:
                     self._work()
         finally:
             self._sender.shutdown(wait=False, cancel_futures=True)
+            if self._replica.pool is not None:
+                self._replica.pool.forget()
 
     def _work(self) -> None:
         """Take some decoding steps; without samples, wait a moment."""
         for _ in range(STEPS):
             self._replica.beat()
-            finished = self._stream.step()
-            self._scoring += finished if self._is_first else []
+            self._scoring += self._stream.step()
             self._gather_scored()
             if not self._stream.num_running:
                 begin = time.perf_counter()
@@ -172,24 +144,14 @@ class StreamServer:
         self._changes = not self._stream.begin_change()
         if self._changes:
             return
-        self._check("samples")
-        sync = together(self._replica.ranks, self._adopt)
+        self._check_weights()
+        sync = together(self._replica.ranks, partial(self._exchange.adopt, self._replica.beat))
         self._stream.end_change(int(self._exchange.bridge.value(version_key(sync))))
 
-    def _adopt(self) -> int:
-        with losing("receiving weights"):
-            while not self._exchange.versions.ready():  # the first rank's have come
-                self._exchange.bridge.check()
-                time.sleep(POLL_S)
-            sync = self._exchange.versions.adopt()
-        if self._exchange.served is not None:
-            self._exchange.served.expect(sync)
-        return sync
-
-    def _check(self, purpose: str) -> None:
-        """Check that vLLM holds the weights that it should."""
-        if self._exchange.served is not None and self._exchange.versions.version:
-            self._exchange.served.check(self._exchange.versions.version, purpose)
+    def _check_weights(self) -> None:
+        """Check that vLLM holds the weights that made the samples since the last look."""
+        if sync := self._exchange.versions.version:
+            self._exchange.check(sync, "samples")
 
     def _add(self, order: StreamOrder) -> None:
         """Start the groups of an order that are this replica's."""
@@ -236,42 +198,45 @@ class StreamServer:
         self._scoring = waiting
 
     def _samples_of(self, group: FinishedGroup) -> GroupSamples:
+        """Return the samples of a group that is scored."""
         ids = [sample.sample_id for sample in group.samples]
-        made, pool, sums = self._made[ids[0]], self._replica.pool, Sums()
-        for sample_id in ids:
-            del self._made[sample_id]
-        rewards_B, failed, complaint = None, 0, ""
+        made = [self._made.pop(sample_id) for sample_id in ids][0]
+        pool, sums, rewards_B, failed, complaint = self._replica.pool, Sums(), None, 0, ""
         if pool is not None:
             found = pool.results(ids)
             rewards_B = rewards_of([found[sample_id] for sample_id in ids], sums)
             failed, complaint = pool.failed, pool.complaint(pool.failed, pool.calls)
             sums.add(REWARD_LATENCY, pool.total_ms, pool.calls)
-        numbers = Numbers()
-        numbers.add([len(ids)])
-        samples = [replace(sample, sample_id=number) for number, sample in enumerate(group.samples)]
-        requests = [replace(request, sample_id=number) for number, request in enumerate(made.requests)]
-        batch = batch_of(samples, requests, numbers, made.block.draw, policy_version=0)
-        batch.policy_version = torch.tensor(
-            [min(own) if own else self._stream.version or 0 for own in group.versions]
-        )
-        batch.token_versions = torch.zeros_like(batch.generated_ids)
-        for b, own in enumerate(group.versions):
-            length = int(batch.lengths[b])
-            batch.token_versions[b, length - len(own) : length] = torch.tensor(own, dtype=torch.int64)
-        batch.source_id = self._replica.sources.numbers([made.prompt.extra] * len(batch))
+            pool.show_new_failures()
         return GroupSamples(
             number=group.number,
-            batch=batch.tensors(),
+            batch=self._batch_of(group, made).tensors(),
             rewards_B=rewards_B,
             sums=sums.state_dict(),
             failed=failed,
             complaint=complaint,
         )
 
+    def _batch_of(self, group: FinishedGroup, made: _Made) -> RolloutBatch:
+        """Return the batch of a group, whose samples are numbered from 0."""
+        numbers = Numbers()
+        numbers.add([len(group.samples)])
+        samples = [replace(sample, sample_id=number) for number, sample in enumerate(group.samples)]
+        requests = [replace(request, sample_id=number) for number, request in enumerate(made.requests)]
+        batch = batch_of(samples, requests, numbers, made.block.draw, policy_version=0)
+        batch.policy_version = torch.tensor([min(own) for own in group.versions])
+        batch.token_versions = torch.zeros_like(batch.generated_ids)
+        for b, own in enumerate(group.versions):
+            length = int(batch.lengths[b])
+            batch.token_versions[b, length - len(own) : length] = torch.tensor(own)
+        batch.source_id = self._replica.sources.numbers([made.prompt.extra] * len(batch))
+        return batch
+
     def _reply(self) -> None:
         """Send what is complete to its owner; the weights that made it are checked before."""
         number, self._num_replies = self._num_replies, self._num_replies + 1
-        self._check("samples")
+        self._check_weights()
+        complete, self._complete = self._complete, []
         if not self._is_first:
             return
         sums, now = Sums(), time.perf_counter()
@@ -279,7 +244,7 @@ class StreamServer:
         sums.add("async/interrupted", self._stream.num_interrupted, int(self._engine.world.is_first))
         self._stream.num_interrupted = 0
         idle_s, busy_s = self._idle_s, now - self._since - self._idle_s
-        reply = Reply(groups=self._complete, sums=sums.state_dict(), idle_s=idle_s, busy_s=busy_s)
-        self._complete, self._idle_s, self._since = [], 0.0, now
-        send = partial(self._exchange.parcels.send, reply, to=self._exchange.owner, label=f"reply/{number}")
+        reply = Reply(groups=complete, sums=sums.state_dict(), idle_s=idle_s, busy_s=busy_s)
+        self._idle_s, self._since = 0.0, now
+        send = partial(self._exchange.parcels.send, reply, to=self._owner, label=f"reply/{number}")
         self._sending = self._sender.submit(send)

@@ -8,9 +8,12 @@ from parallel.reshard.execute import ReshardReport
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.order.cursor import PromptCursor
 from verl_megatron.residency import Tag
+from verl_megatron.rewards.shaping import has_variance
 from verl_megatron.rollout.sampler import Draw
 from verl_megatron.separate.fleet import Fleet
+from verl_megatron.separate.ordered_sampler import OrderedSampler
 from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.window_sampler import WindowSampler
 
 
 class SeparateChannel:
@@ -102,14 +105,13 @@ def rollout_side(
         cursor: of the training prompts.
         gather: makes the trained weights complete before they are sent.
     """
-    sampler = RemoteSampler(
-        fleet,
-        draw,
-        cursor,
-        keeps_all=not config.algorithm.dynamic_sampling,
-        max_staleness=config.async_.max_staleness,
-        last=config.run.iterations,
-    )
+    drops, asynchrony = config.algorithm.dynamic_sampling, config.async_
+    limits = {"max_staleness": asynchrony.max_staleness, "last": config.run.iterations}
+    sampler: RemoteSampler
+    if asynchrony.buffer == "window":
+        sampler = WindowSampler(fleet, draw, cursor, keep_group=has_variance if drops else None, **limits)
+    else:
+        sampler = OrderedSampler(fleet, draw, cursor, keeps_all=not drops, **limits)
     channel = SeparateChannel(fleet, gather, sampler, is_validated=partial(_is_validated, config))
     return RolloutSide(engine=RemoteEngine(fleet), sampler=sampler, channel=channel)
 

@@ -1,4 +1,4 @@
-"""async.buffer=window: groups of samples are made without pause, and an iteration trains on those that are there.
+"""async.buffer=window: groups are made without pause, and an iteration trains on those that are there.
 
 A group starts only if its samples can still be used (the capacity of AReaL, Fu et al. 2025): with P prompts
 an iteration, v updates done and a staleness of n, at most P · (v + 1 + n) groups have started since the run
@@ -24,7 +24,7 @@ from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
-from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder
+from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
 from verl_megatron.separate.remote_sampler import Counts, RemoteSampler
 
 WAIT_S = 0.01  # between two questions for samples
@@ -289,9 +289,8 @@ class WindowSampler(RemoteSampler):
     def _own_replicas(self, place: int) -> list[int]:
         """Return the replicas of a world whose samples this rank owns."""
         first, link = self._fleet.shares[place].first, self._fleet.links[place]
-        return [
-            each for each in range(link.num_replicas) if (first + each) % self.world.size == self.world.rank
-        ]
+        owners = {each: owner_of(first, each, self.world.size) for each in range(link.num_replicas)}
+        return [replica for replica, owner in owners.items() if owner == self.world.rank]
 
     def _fetch(self, since: float) -> None:
         """Receive what is complete, and tell all ranks of it."""
