@@ -44,7 +44,7 @@ def learn(run: Run, step: int, collected: Collected) -> dict[str, float]:
         if run.world.is_first:
             print(said, flush=True)
     metrics = run.learner.learn(collected.batch, collected.table, collected.sums, step=step)
-    run.channel.publish(step)
+    run.channel.publish(step, was_updated=metrics.get("policy/grad_norm", 0.0) > 0)
     costs = iteration_metrics(
         run.clock.pop(),
         response_tokens=int(collected.table.response_B.sum()),

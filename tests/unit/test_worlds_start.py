@@ -14,15 +14,15 @@ def four_gpus(monkeypatch):
 
 
 def test_each_world_gets_its_own(four_gpus, monkeypatch):
-    assert worlds._gpus(0, 3) == {"CUDA_VISIBLE_DEVICES": "0,1,2"}
-    assert worlds._gpus(3, 1) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert worlds._gpus(range(3)) == {"CUDA_VISIBLE_DEVICES": "0,1,2"}
+    assert worlds._gpus((3,)) == {"CUDA_VISIBLE_DEVICES": "3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
-    assert worlds._gpus(1, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert worlds._gpus((1,)) == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
 def test_too_few_are_refused(four_gpus):
     with pytest.raises(ValueError, match="ranks to 4 need 5 GPUs, and this host has 4; name lower ranks"):
-        worlds._gpus(3, 2)
+        worlds._gpus((3, 4))
 
 
 def test_a_fault_is_started_again_and_an_error_is_not():

@@ -51,6 +51,8 @@ class Draw:
     max_rounds: int = 10  # maximum number of rounds with `keep_group`
     with_greedy: bool = False  # generate one more sample of each prompt, the last, greedily
     table: Table = ()  # samples and sampling by prompt length; empty: the same for all
+    # Numbers of the prompts to generate for, of so many; without `keep_group`. None: all.
+    share: Callable[[int], range] | None = None
 
     @property
     def most_samples(self) -> int:
@@ -122,7 +124,6 @@ class Sampler:
         version: int,
         continue_turn: ContinueTurn | None = None,
         keep_group: KeepGroup | None = None,
-        share: Callable[[int], range] | None = None,
     ) -> RolloutBatch:
         """Collect samples of `draw.num_prompts` prompts, numbered prompt by prompt without gaps.
 
@@ -133,7 +134,6 @@ class Sampler:
             keep_group: selects the prompts whose samples to keep; the others are replaced by further
                 prompts, in at most `draw.max_rounds` rounds. If prompts are then still missing, the last
                 of the others stay.
-            share: numbers of the prompts to generate for, of so many; without `keep_group`. None: all.
 
         Returns:
             The samples owned by this rank (the first of its replica; other ranks own none), ordered by
@@ -146,10 +146,11 @@ class Sampler:
         for _ in range(draw.max_rounds):
             prompts = source.draw(wanted - len(kept) if parts else draw.num_prompts)
             requests = self._requests(prompts, draw, iteration=iteration, first=numbers.num_samples)
+            requests = [replace(request, cache_salt=str(version)) for request in requests]
             first_group = numbers.num_groups
             numbers.add([draw.size_of(prompt) for prompt in prompts])
-            if share is not None:
-                own = share(len(prompts))
+            if draw.share is not None:
+                own = draw.share(len(prompts))
                 requests = requests[numbers.starts[own.start] : numbers.starts[own.stop]]
             samples = self._generate(requests, prompts, numbers, continue_turn)
             parts.append(batch_of(samples, requests, numbers, draw, policy_version=version))

@@ -53,7 +53,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     seed: int  # sampling seed, see `sample_seed`
     sampling: Sampling = field(default_factory=Sampling)
-    cache_salt: str = ""  # the prefix cache serves only requests of the same one
+    cache_salt: str = ""  # the version of the weights: the prefix cache serves only requests of the same one
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,9 +140,7 @@ class GroupStream:
             if not sample.starts or sample.starts[-1][1] != self.version:
                 so_far = len(sample.earlier.token_ids) if sample.earlier else 0
                 sample.starts.append((so_far, self.version))
-            if self.partial == "pause":  # so that no other version's cache serves it
-                sample.request = replace(sample.request, cache_salt=str(self.version))
-            request = sample.remaining()
+            request = replace(sample.remaining(), cache_salt=str(self.version))
             self.engine.submit(request)
             admission.start(request)
             self._running[request.sample_id] = sample

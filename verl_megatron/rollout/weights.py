@@ -29,8 +29,12 @@ from verl_megatron.rollout.engine import RolloutEngine
 class WeightChannel(Protocol):
     """Channel of policy versions, which count updates, to the rollout engine. Collective over the world."""
 
-    def publish(self, version: int) -> None:
-        """Announce that the trained model has this version."""
+    def publish(self, version: int, *, was_updated: bool = False) -> None:
+        """Announce that the trained model has this version.
+
+        Args:
+            was_updated: whether the weights must differ from those of the version before.
+        """
         ...
 
     def adopt(self) -> int:
@@ -45,7 +49,7 @@ class ColocatedChannel:
         self._residency, self._version = residency, 0
         self.report = ReshardReport()  # report of the latest sync
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, *, was_updated: bool = False) -> None:
         """Announce a new version; weights are not moved yet, but training-only state may start to offload."""
         self._version = version
         self._residency.mark_weights_stale()

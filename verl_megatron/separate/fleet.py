@@ -15,7 +15,7 @@ from parallel.reshard.source import WeightSource
 from parallel.reshard.transport import Parameters
 from verl_megatron.config import TrainerConfig
 from verl_megatron.model_specs import ServingWorld, rollout_worlds
-from verl_megatron.separate.link import RolloutLink
+from verl_megatron.separate.link import RolloutLink, TrainingEnd
 from verl_megatron.separate.orders import shares_of
 
 MOST_FRUITLESS = 3  # worlds that may end one after the other in a place without having made a sample
@@ -47,7 +47,7 @@ class Fleet:
         wait: Callable[[], None],
         say: Callable[[str], None],
     ):
-        self._config, self.world, self._source, self._dtype = config, world, source, dtype
+        self.world, self._source, self._dtype = world, source, dtype
         self._beat, self._say = wait, say
         self._keeps = config.async_.max_staleness > 0 and config.async_.buffer == "in_order"
         # Host copies by version, and by the size of the worlds whose plans read these parameters; 0: all.
@@ -60,6 +60,9 @@ class Fleet:
         self._fruitless = [0] * len(self.worlds)
         self._last_report = ReshardReport()
         self._store = open_store(world, serves=True, wait=self._beat)
+        self._end = TrainingEnd(
+            config=config, world=world, store=self._store, source=source, dtype=dtype, wait=self.work
+        )
         self.admit(waits=True)
         self.plan: Plan = next(iter(self.links.values())).plan
 
@@ -67,9 +70,11 @@ class Fleet:
     def report(self) -> ReshardReport:
         """Sums over the latest weight syncs that have ended, one of each world."""
         reports = [link.report for link in self.links.values()] or [self._last_report]
-        names = ("bytes_received", "bytes_sent", "bytes_local", "checked_slices")
-        sums = {name: sum(getattr(report, name) for report in reports) for name in names}
-        return ReshardReport(seconds=max(report.seconds for report in reports), **sums)
+        total = ReshardReport(seconds=max(report.seconds for report in reports))
+        for report in reports:
+            for name in ("bytes_received", "bytes_sent", "bytes_local", "checked_slices"):
+                setattr(total, name, getattr(total, name) + getattr(report, name))
+        return total
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -117,17 +122,8 @@ class Fleet:
         return [(place, number) for place, number in found if number > self._numbers[place]]
 
     def _connect(self, place: int, number: int) -> RolloutLink:
-        return RolloutLink(
-            self._config,
-            self.world,
-            self._store,
-            self.worlds[place],
-            number=number,
-            source=self._source,
-            dtype=self._dtype,
-            keep=partial(self._keep, len(self.worlds[place].ranks)) if self._keeps else None,
-            wait=self.work,
-        )
+        keep = partial(self._keep, len(self.worlds[place].ranks)) if self._keeps else None
+        return RolloutLink(self._end, self.worlds[place], number=number, keep=keep)
 
     def lose(self, place: int, reason: str) -> None:
         """Let go of a world that has ended.
@@ -168,6 +164,11 @@ class Fleet:
                 is_complete = False
         if self._keeps and not is_complete:
             self._keep(0, version, self._source.tensors)
+
+    def is_unchanged(self) -> bool:
+        """Whether the version that was sent last has the weights of the one before."""
+        here = all(link.is_unchanged for link in self.links.values())
+        return bool(self.links) and all(self.world.all_gather_object(here))
 
     def can_provide(self, place: int, version: int) -> bool:
         """Whether a world that is there can get a version: it has it, it is the present one, or kept."""

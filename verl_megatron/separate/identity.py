@@ -30,11 +30,15 @@ class PublishedWeights:
         self._bridge, slices = bridge, versions.resharder.slices
         self._fingerprint = Fingerprint(slices.transfers, slices.reads, bridge.serving_ranks)
         self._told: list[int] = []
+        self._last: tuple[int, Tensor] | None = None  # version and fingerprint
+        self.is_unchanged = False  # whether the last two versions have one fingerprint on this rank
 
     def tell(self, sync: int, *, version: int) -> None:
         """Tell the fingerprint of the snapshot that has just been published by a weight sync."""
-        value = pickle.dumps((version, self._fingerprint.run()))
-        self._bridge.put(_key(sync, self._bridge.rank), value)
+        fingerprint, last = self._fingerprint.run(), self._last
+        self._bridge.put(_key(sync, self._bridge.rank), pickle.dumps((version, fingerprint)))
+        self.is_unchanged = last is not None and last[0] != version and bool((last[1] == fingerprint).all())
+        self._last = version, fingerprint
         self._told.append(sync)
         if len(self._told) > KEPT:
             self._bridge.drop(_key(self._told.pop(0), self._bridge.rank))

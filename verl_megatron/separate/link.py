@@ -5,7 +5,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,18 @@ from verl_megatron.separate.weights import send_versions
 Keep = Callable[[int, Parameters], None]  # version, snapshot
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingEnd:
+    """What the training world has for all its links."""
+
+    config: TrainerConfig
+    world: RankSet  # all training ranks
+    store: dist.Store  # of the bridges
+    source: WeightSource  # the trained model's weights
+    dtype: torch.dtype  # of vLLM's weights
+    wait: Callable[[], None]  # called again and again while this rank waits for another world
+
+
 class RolloutLink:
     """The exchange with a rollout world over one bridge, until either world ends.
 
@@ -45,31 +57,22 @@ class RolloutLink:
 
     Args:
         number: of the bridge.
-        source: the trained model's weights.
-        dtype: of vLLM's weights.
         keep: called in the background with each version that has been sent, and its snapshot.
-        wait: called again and again while this rank waits for the other world.
 
     Raises:
         BridgeLostError: the rollout world ended meanwhile.
     """
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        world: RankSet,
-        store: dist.Store,
-        served_by: ServingWorld,
-        *,
-        number: int,
-        source: WeightSource,
-        dtype: torch.dtype,
-        keep: Keep | None,
-        wait: Callable[[], None],
-    ):
-        self.served_by, self._tp, self._wait = served_by, config.rollout.tp, wait
+    def __init__(self, end: TrainingEnd, served_by: ServingWorld, *, number: int, keep: Keep | None):
+        config, source = end.config, end.source
+        self.served_by, self._tp, self._wait = served_by, config.rollout.tp, end.wait
         self.bridge = Bridge.join(
-            world, store, served_by.name, num_other=len(served_by.ranks), number=number, wait=wait
+            end.world,
+            end.store,
+            served_by.name,
+            num_other=len(served_by.ranks),
+            number=number,
+            wait=end.wait,
         )
         if self.bridge.rank == 0:
             shards = SourceShards(shards=dict(source.shards), source_dtype=str(source.dtype))
@@ -77,7 +80,7 @@ class RolloutLink:
         self._parcels = Parcels(self.bridge, "samples")
         self._version_of: dict[int, int] = {}  # by number of the sync
         on_sent = None if keep is None else lambda sync, values: keep(self._version_of[sync], values)
-        self._versions = send_versions(config, self.bridge, source, dtype, keep=on_sent)
+        self._versions = send_versions(config, self.bridge, source, end.dtype, keep=on_sent)
         self.plan = self._versions.resharder.plan
         verifies = config.reshard.verify != "none"
         self._published = PublishedWeights(self.bridge, self._versions) if verifies else None
@@ -98,6 +101,11 @@ class RolloutLink:
     @property
     def num_replicas(self) -> int:
         return self.bridge.num_serving // self._tp
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the last two versions that were sent are the same weights, as far as this rank knows."""
+        return self._published is not None and self._published.is_unchanged
 
     # ---- weights -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import pickle
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,11 +78,10 @@ class OrderServer:
         drops = trains and self._drops
         batch = self._sampler.collect(
             source if trains else self._validation,
-            order.draw,
+            replace(order.draw, share=None if drops else order.share.groups),
             iteration=order.iteration,
             version=order.version,
             keep_group=has_variance if drops else None,
-            share=None if drops else order.share.groups,
         )
         purpose = f"the samples of iteration {order.iteration}" if trains else "the validation's answers"
         self._exchange.check(order.sync, purpose)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from parallel.reshard.checksum_verifier import ReshardError
 from parallel.reshard.execute import ReshardReport
 from verl_megatron.config import TrainerConfig
 from verl_megatron.data.order.cursor import PromptCursor
@@ -41,12 +42,21 @@ class SeparateChannel:
         """Report of the latest weight syncs that have ended."""
         return self._fleet.report
 
-    def publish(self, version: int) -> None:
-        """Start to send a version if it will be asked for; the weights may change at once."""
+    def publish(self, version: int, *, was_updated: bool = False) -> None:
+        """Start to send a version if it will be asked for; the weights may change at once.
+
+        Raises:
+            ReshardError: an update was made, and the weights to send are those of the version before.
+        """
         first, self._version, self._is_published = not self._is_published, version, True
         if first or self._sampler.needs(version) or self._is_validated(version):
             self._gather()
             self._fleet.send(version)
+            if was_updated and self._fleet.is_unchanged():
+                raise ReshardError(
+                    f"version {version} of the weights equals the one before, though the update had a gradient; the "
+                    "rollout would generate with old weights; raise actor.lr if it is tiny"
+                )
         self._sampler.published(version)
 
     def adopt(self) -> int:

@@ -7,10 +7,10 @@ waits for them; at most P are left of those. Then it takes the first that are co
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,33 +24,11 @@ from verl_megatron.data.prompts import TrainingPrompts
 from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
+from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
 from verl_megatron.separate.remote_sampler import Counts, RemoteSampler
 
 WAIT_S = 0.01  # between two questions for samples
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Arrival:
-    """What every rank knows of a group that is complete."""
-
-    number: int
-    size: int
-    versions: tuple[int, int]  # oldest and newest of its tokens
-    is_kept: bool  # by dynamic sampling
-    failed: int  # samples without a score
-    complaint: str
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    """A group that has been ordered and not trained on; the same on every rank."""
-
-    block: Block
-    version: int  # newest when it was ordered
-    place: int = -1  # of the world that makes it; -1: none yet
-    replica: int = 0
-    arrival: _Arrival | None = None  # None: it is not complete
 
 
 class WindowSampler(RemoteSampler):
@@ -82,14 +60,12 @@ class WindowSampler(RemoteSampler):
         self._next = 0  # number of the next group to order
         self._num_replaced = 0  # groups that were dropped, since the run began
         self._recently_dropped = 0  # since the last collection
-        self._entries: dict[int, _Entry] = {}  # by number, validation included
-        self._order: list[int] = []  # complete groups, in the order in which they came
-        self._own: dict[int, GroupSamples] = {}  # complete groups of this rank
+        self._table = GroupTable()
         self._skipped: set[int] = set()  # numbers that a checkpoint's collection has taken
         self._num_validations = 0
         self._received: list[tuple[RolloutBatch, GroupSamples]] = []  # of the last collection
         self._taken: list[int] = []
-        self._arrivals: list[_Arrival] = []  # of it, on every rank
+        self._arrivals: list[Arrival] = []  # of it, on every rank
         self._iteration = 0
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
 
@@ -120,7 +96,8 @@ class WindowSampler(RemoteSampler):
             if not self._begun:
                 self.begin(iteration, source.cursor.state_dict())
             self._admit()
-            numbers = self._wait_for(partial(self._choose, iteration))
+            oldest = iteration - 1 - self._max_staleness
+            numbers = self._wait_for(partial(self._table.choose, self._draw.num_prompts, oldest=oldest))
             source.cursor.load_state_dict(self._ahead.state_dict())
             self._taken, self._recently_dropped = numbers, 0
         else:
@@ -130,7 +107,7 @@ class WindowSampler(RemoteSampler):
             )
             self._num_validations += 1
             self._give({block.first + index: block for index in range(block.count)})
-            numbers = self._wait_for(partial(self._all_of, block))
+            numbers = self._wait_for(partial(self._table.all_of, block))
         batch = self._take(numbers, draw)
         if iteration:
             self._counts.trained += len(batch)
@@ -147,37 +124,16 @@ class WindowSampler(RemoteSampler):
             self._fleet.work()
             time.sleep(WAIT_S)
 
-    def _choose(self, iteration: int) -> list[int] | None:
-        """Return the groups to train on; None while some are missing."""
-        oldest, wanted = iteration - 1 - self._max_staleness, self._draw.num_prompts
-        training = {number: entry for number, entry in self._entries.items() if number < VALIDATION}
-        due = [number for number, entry in training.items() if entry.version <= oldest]
-        complete = [number for number in self._order if number in training]
-        if len(complete) < wanted or not set(due) <= set(complete):
-            return None
-        assert len(due) <= wanted, "more groups were started than can be used"
-        others = [number for number in complete if number not in due]
-        return sorted(due + others[: wanted - len(due)])
-
-    def _all_of(self, block: Block) -> list[int] | None:
-        numbers = range(block.first, block.first + block.count)
-        return list(numbers) if all(self._entries[number].arrival for number in numbers) else None
-
     def _take(self, numbers: Sequence[int], draw: Draw) -> RolloutBatch:
         """Return this rank's samples of these groups, numbered without gaps."""
-        self._received, self._arrivals, first = [], [], 0
-        for place, number in enumerate(numbers):
-            arrival = self._entries.pop(number).arrival
-            assert arrival is not None
-            self._order.remove(number)
-            self._arrivals.append(arrival)
-            if number in self._own:
-                found = self._own.pop(number)
-                batch = RolloutBatch(**found.batch)
-                group_id = torch.full_like(batch.sample_id, place)
-                batch = replace(batch, sample_id=batch.sample_id + first, group_id=group_id)
-                self._received.append((batch, found))
-            first += arrival.size
+        self._arrivals, own = self._table.take(numbers)
+        starts = list(accumulate((arrival.size for arrival in self._arrivals), initial=0))
+        self._received = []
+        for place, found in own.items():
+            batch = RolloutBatch(**found.batch)
+            group_id = torch.full_like(batch.sample_id, place)
+            batch = replace(batch, sample_id=batch.sample_id + starts[place], group_id=group_id)
+            self._received.append((batch, found))
         batches = [batch for batch, _ in self._received]
         return (
             RolloutBatch.concatenate(batches)
@@ -211,25 +167,22 @@ class WindowSampler(RemoteSampler):
         if self._iteration and batch.token_versions is not None:
             behind_N = (newest - batch.token_versions)[batch.response_mask]
             sums.add("async/staleness_mean", behind_N.sum(), len(behind_N))
-            mixed = [
-                len(set(row[mask].tolist())) for row, mask in zip(batch.token_versions, batch.response_mask)
-            ]
-            sums.add("async/versions_per_sample", sum(mixed), len(mixed))
+            for versions_T, mask_T in zip(batch.token_versions, batch.response_mask):
+                sums.add("async/versions_per_sample", len(versions_T[mask_T].unique()), 1)
         sums.max("async/staleness_max", newest - min(arrival.versions[0] for arrival in self._arrivals))
         sums.add("async/staleness_min", newest - max(arrival.versions[1] for arrival in self._arrivals), 1)
-        under_way = len([number for number in self._entries if number < VALIDATION])
-        sums.add("async/groups_in_flight", under_way, 1)
+        sums.add("async/groups_in_flight", len(self._table.training), 1)
 
     # ---- orders --------------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, cursor: dict[str, Any], taken: Sequence[int] = ()) -> None:
-        if not self._entries and not self._next:
+        if not self._table.entries and not self._next:
             self._next = self._draw.num_prompts * (iteration - 1)
             self._ahead.load_state_dict(cursor)
         self._begun, self._skipped = True, set(taken)
-        for number in [number for number in taken if number in self._entries]:
-            self._forget(number)
-        self._give({number: entry.block for number, entry in self._entries.items() if entry.arrival is None})
+        for number in self._skipped & self._table.entries.keys():
+            self._table.forget(number)
+        self._give(self._table.incomplete())
         self._order_more()
 
     def _order_more(self) -> None:
@@ -250,33 +203,29 @@ class WindowSampler(RemoteSampler):
             return
         if not self._fleet.links:
             self._admit()
-        load = Counter(
-            (entry.place, entry.replica) for entry in self._entries.values() if entry.arrival is None
-        )
-        places = [
-            (place, replica)
-            for place, link in self._fleet.links.items()
-            for replica in range(link.num_replicas)
-        ]
+        load, places = self._table.load(), []
+        for place, link in self._fleet.links.items():
+            places += [(place, replica) for replica in range(link.num_replicas)]
         for number, block in groups.items():
             place, replica = min(places, key=lambda each: (load[each], each))
             load[place, replica] += 1
-            self._entries[number] = _Entry(block=block, version=self._newest, place=place, replica=replica)
+            entry = Entry(block=block, version=self._newest, place=place, replica=replica)
+            self._table.entries[number] = entry
         for place in list(self._fleet.links):
-            own = [number for number in groups if self._entries[number].place == place]
+            own = [number for number in groups if self._table.entries[number].place == place]
             self._send_orders(place, own)
 
     def _send_orders(self, place: int, numbers: Iterable[int]) -> None:
         by_block: dict[int, list[int]] = {}
         for number in numbers:
-            by_block.setdefault(self._entries[number].block.first, []).append(number)
+            by_block.setdefault(self._table.entries[number].block.first, []).append(number)
         for own in by_block.values():
             block, indices = (
-                self._entries[own[0]].block,
+                self._table.entries[own[0]].block,
                 [[] for _ in range(self._fleet.links[place].num_replicas)],
             )
             for number in own:
-                indices[self._entries[number].replica].append(number - block.first)
+                indices[self._table.entries[number].replica].append(number - block.first)
             try:
                 self._fleet.provide(place, self._newest)
                 order = StreamOrder(block=block, sync=0, indices=tuple(map(tuple, indices)))
@@ -307,25 +256,24 @@ class WindowSampler(RemoteSampler):
                 self._load.merge(Sums.from_state(reply.sums))
                 self._seconds[0] += reply.idle_s
                 self._seconds[1] += reply.busy_s
-        self._own |= {found.number: found for found in new}
+        self._table.own |= {found.number: found for found in new}
         for number in (found.number for found in new if found.number < VALIDATION):
-            self._counts.sampled += len(self._own[number].batch["sample_id"])
+            self._counts.sampled += len(self._table.own[number].batch["sample_id"])
         gathered = self.world.all_gather_object([self._arrival_of(found) for found in new])
         for arrival in sorted((each for part in gathered for each in part), key=lambda each: each.number):
-            self._entries[arrival.number].arrival = arrival
-            self._order.append(arrival.number)
+            self._table.complete(arrival)
             if not arrival.is_kept and self._may_drop():
                 self._drop(arrival.number)
         if self._begun:
             self._order_more()  # in place of those that were dropped
 
-    def _arrival_of(self, found: GroupSamples) -> _Arrival:
+    def _arrival_of(self, found: GroupSamples) -> Arrival:
         batch, is_kept = RolloutBatch(**found.batch), True
         assert batch.token_versions is not None
         if self._keep_group is not None and found.number < VALIDATION and found.rewards_B is not None:
             is_kept = self._keep_group(found.rewards_B.tolist())
         versions_N = batch.token_versions[batch.response_mask]
-        return _Arrival(
+        return Arrival(
             number=found.number,
             size=len(batch),
             versions=(int(versions_N.min()), int(versions_N.max())),
@@ -341,21 +289,13 @@ class WindowSampler(RemoteSampler):
     def _drop(self, number: int) -> None:
         self._num_replaced += 1
         self._recently_dropped += 1
-        if number in self._own:
-            self._counts.dropped += len(self._own[number].batch["sample_id"])
-        self._forget(number)
-
-    def _forget(self, number: int) -> None:
-        """Take a group out."""
-        del self._entries[number]
-        self._own.pop(number, None)
-        self._order = [other for other in self._order if other != number]
+        self._counts.dropped += self._table.forget(number)
 
     def _deal_again(self, place: int, reason: str, since: float) -> None:
         """Order what a world that has ended has not completed of others, or of the one that follows it."""
-        orphans = self._incomplete_at(place)
+        orphans = self._table.incomplete(place)
         for number in orphans:
-            self._entries[number].place = -1
+            self._table.entries[number].place = -1
         self._fleet.lose(place, reason)
         self._admit(since)
         self._give(orphans)
@@ -363,49 +303,25 @@ class WindowSampler(RemoteSampler):
     def _admit(self, since: float | None = None) -> None:
         """Join the worlds that have come; if none is left, wait for one."""
         for place in self._joined(since):
-            self._give(self._incomplete_at(place))  # ordered of the world before it
-
-    def _incomplete_at(self, place: int) -> dict[int, Block]:
-        return {
-            number: entry.block
-            for number, entry in self._entries.items()
-            if entry.place == place and entry.arrival is None
-        }
+            self._give(self._table.incomplete(place))  # ordered of the world before it
 
     def _in_flight(self) -> int:
-        own = (found for number, found in self._own.items() if number < VALIDATION)
-        return sum(len(found.batch["sample_id"]) for found in own)
+        return self._table.num_own_samples
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's complete groups, and which groups are under way; those are made again."""
-        training = {number: entry for number, entry in self._entries.items() if number < VALIDATION}
-        blocks = {entry.block.first: entry.block for entry in training.values()}
         return {
             "next": self._next,
             "replaced": self._num_replaced,
             "ahead": self._ahead.state_dict(),
-            "blocks": [(block.first, block.count, block.cursor) for block in blocks.values()],
-            "groups": [
-                (number, entry.block.first, entry.version, entry.arrival and asdict(entry.arrival))
-                for number, entry in training.items()
-            ],
-            "order": [number for number in self._order if number in training],
-            "samples": [vars(found) for number, found in self._own.items() if number in training],
+            "table": self._table.state_dict(),
             "counts": asdict(self._counts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next, self._num_replaced = state["next"], state["replaced"]
         self._ahead.load_state_dict(state["ahead"])
-        blocks = {
-            first: Block(first=first, count=count, draw=self._draw, cursor=cursor)
-            for first, count, cursor in state["blocks"]
-        }
-        for number, first, version, arrival in state["groups"]:
-            known = _Arrival(**arrival) if arrival else None
-            self._entries[number] = _Entry(block=blocks[first], version=version, arrival=known)
-        self._order = list(state["order"])
-        self._own = {found["number"]: GroupSamples(**found) for found in state["samples"]}
+        self._table.load_state_dict(state["table"], self._draw)
         self._counts = Counts(**state["counts"])

@@ -1,7 +1,7 @@
-"""Makes a rollout rank serve wrong weights, as WRONG_WEIGHTS says; Python imports this file by itself.
+"""Makes a run generate with wrong weights, as WRONG_WEIGHTS says; Python imports this file by itself.
 
 skipped: the second version's largest tensor does not arrive; stale: none of it does; changed: an element
-changes while samples are generated.
+changes while samples are generated; unsent: training sends the first version again.
 """
 
 import importlib.machinery
@@ -9,43 +9,62 @@ import os
 import sys
 
 
-def change(module, how: str) -> None:
-    server, calls = module._Server, []
-    adopt, carry_out = server._adopt, server._carry_out
+def change_rollout(module, how: str) -> None:
+    server, exchange, calls = module.OrderServer, module.Exchange, []
+    adopt, carry_out = exchange.adopt, server._carry_out
 
-    def wrong_adopt(self):
-        target = self._engine.weight_target()
+    def wrong_adopt(self, wait):
+        target = {name: tensor for (_, name), tensor in self.versions._destination.items()}
         before = {name: tensor.clone() for name, tensor in target.items()}
-        adopt(self)
-        calls.append(self._versions.version)
+        sync = adopt(self, wait)
+        calls.append(sync)
         if len(calls) == 2:
             largest = max(target, key=lambda name: target[name].numel())
             for name in [largest] if how == "skipped" else list(target):
                 target[name].copy_(before[name])
+        return sync
 
-    def wrong_carry_out(self, number, given):
-        if given[0].iteration == 2:
-            next(iter(self._engine.weight_target().values())).view(-1)[3] += 1
-        carry_out(self, number, given)
+    def wrong_carry_out(self, number, order, waited_s):
+        if order.iteration == 2:
+            next(iter(self._replica.engine.weight_target().values())).view(-1)[3] += 1
+        carry_out(self, number, order, waited_s)
 
     if how == "changed":
         server._carry_out = wrong_carry_out
-    else:
-        server._adopt = wrong_adopt
+    elif how in ("skipped", "stale"):
+        exchange.adopt = wrong_adopt
+
+
+def change_training(module, how: str) -> None:
+    publish, first = module.VersionedReshard.publish, {}
+
+    def same_again(self, version, values=None):
+        if not first:
+            first.update({key: tensor.clone() for key, tensor in self._source.items()})
+        publish(self, version, first)
+
+    if how == "unsent":
+        module.VersionedReshard.publish = same_again
+
+
+CHANGES = {
+    "verl_megatron.separate.order_server": change_rollout,
+    "parallel.reshard.versions": change_training,
+}
 
 
 class After:
-    """Changes the rollout world's module once it is loaded."""
+    """Changes modules once they are loaded."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "verl_megatron.launch.rollout_world":
+        if name not in CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            change(module, os.environ["WRONG_WEIGHTS"])
+            CHANGES[name](module, os.environ["WRONG_WEIGHTS"])
 
         spec.loader.exec_module = exec_module
         return spec

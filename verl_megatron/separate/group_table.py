@@ -1,0 +1,140 @@
+"""The groups of async.buffer=window that are ordered and not trained on, and what is known of each."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_megatron.rollout.sampler import Draw
+from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What every rank knows of a group that is complete."""
+
+    number: int
+    size: int
+    versions: tuple[int, int]  # oldest and newest of its tokens
+    is_kept: bool  # by dynamic sampling
+    failed: int  # samples without a score
+    complaint: str
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """A group that has been ordered and not trained on; the same on every rank."""
+
+    block: Block
+    version: int  # newest when it was ordered
+    place: int = -1  # of the world that makes it; -1: none yet
+    replica: int = 0
+    arrival: Arrival | None = None  # None: it is not complete
+
+
+class GroupTable:
+    """Groups by number, those of validation included.
+
+    Only `own` differs between ranks: it has the samples of the complete groups that this rank owns.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.own: dict[int, GroupSamples] = {}
+        self._complete: list[int] = []  # in the order in which they came
+
+    @property
+    def num_own_samples(self) -> int:
+        """Samples of this rank to train on."""
+        own = (found for number, found in self.own.items() if number < VALIDATION)
+        return sum(len(found.batch["sample_id"]) for found in own)
+
+    @property
+    def training(self) -> dict[int, Entry]:
+        """The groups that are not validation's."""
+        return {number: entry for number, entry in self.entries.items() if number < VALIDATION}
+
+    def load(self) -> Counter[tuple[int, int]]:
+        """Return the number of incomplete groups by place and replica."""
+        running = (entry for entry in self.entries.values() if entry.arrival is None)
+        return Counter((entry.place, entry.replica) for entry in running)
+
+    def incomplete(self, place: int | None = None) -> dict[int, Block]:
+        """Return the blocks of incomplete groups by number: all, or those of a world."""
+        return {
+            number: entry.block
+            for number, entry in self.entries.items()
+            if entry.arrival is None and place in (None, entry.place)
+        }
+
+    def complete(self, arrival: Arrival) -> None:
+        """Note that a group is complete."""
+        self.entries[arrival.number].arrival = arrival
+        self._complete.append(arrival.number)
+
+    def choose(self, wanted: int, *, oldest: int) -> list[int] | None:
+        """Return the groups to train on; None while some are missing.
+
+        Args:
+            oldest: version whose groups can be used no later.
+        """
+        training = self.training
+        due = [number for number, entry in training.items() if entry.version <= oldest]
+        complete = [number for number in self._complete if number in training]
+        if len(complete) < wanted or not set(due) <= set(complete):
+            return None
+        assert len(due) <= wanted, "more groups were started than can be used"
+        others = [number for number in complete if number not in due]
+        return sorted(due + others[: wanted - len(due)])
+
+    def all_of(self, block: Block) -> list[int] | None:
+        """Return the groups of a block; None while some are missing."""
+        numbers = range(block.first, block.first + block.count)
+        return list(numbers) if all(self.entries[number].arrival for number in numbers) else None
+
+    def take(self, numbers: Sequence[int]) -> tuple[list[Arrival], dict[int, GroupSamples]]:
+        """Take complete groups out; return their arrivals, and this rank's samples by place in `numbers`."""
+        arrivals, own = [], {}
+        for place, number in enumerate(numbers):
+            arrival = self.entries[number].arrival
+            assert arrival is not None
+            arrivals.append(arrival)
+            if number in self.own:
+                own[place] = self.own[number]
+            self.forget(number)
+        return arrivals, own
+
+    def forget(self, number: int) -> int:
+        """Take a group out; return how many of its samples are this rank's."""
+        del self.entries[number]
+        own = self.own.pop(number, None)
+        self._complete = [other for other in self._complete if other != number]
+        return 0 if own is None else len(own.batch["sample_id"])
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups to train on, and this rank's samples."""
+        training = self.training
+        blocks = {entry.block.first: entry.block for entry in training.values()}
+        return {
+            "blocks": [(block.first, block.count, block.cursor) for block in blocks.values()],
+            "groups": [
+                (number, entry.block.first, entry.version, entry.arrival and asdict(entry.arrival))
+                for number, entry in training.items()
+            ],
+            "complete": [number for number in self._complete if number in training],
+            "samples": [vars(found) for number, found in self.own.items() if number in training],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], draw: Draw) -> None:
+        """Restore what `state_dict` returned; `draw` is that of an iteration."""
+        blocks = {
+            first: Block(first=first, count=count, draw=draw, cursor=cursor)
+            for first, count, cursor in state["blocks"]
+        }
+        for number, first, version, arrival in state["groups"]:
+            known = Arrival(**arrival) if arrival else None
+            self.entries[number] = Entry(block=blocks[first], version=version, arrival=known)
+        self._complete = list(state["complete"])
+        self.own = {found["number"]: GroupSamples(**found) for found in state["samples"]}
