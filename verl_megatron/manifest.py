@@ -142,6 +142,9 @@ def manifest_problem(manifest: dict) -> str | None:
 
 def samples_problem(part: dict) -> str | None:
     """Return the first invalid entry of a rank's saved samples as a clause; None if they are valid."""
+    taken = part.get("taken", [])
+    if not (isinstance(taken, list) and all(map(is_count, taken))):
+        return f"has taken={shortened(taken, 100)}, which no run writes"
     return _problem(part, _SAMPLES)
 
 

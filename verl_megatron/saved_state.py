@@ -16,7 +16,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.rewards.functions import options_of
 from verl_megatron.rollout.sampling import Sampling
 from verl_megatron.run import Run
-from verl_megatron.separate.remote_sampler import RemoteSampler
+from verl_megatron.separate.remote_sampler import RemoteSampler, Resumed
 
 SAMPLES = "samples"  # attachment of a checkpoint, added in the next iteration
 
@@ -80,6 +80,8 @@ class SavedState(Progress):
             "seconds": dict(self.run.clock.seconds),
             "cursor": self.cursor.state_dict(),
         }
+        if isinstance(self.run.sampler, RemoteSampler):
+            rank_state["taken"] = self.run.sampler.taken()
         path = self._newest
 
         def add(ranks: RankSet) -> None:
@@ -137,7 +139,8 @@ class SavedState(Progress):
             batch=batch, table=self.run.table_of(batch), sums=sums, reshard_bytes=parts[0]["reshard_bytes"]
         )
         if isinstance(self.run.sampler, RemoteSampler):
-            self.run.sampler.begin(self.step + 2, self.cursor.state_dict())
+            resumed = Resumed(num_samples=len(batch), groups=parts[0].get("taken", ()))
+            self.run.sampler.begin(self.step + 2, self.cursor.state_dict(), resumed)
 
 
 def _made_with(part: dict) -> dict:

@@ -67,15 +67,33 @@ def check_rollout(config: TrainerConfig, arch: Architecture | None, world_size: 
     return problems
 
 
+def _check_asynchrony(config: TrainerConfig) -> list[str]:
+    """Check the section async: what needs ranks of its own, and what needs a window."""
+    asynchrony, problems = config.async_, []
+    for name, default in (("max_staleness", 0), ("buffer", "in_order")):
+        value = getattr(asynchrony, name)
+        if value != default and not config.rollout.devices:
+            problems.append(
+                f"async.{name}={value} needs a rollout on ranks of its own; name them in rollout.devices, or "
+                f"leave it at {default}"
+            )
+    if asynchrony.partial != "finish" and asynchrony.buffer != "window":
+        problems.append(
+            f"async.partial={asynchrony.partial} is for samples that run when new weights come, and with "
+            f"async.buffer={asynchrony.buffer} there are none; set async.buffer=window, or partial=finish"
+        )
+    if asynchrony.buffer == "window" and config.data.curriculum:
+        problems.append(
+            f"data.curriculum={short_repr(config.data.curriculum)} follows the scores of earlier iterations, "
+            "and async.buffer=window draws prompts before they are known; use async.buffer=in_order"
+        )
+    return problems
+
+
 def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
     """Check a rollout on ranks of its own, and what needs one."""
-    rollout, problems = config.rollout, []
+    rollout, problems = config.rollout, _check_asynchrony(config)
     if not rollout.devices:
-        if config.async_.max_staleness > 0:
-            problems.append(
-                f"async.max_staleness={config.async_.max_staleness} needs a rollout on ranks of its own; "
-                "name them in rollout.devices, or leave it at 0"
-            )
         return problems
     if num_training_ranks(config) != world_size:
         problems.append(
@@ -87,7 +105,7 @@ def _check_separate(config: TrainerConfig, world_size: int) -> list[str]:
             f"reshard.mode={config.reshard.mode} shares memory with a rollout on the same ranks, and "
             f"rollout.devices={short_repr(rollout.devices)} has its own; use reshard.mode=keep"
         )
-    if config.algorithm.dynamic_sampling:
+    if config.algorithm.dynamic_sampling and config.async_.buffer == "in_order":
         one_by_one = "algorithm.dynamic_sampling=true draws prompts as scores come in, in one place"
         if "+" in rollout.devices:
             problems.append(

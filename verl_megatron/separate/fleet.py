@@ -70,11 +70,13 @@ class Fleet:
     def report(self) -> ReshardReport:
         """Sums over the latest weight syncs that have ended, one of each world."""
         reports = [link.report for link in self.links.values()] or [self._last_report]
-        total = ReshardReport(seconds=max(report.seconds for report in reports))
-        for report in reports:
-            for name in ("bytes_received", "bytes_sent", "bytes_local", "checked_slices"):
-                setattr(total, name, getattr(total, name) + getattr(report, name))
-        return total
+        return ReshardReport(
+            bytes_received=sum(report.bytes_received for report in reports),
+            bytes_sent=sum(report.bytes_sent for report in reports),
+            bytes_local=sum(report.bytes_local for report in reports),
+            checked_slices=sum(report.checked_slices for report in reports),
+            seconds=max(report.seconds for report in reports),
+        )
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from verl_megatron.observe.metrics import Sums
 from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource, batch_of
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.orders import Order, Samples, cursor_key
-from verl_megatron.separate.remote_sampler import Counts, RemoteSampler
+from verl_megatron.separate.remote_sampler import NOTHING, Counts, RemoteSampler, Resumed
 
 
 @dataclass(kw_only=True, eq=False)
@@ -144,10 +144,13 @@ class OrderedSampler(RemoteSampler):
         rewards = [samples.rewards_B for samples in self._received if samples.rewards_B is not None]
         return torch.cat(rewards)[torch.cat(numbers).argsort()] if rewards else torch.zeros(len(batch))
 
-    def begin(self, iteration: int, cursor: dict[str, Any], taken: Sequence[int] = ()) -> None:
+    def begin(self, iteration: int, cursor: dict[str, Any], resumed: Resumed = NOTHING) -> None:
         self._first = self._newest
+        for known in [number for number in self._restored if number < iteration]:
+            self._counts.sampled -= self._restored.pop(known).num_samples  # they are in `resumed`
+        self._counts.add(resumed)
         is_needed = iteration in self._restored
-        self._drop_restored(lambda number: number < iteration or not is_needed)
+        self._drop_restored(lambda _: not is_needed)
         self._ordered = max(self._restored, default=iteration - 1)
         self._ahead.load_state_dict(cursor)
         if self._restored and (after := self._restored[self._ordered].cursor) is not None:
@@ -167,18 +170,13 @@ class OrderedSampler(RemoteSampler):
             if self._collections[iteration].version < self._newest:
                 self._receive(self._collections[iteration])
                 self._restored[iteration] = self._collections.pop(iteration)
-        return {
-            "iterations": [
-                {
-                    "iteration": iteration,
-                    "version": found.version,
-                    "samples": [asdict(samples) for samples in found.samples],
-                    "cursor": found.cursor,
-                }
-                for iteration, found in self._restored.items()
-            ],
-            "counts": asdict(self._counts),
-        }
+        iterations = []
+        for iteration, found in self._restored.items():
+            samples = [asdict(part) for part in found.samples]
+            iterations.append(
+                {"iteration": iteration, "version": found.version, "samples": samples, "cursor": found.cursor}
+            )
+        return {"iterations": iterations, "counts": asdict(self._counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with these samples, unless they are older than allowed now."""

@@ -26,6 +26,11 @@ class Counts:
     trained: int = 0
     dropped: int = 0  # by dynamic sampling, or older than allowed after a resumption
 
+    def add(self, resumed: "Resumed") -> None:
+        """Count the samples of a collection that a checkpoint holds: the next iteration trains on them."""
+        self.sampled += resumed.num_samples
+        self.trained += resumed.num_samples
+
     def check(self, in_flight: int) -> None:
         """Raise a RuntimeError if a sample was lost or is counted twice."""
         if self.sampled != self.trained + self.dropped + in_flight:
@@ -33,6 +38,17 @@ class Counts:
                 f"{self.sampled} samples were made; {self.trained} were trained on, {self.dropped} dropped"
                 f" and {in_flight} are in flight: samples were lost or used twice"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A collection that a checkpoint holds."""
+
+    num_samples: int = 0  # of this rank
+    groups: Sequence[int] = ()  # as of `RemoteSampler.taken`
+
+
+NOTHING = Resumed()
 
 
 class RemoteSampler(ABC):
@@ -80,13 +96,13 @@ class RemoteSampler(ABC):
         """Return the rewards of the last collection, [B] float32; 0 without a reward function."""
 
     @abstractmethod
-    def begin(self, iteration: int, cursor: dict[str, Any], taken: Sequence[int] = ()) -> None:
+    def begin(self, iteration: int, cursor: dict[str, Any], resumed: Resumed = NOTHING) -> None:
         """Order the first samples.
 
         Args:
             iteration: the next one to collect.
             cursor: where to draw its prompts from.
-            taken: as of `taken`, of a collection that a checkpoint holds.
+            resumed: the collection of the iteration before.
         """
 
     def taken(self) -> list[int]:

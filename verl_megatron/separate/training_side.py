@@ -54,8 +54,8 @@ class SeparateChannel:
             self._fleet.send(version)
             if was_updated and self._fleet.is_unchanged():
                 raise ReshardError(
-                    f"version {version} of the weights equals the one before, though the update had a gradient; the "
-                    "rollout would generate with old weights; raise actor.lr if it is tiny"
+                    f"version {version} of the weights equals the one before, though the update had a "
+                    "gradient: the rollout would generate with old weights; raise actor.lr if it is tiny"
                 )
         self._sampler.published(version)
 

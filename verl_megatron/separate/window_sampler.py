@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from verl_megatron.rollout.sampler import Draw, KeepGroup, Numbers, PromptSource
 from verl_megatron.separate.fleet import Fleet
 from verl_megatron.separate.group_table import Arrival, Entry, GroupTable
 from verl_megatron.separate.orders import VALIDATION, Block, GroupSamples, StreamOrder, owner_of
-from verl_megatron.separate.remote_sampler import Counts, RemoteSampler
+from verl_megatron.separate.remote_sampler import NOTHING, Counts, RemoteSampler, Resumed
 
 WAIT_S = 0.01  # between two questions for samples
 
@@ -39,7 +39,6 @@ class WindowSampler(RemoteSampler):
         keep_group: which groups to train on; the others are dropped, and further prompts take their place.
         max_staleness: updates that the weights of samples may lag behind those that train on them.
         last: the last iteration of the run.
-        max_rounds: as of `Draw`: groups that an iteration may drop, in iterations' prompts.
     """
 
     def __init__(
@@ -175,13 +174,14 @@ class WindowSampler(RemoteSampler):
 
     # ---- orders --------------------------------------------------------------------------------------------
 
-    def begin(self, iteration: int, cursor: dict[str, Any], taken: Sequence[int] = ()) -> None:
+    def begin(self, iteration: int, cursor: dict[str, Any], resumed: Resumed = NOTHING) -> None:
         if not self._table.entries and not self._next:
             self._next = self._draw.num_prompts * (iteration - 1)
             self._ahead.load_state_dict(cursor)
-        self._begun, self._skipped = True, set(taken)
+        self._begun, self._skipped = True, set(resumed.groups)
         for number in self._skipped & self._table.entries.keys():
-            self._table.forget(number)
+            self._counts.sampled -= self._table.forget(number)
+        self._counts.add(resumed)
         self._give(self._table.incomplete())
         self._order_more()
 
@@ -238,8 +238,8 @@ class WindowSampler(RemoteSampler):
     def _own_replicas(self, place: int) -> list[int]:
         """Return the replicas of a world whose samples this rank owns."""
         first, link = self._fleet.shares[place].first, self._fleet.links[place]
-        owners = {each: owner_of(first, each, self.world.size) for each in range(link.num_replicas)}
-        return [replica for replica, owner in owners.items() if owner == self.world.rank]
+        owners = [owner_of(first, replica, self.world.size) for replica in range(link.num_replicas)]
+        return [replica for replica, owner in enumerate(owners) if owner == self.world.rank]
 
     def _fetch(self, since: float) -> None:
         """Receive what is complete, and tell all ranks of it."""
@@ -259,8 +259,8 @@ class WindowSampler(RemoteSampler):
         self._table.own |= {found.number: found for found in new}
         for number in (found.number for found in new if found.number < VALIDATION):
             self._counts.sampled += len(self._table.own[number].batch["sample_id"])
-        gathered = self.world.all_gather_object([self._arrival_of(found) for found in new])
-        for arrival in sorted((each for part in gathered for each in part), key=lambda each: each.number):
+        gathered = chain(*self.world.all_gather_object([self._arrival_of(found) for found in new]))
+        for arrival in sorted(gathered, key=lambda each: each.number):
             self._table.complete(arrival)
             if not arrival.is_kept and self._may_drop():
                 self._drop(arrival.number)
