@@ -94,8 +94,10 @@ def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
     return rows
 
 
-def test_in_turns_it_is_the_run_on_one_set_of_ranks(together, toy, tmp_path):
-    ended = ended_of(tmp_path, *settings_of(toy, tmp_path / "run", *JOB, SEPARATE))
+@pytest.mark.parametrize("buffer", ["in_order", "window"])
+def test_in_turns_it_is_the_run_on_one_set_of_ranks(together, toy, tmp_path, buffer):
+    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, f"async.buffer={buffer}")
+    ended = ended_of(tmp_path, *settings)
     assert numbers(tmp_path / "run", but="async/") == numbers(together)
     assert all(row["async/staleness_max"] == 0 for row in read_metrics(tmp_path / "run")[1:])
     assert ended.last_line.startswith("validation accuracy")

@@ -75,17 +75,28 @@ class GroupTable:
     def choose(self, wanted: int, *, oldest: int) -> list[int] | None:
         """Return the groups to train on; None while some are missing.
 
+        Groups of version v can be used until the iteration whose oldest version is v, with `wanted` in each.
+        So those up to v that could not be used later must be taken; then come the first that are complete.
+
         Args:
             oldest: version whose groups can be used no later.
         """
-        training = self.training
-        due = [number for number, entry in training.items() if entry.version <= oldest]
-        complete = [number for number in self._complete if number in training]
-        if len(complete) < wanted or not set(due) <= set(complete):
+        version_of = {number: entry.version for number, entry in self.training.items()}
+        complete = [number for number in self._complete if number in version_of]
+        if len(complete) < wanted:
             return None
-        assert len(due) <= wanted, "more groups were started than can be used"
-        others = [number for number in complete if number not in due]
-        return sorted(due + others[: wanted - len(due)])
+        chosen: list[int] = []
+        for version in sorted({oldest, *version_of.values()}):
+            until = sum(other <= version for other in version_of.values())
+            due = until - wanted * max(0, version - oldest)
+            assert due <= wanted, "more groups were started than can be used"
+            missing = due - sum(version_of[number] <= version for number in chosen)
+            able = [each for each in complete if version_of[each] <= version and each not in chosen]
+            if len(able) < missing:
+                return None
+            chosen += able[: max(0, missing)]
+        others = [number for number in complete if number not in chosen]
+        return sorted(chosen + others[: wanted - len(chosen)])
 
     def all_of(self, block: Block) -> list[int] | None:
         """Return the groups of a block; None while some are missing."""

@@ -2,8 +2,8 @@
 
 A group starts only if its samples can still be used (the capacity of AReaL, Fu et al. 2025): with P prompts
 an iteration, v updates done and a staleness of n, at most P · (v + 1 + n) groups have started since the run
-began. Iteration k first takes the groups that were ordered with version k - 1 - n, the oldest allowed, and
-waits for them; at most P are left of those. Then it takes the first that are complete.
+began. Iteration k takes those that no later iteration could use, and waits for them: with version k - 1 - n
+all that are left, up to version k - n all but P, and so on. Then it takes the first that are complete.
 """
 
 import time
