@@ -86,7 +86,14 @@ def together(toy, tmp_path_factory) -> Path:
 
 def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
     """What the run has learned, without times, and without metrics of one kind."""
-    left_out = ("reshard/bytes", "async/generation_s", "async/rollout_wait_s", *ARRIVED, but)
+    left_out = (
+        "reshard/bytes",
+        "async/generation_s",
+        "async/rollout_wait_s",
+        "async/dealt_again",
+        *ARRIVED,
+        but,
+    )
     rows = learned(folder)
     for row in rows:
         for key in [key for key in row if key.startswith(left_out)]:
@@ -131,6 +138,24 @@ def test_worlds_that_die_are_started_again_and_the_numbers_stay(stale, toy, tmp_
     assert "resuming after iteration 4" in ended.text or "resuming after iteration 2" in ended.text
     assert numbers(tmp_path / "run") == numbers(stale)
     assert_balanced(tmp_path / "run")
+
+
+def test_two_worlds_generate_without_pause_and_may_die(toy, tmp_path):
+    """A window over two rollout worlds; one of them is killed, then training."""
+    window = ("async.max_staleness=2", "async.buffer=window", "async.partial=continue", "run.iterations=6")
+    settings = settings_of(toy, tmp_path / "run", *JOB, "rollout.devices=1+2", *window)
+    with started(tmp_path, *settings, "rollout.max_num_seqs=2", "--max-restarts", "1") as worlds:
+        kill(worlds, "rollout:1", once="step 2/6")
+        kill(worlds, "train", once="step 4/6")
+        ended = worlds.wait(timeout_s=120)
+        assert not ended.code and not worlds.leftovers(), ended.text
+    assert ended.stdout.count("the rollout:1 world ended with 137 and is started again") == 1, ended.text
+    assert "resuming after iteration" in ended.text
+    assert_balanced(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert max(row["async/staleness_max"] for row in rows) <= 2
+    assert max(row["async/versions_per_sample"] for row in rows) <= 3
 
 
 @pytest.mark.long

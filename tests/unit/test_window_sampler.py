@@ -61,7 +61,9 @@ class Link:
         done = [number for number in self.groups if self.random.random() < self.fleet.speed]
         self.random.shuffle(done)
         groups = [self.samples(number, self.groups.pop(number)) for number in done]
-        return [Reply(groups=groups, sums={"totals": {}, "maxima": {}}, idle_s=1.0, busy_s=2.0)]
+        return [
+            Reply(groups=groups, sums={"totals": {}, "maxima": {}}, interrupted=0, idle_s=1.0, busy_s=2.0)
+        ]
 
     def samples(self, number, version):
         """Both samples of a group: the first was begun with `version`, the last token has the newest."""

@@ -299,6 +299,7 @@ class OrderedSampler(RemoteSampler):
         orphans = [part for part in self._waiting if part.place == place]
         for part in orphans:
             part.place = -1
+            self._dealt_again += len(part.order.share.groups(part.order.draw.num_prompts))
         self._fleet.lose(place, reason)
         self._admit(since)
         for part in orphans:

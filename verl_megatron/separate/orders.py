@@ -132,6 +132,7 @@ class Reply:
 
     groups: list[GroupSamples]
     sums: dict[str, dict]  # state of `Sums`: the engine's load
+    interrupted: int  # samples that went on with other weights
     idle_s: float
     busy_s: float
 

@@ -64,6 +64,9 @@ class RemoteSampler(ABC):
         self._fleet, self._draw, self.world = fleet, draw, fleet.world
         self._newest = 0  # published version
         self._counts = Counts()
+        self._dealt_again = (
+            0  # prompts whose samples a world that ended has not made, since the last collection
+        )
         self.scores_of_group: list[list[float]] = []  # as of `Sampler`: the batch has them all
 
     @abstractmethod
@@ -122,7 +125,8 @@ class RemoteSampler(ABC):
         """This rank's training samples that have arrived and wait for their iteration."""
 
     def _add_counts(self, sums: Sums) -> None:
-        share = 1 / self.world.size  # the sums of all ranks
+        sums.add("async/dealt_again", self._dealt_again, 1)
+        self._dealt_again, share = 0, 1 / self.world.size  # the sums of all ranks
         for name, count in (asdict(self._counts) | {"in_flight": self._in_flight()}).items():
             sums.add(f"async/samples_{name}", count, share)
 

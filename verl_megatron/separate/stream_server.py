@@ -241,10 +241,15 @@ class StreamServer:
             return
         sums, now = Sums(), time.perf_counter()
         self._engine.admission.add_load(sums, is_first=self._engine.world.is_first)
-        sums.add("async/interrupted", self._stream.num_interrupted, int(self._engine.world.is_first))
-        self._stream.num_interrupted = 0
+        interrupted, self._stream.num_interrupted = self._stream.num_interrupted, 0
         idle_s, busy_s = self._idle_s, now - self._since - self._idle_s
-        reply = Reply(groups=complete, sums=sums.state_dict(), idle_s=idle_s, busy_s=busy_s)
+        reply = Reply(
+            groups=complete,
+            sums=sums.state_dict(),
+            interrupted=interrupted,
+            idle_s=idle_s,
+            busy_s=busy_s,
+        )
         self._idle_s, self._since = 0.0, now
         send = partial(self._exchange.parcels.send, reply, to=self._owner, label=f"reply/{number}")
         self._sending = self._sender.submit(send)

@@ -67,6 +67,7 @@ class WindowSampler(RemoteSampler):
         self._arrivals: list[Arrival] = []  # of it, on every rank
         self._iteration = 0
         self._load, self._seconds = Sums(), [0.0, 0.0]  # of this rank's replicas: load, idle and busy
+        self._interrupted = 0  # samples of these
 
     def needs(self, version: int) -> bool:
         return version < self._last
@@ -156,7 +157,8 @@ class WindowSampler(RemoteSampler):
         replicas = sum(len(self._own_replicas(place)) for place in self._fleet.links)
         sums.add("async/rollout_wait_s", self._seconds[0], replicas)
         sums.add("async/generation_s", self._seconds[1], replicas)
-        self._load, self._seconds = Sums(), [0.0, 0.0]
+        sums.add("async/interrupted", self._interrupted, 1 / self.world.size)
+        self._load, self._seconds, self._interrupted = Sums(), [0.0, 0.0], 0
         self._add_counts(sums)
         rewards = [found.rewards_B for _, found in self._received if found.rewards_B is not None]
         return torch.cat(rewards) if rewards else torch.zeros(len(batch))
@@ -254,6 +256,7 @@ class WindowSampler(RemoteSampler):
             for reply in replies:
                 new += reply.groups
                 self._load.merge(Sums.from_state(reply.sums))
+                self._interrupted += reply.interrupted
                 self._seconds[0] += reply.idle_s
                 self._seconds[1] += reply.busy_s
         self._table.own |= {found.number: found for found in new}
@@ -294,6 +297,7 @@ class WindowSampler(RemoteSampler):
     def _deal_again(self, place: int, reason: str, since: float) -> None:
         """Order what a world that has ended has not completed of others, or of the one that follows it."""
         orphans = self._table.incomplete(place)
+        self._dealt_again += len(orphans)
         for number in orphans:
             self._table.entries[number].place = -1
         self._fleet.lose(place, reason)
