@@ -101,9 +101,10 @@ def numbers(folder: Path, but: str = "no such metric") -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("buffer", ["in_order", "window"])
-def test_in_turns_it_is_the_run_on_one_set_of_ranks(together, toy, tmp_path, buffer):
-    settings = settings_of(toy, tmp_path / "run", *JOB, SEPARATE, f"async.buffer={buffer}")
+@pytest.mark.parametrize(("devices", "buffer"), [("1+2", "in_order"), ("1", "window")])
+def test_in_turns_it_is_the_run_on_one_set_of_ranks(together, toy, tmp_path, devices, buffer):
+    separate = (f"rollout.devices={devices}", f"async.buffer={buffer}")
+    settings = settings_of(toy, tmp_path / "run", *JOB, *separate)
     ended = ended_of(tmp_path, *settings)
     assert numbers(tmp_path / "run", but="async/") == numbers(together)
     assert all(row["async/staleness_max"] == 0 for row in read_metrics(tmp_path / "run")[1:])
