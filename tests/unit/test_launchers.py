@@ -159,12 +159,14 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
                 "-c",
                 command.replace("'--dry-run'", "actor.lr=1"),
                 folder=tmp_path,
+                told="\n",  # no secrets
             )
             .calls[-1]
             .arguments
         )
         assert (
             option(call, "--nproc-per-node") == "4"
+            and option(call, "--node-rank") == str(node)
             and option(call, "--nnodes") == "3"
             and option(call, "--max-restarts") == "3"
         )
@@ -174,6 +176,28 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
         )
         assert option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
         assert {"actor.path=/models/it's mine", "reward.function=a b"} <= set(call)
+
+
+def test_secrets_reach_every_node_and_no_command_line(tmp_path):
+    """ssh's stand-in notes the command line that it gets, and carries it out."""
+    (tmp_path / "ssh").write_text(f'echo "$*" >>{tmp_path}/lines; shift; exec env -i RECORD=$RECORD bash -c "$*"')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/bash").symlink_to("/bin/bash")
+    recipe = tmp_path / "recipe.sh"
+    recipe.write_text(f'echo "$NODE_RANK $VERL_MEGATRON_TOKEN $WANDB_API_KEY" >{tmp_path}/told$NODE_RANK')
+    hosts = hostfile(tmp_path / "hosts", nodes=2, slots=1)
+    key = "a 'key' of two\nlines"
+    ssh = {"SSH": f"bash {tmp_path}/ssh", "LOGS": str(tmp_path / "logs")}
+    said = say_hostfile(hosts, recipe, folder=tmp_path, WANDB_API_KEY=key, **ssh)
+    assert said.code == 0, said.stderr
+    told = [(tmp_path / f"told{node}").read_text() for node in (0, 1)]
+    token = told[0].split()[1]
+    assert re.fullmatch("[0-9a-f]{32}", token), "one of the run's own"
+    assert told == [f"{node} {token} {key}\n" for node in (0, 1)]
+    lines = (tmp_path / "lines").read_text()
+    assert lines.count("recipe.sh") == 2 and token not in lines and "key" not in lines
+    planned = say_hostfile(hosts, RECIPE, "--dry-run", folder=tmp_path, WANDB_API_KEY="mine1", **GIVEN)
+    assert planned.code == 0 and "mine1" not in planned.stdout and "TOKEN" not in planned.stdout
 
 
 SLURM = {
