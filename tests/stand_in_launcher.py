@@ -6,5 +6,5 @@ import sys
 arguments = sys.argv[1:]
 option = dict(zip(arguments, arguments[1:]))
 folder, role = arguments[-3], arguments[-1]
-attempt = option["--rdzv-id"].rpartition("/")[2]
+attempt = option["--rdzv-id"].rpartition("-")[2]
 os.execv("/bin/bash", ["bash", f"{folder}/{role.replace(':', '')}.sh", option["--local-addr"], attempt])

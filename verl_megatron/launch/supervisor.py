@@ -141,7 +141,7 @@ class _World:
         part, call = self.part, self._call
         restarts = call.max_restarts if part.trains else 0
         launcher = ["--nnodes", str(len(part.hosts)), "--nproc-per-node", str(len(part.local))]
-        launcher += ["--max-restarts", str(restarts), "--rdzv-id", f"{call.rdzv_id}/{part.name}/{self.attempt}"]
+        launcher += ["--max-restarts", str(restarts), "--rdzv-id", f"{call.rdzv_id}-{part.name}-{self.attempt}"]
         if part.is_alone:
             launcher += ["--local-addr", stores.LOCAL]
         else:
