@@ -1,4 +1,4 @@
-"""Stands for parallel.runtime.launch: runs bash on FOLDER/ROLE.sh, with the host's address and the attempt."""
+"""Stands for parallel.runtime.launch: runs FOLDER/ROLE.sh with the host's address and the attempt."""
 
 import os
 import sys

@@ -1,10 +1,9 @@
-"""Worlds over several hosts: where they are, and what becomes of them. Hosts are threads, ranks are scripts."""
+"""Worlds over several hosts: where they are, and their ends. Hosts are threads, ranks are scripts."""
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def placed(devices: str, ranks_per_host: int, world_size: int | None = None):
         ("1", 2, [("train", 0, "0"), ("rollout", 0, "1")]),
         ("2-3", 2, [("train", 0, "01"), ("rollout", 1, "01")]),
         ("4-7", 2, [("train", 0, "01"), ("train", 1, "01"), ("rollout", 2, "01"), ("rollout", 3, "01")]),
-        ("4-6+7+8-15", 8, [("train", 0, "0123"), ("rollout:0", 0, "456"), ("rollout:1", 0, "7"), ("rollout:2", 1, "01234567")]),
+        ("1+2-3", 2, [("train", 0, "0"), ("rollout:0", 0, "1"), ("rollout:1", 1, "01")]),
     ],
 )  # fmt: skip
 def test_each_rank_is_on_its_host(devices, ranks_per_host, expected):
@@ -144,16 +143,14 @@ def start(tmp_path, monkeypatch):
 
 
 def kill(pid: str) -> None:
-    import os
-
     os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_killed_world_starts_again_and_training_goes_on(start, capfd):
     run = start("2+3", 2, train=UNTIL_TOLD, rollout0=UNTIL_KILLED, rollout1=UNTIL_TOLD)
-    for attempt in range(3):
-        until(lambda: len(run.log("rollout0")) > attempt)
-        if attempt < 2:
+    for count in (1, 2, 3):
+        until(lambda: len(run.log("rollout0")) == count)  # noqa: B023
+        if count < 3:
             kill(run.log("rollout0")[-1][-1])
     assert [line[1] for line in run.log("rollout0")] == ["0", "1", "2"] and not run.log("train")
     run.done("rollout1"), run.done("train")
@@ -164,7 +161,7 @@ def test_a_killed_world_starts_again_and_training_goes_on(start, capfd):
 
 
 def test_a_world_on_two_hosts_starts_again_on_both(start):
-    """The rank that lost its peer ends by an error, before or after the other host says that one was killed."""
+    """The rank that lost its peer ends by an error, before the other host says that one was killed."""
     other = "echo $1 $2 $$ >>$0.log; [[ $1$2 == host20 ]] && exit 1; while true; do sleep 0.02; done"
     run = start("1-2", 1, train=UNTIL_TOLD, rollout=other)
     until(lambda: len(run.log("rollout")) == 2)
@@ -225,7 +222,9 @@ def test_the_bridge_is_where_torchrun_puts_rank_0():
         )
         found[host] = supervisor._bridge(call, Board(store, TOKEN), parts, lambda: None)
 
-    threads = [threading.Thread(target=meet, args=each) for each in ((0, "worker-2"), (1, "worker-10"), (2, "a"))]
+    threads = [
+        threading.Thread(target=meet, args=each) for each in ((0, "worker-2"), (1, "worker-10"), (2, "a"))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -44,7 +44,7 @@ Settings = dict[str, Any]  # by section, from the recipe and the command line
 
 
 def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
-    """Plan an RL run on the ranks of `world()`: worlds, layouts, batch arithmetic, weight sync, memory and time.
+    """Plan an RL run on the ranks of `world()`: worlds, layouts, batches, weight sync, memory and time.
 
     The path of a model may be the name of a built-in shape (`parallel.weights.shapes`). With such an actor,
     data.train may be omitted; with any actor it may be empty. Weights, tokenizer and data are checked if they
@@ -244,7 +244,9 @@ def _reshard(run: PlannedRun) -> list[str]:
 
 def _plan_over_bridge(run: PlannedRun, size: int) -> Plan:
     serving = tuple(range(run.world_size, run.world_size + size))
-    return _plan(run, run.actor.layout, Layout.parse(f"tp{run.config.rollout.tp}", serving), peer_memory=False)
+    return _plan(
+        run, run.actor.layout, Layout.parse(f"tp{run.config.rollout.tp}", serving), peer_memory=False
+    )
 
 
 def _plan(run: PlannedRun, train: Layout, rollout: Layout, *, peer_memory: bool) -> Plan:

@@ -42,8 +42,7 @@ def place_worlds(config: TrainerConfig, *, world_size: int, ranks_per_host: int)
         world_size: ranks of all worlds.
 
     Raises:
-        ValueError: the devices do not end with the last rank, or a world begins or ends within a host and goes
-            on on another.
+        ValueError: the devices do not end with the last rank, or a world on several hosts shares one.
     """
     worlds, devices = worlds_of(config), short_repr(config.rollout.devices)
     needed = max(ranks.stop for ranks in worlds.values())
@@ -63,9 +62,8 @@ def _parts(name: str, ranks: range, ranks_per_host: int, devices: str) -> Sequen
     hosts = range(ranks.start // ranks_per_host, (ranks.stop - 1) // ranks_per_host + 1)
     if len(hosts) > 1 and (ranks.start % ranks_per_host or ranks.stop % ranks_per_host):
         raise ValueError(
-            f"{devices}: ranks {ranks.start}-{ranks.stop - 1} of the {name} world are on {len(hosts)} hosts of "
-            f"{ranks_per_host} ranks and share one with another world; a world has whole hosts, or a part of "
-            "one: choose such ranks"
+            f"{devices}: ranks {ranks[0]}-{ranks[-1]} of the {name} world are on {len(hosts)} hosts of "
+            f"{ranks_per_host} ranks and share one with another world; choose whole hosts, or a part of one"
         )
     first = ranks.start % ranks_per_host
     count = min(len(ranks), ranks_per_host)

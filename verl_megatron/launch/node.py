@@ -1,10 +1,10 @@
-"""The ranks of all worlds of a run on this host: `python -m verl_megatron.launch.node` takes torchrun's arguments.
+"""The ranks of all worlds of a run on this host, started by `python -m verl_megatron.launch.node`.
 
-A run with one world is handed on to `parallel.runtime.launch`. One with `rollout.devices` gets a launcher for
-each world that has ranks here. The hosts meet on a `Board`, which host 0 serves at --rdzv-endpoint; so do the
-launchers of a world on several hosts. All end with the status of the training world, or of the first world
-that has ended by an error of its own. A rollout world that was killed or is stuck starts again, on all of its
-hosts.
+It takes torchrun's arguments. A run with one world is handed on to `parallel.runtime.launch`. One with
+`rollout.devices` gets a launcher for each world that has ranks here. The hosts meet on a `Board`, which host
+0 serves at --rdzv-endpoint; so do the launchers of a world on several hosts. All end with the status of the
+training world, or of the first world that has ended by an error of its own. A rollout world that was killed
+or is stuck starts again, on all of its hosts.
 """
 
 import argparse

@@ -83,8 +83,8 @@ def _token(call: Call) -> str:
     if token := os.environ.get(TOKEN):
         return token
     raise ValueError(
-        f"{TOKEN} is not set: hosts know each other by this secret; the launchers of recipes/launch make one, "
-        "else set the same long random text on each"
+        f"{TOKEN} is not set: hosts know each other by this secret; the launchers of recipes/launch make "
+        "one, else set the same long random text on each"
     )
 
 
@@ -141,7 +141,12 @@ class _World:
         part, call = self.part, self._call
         restarts = call.max_restarts if part.trains else 0
         launcher = ["--nnodes", str(len(part.hosts)), "--nproc-per-node", str(len(part.local))]
-        launcher += ["--max-restarts", str(restarts), "--rdzv-id", f"{call.rdzv_id}-{part.name}-{self.attempt}"]
+        launcher += [
+            "--max-restarts",
+            str(restarts),
+            "--rdzv-id",
+            f"{call.rdzv_id}-{part.name}-{self.attempt}",
+        ]
         if part.is_alone:
             launcher += ["--local-addr", stores.LOCAL]
         else:
