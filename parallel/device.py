@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.runtime import process, store
-from parallel.runtime.environment import check_world
+from parallel.runtime.environment import BRIDGE, check_world
 
 # Ranks without a part in a phase may wait this long; the watchdog reports a stuck rank much earlier.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -70,7 +70,7 @@ def initialize() -> None:
     if not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = str(_free_port())
     one_host = _is_on_one_host()
-    if one_host and os.path.exists("/sys/class/net/lo"):
+    if one_host and _is_bridge_local() and os.path.exists("/sys/class/net/lo"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")  # the ranks' ports are unreachable from other hosts
     if is_gpu():
@@ -123,6 +123,11 @@ def _is_on_one_host() -> bool:
         if ranks
         else os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1")
     )
+
+
+def _is_bridge_local() -> bool:
+    """Whether worlds that this one is joined to, if any, are on this host, too."""
+    return os.environ.get(BRIDGE, store.LOCAL).rpartition(":")[0] in ("", "localhost", store.LOCAL)
 
 
 def _free_port() -> int:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.runtime.seal import TOKEN
 from tests.worlds import OF_A_WORLD, ROOT
 
 LAUNCH = Path("recipes/launch")
@@ -27,6 +28,7 @@ AROUND = {
     "CRITIC_MODEL",
     "SSH",
     "LOGS",
+    TOKEN,
 }
 
 
@@ -40,7 +42,7 @@ class Call:
 
     @property
     def starts_ranks(self) -> bool:
-        return self.arguments[:2] == ("-m", "parallel.runtime.launch")
+        return self.arguments[:2] == ("-m", "verl_megatron.launch.node")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,12 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in left_out} | {"PATH": path} | more
 
 
-def say(*command: str | Path, folder: Path, **more: str) -> Said:
-    """Run `command` in the repository's root with `more` in its environment; `folder` gets the stand-in."""
+def say(*command: str | Path, folder: Path, told: str = "", **more: str) -> Said:
+    """Run `command` in the repository's root with `more` in its environment; `folder` gets the stand-in.
+
+    Args:
+        told: standard input, which stays open behind it.
+    """
     stand_in, record = folder / "bin/python", folder / "record"
     stand_in.parent.mkdir(exist_ok=True)
     stand_in.write_text(RECORDER)
@@ -73,6 +79,7 @@ def say(*command: str | Path, folder: Path, **more: str) -> Said:
         "VERL_MEGATRON_VENV": str(folder),
     }
     stdin, writer = os.pipe()  # stays open: recipes/launch/node.sh ends with it
+    os.write(writer, told.encode())
     ended = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,

@@ -6,6 +6,7 @@ import re
 from parallel.runtime.refusal import short_repr
 
 MOST_RANKS = 1 << 17  # upper bound on the world size: more than any cluster starts, few enough to list
+BRIDGE = "VERL_MEGATRON_BRIDGE"  # HOST:PORT where worlds of a run meet
 # Variable: smallest and largest integer.
 NUMBERS = {
     "WORLD_SIZE": (1, MOST_RANKS),

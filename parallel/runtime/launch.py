@@ -3,6 +3,7 @@
 It starts the same agent and the same ranks as torchrun, with these differences:
 
 - On one host, sockets listen on the loopback only; on several, on the interface of MASTER_ADDR.
+- With VERL_MEGATRON_TOKEN, hosts that do not know this secret cannot join.
 - The exit status is that of the first rank that failed.
 - On SIGTERM, ranks save and exit on their own; the launcher then exits with their status.
 - Ctrl-C ends the ranks with a one-line message.
@@ -18,8 +19,10 @@ import time
 from datetime import timedelta
 
 from parallel.runtime import leftovers, process
+from parallel.runtime.seal import TOKEN, seal, unseal
 
 OTHERS_S = 10.0  # allowed between the exits of two nodes' ranks after a signal
+STATE = "the state of the rendezvous"  # name under which it is sealed
 BACKEND = "listening_where_told"  # name of our rendezvous in torchrun's registry
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Statuses that name a cause (invalid settings, a stuck rank); the other ranks then fail with different ones.
@@ -186,10 +189,10 @@ def register() -> None:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
         store = _meeting_point(params)
-        return _rendezvous(
-            create_handler(store, C10dRendezvousBackend(store, params.run_id), params),
-            one_host=params.max_nodes == 1,
-        )
+        backend = C10dRendezvousBackend(store, params.run_id)
+        if secret := os.environ.get(TOKEN):
+            backend = _sealed(backend, secret)
+        return _rendezvous(create_handler(store, backend, params), one_host=params.max_nodes == 1)
 
     rendezvous_handler_registry.register(BACKEND, create)
 
@@ -210,6 +213,35 @@ def _meeting_point(params):
     if params.get_as_bool("is_host"):
         return serve(host.strip("[]"), int(port), one_host=False)
     return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=300))
+
+
+def _sealed(inner, secret: str):
+    """Return a backend whose state is sealed: torch unpickles it, from a store that others may reach, too."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+    class Sealed(RendezvousBackend):
+        """torch's backend, of sealed states."""
+
+        @property
+        def name(self) -> str:
+            return inner.name
+
+        def get_state(self):
+            found = inner.get_state()
+            return found and (_opened(found[0]), found[1])
+
+        def set_state(self, state: bytes, token=None):
+            found = inner.set_state(seal(STATE, state, secret), token)
+            return found and (_opened(found[0]), found[1], found[2])
+
+    def _opened(state: bytes) -> bytes:
+        try:
+            return unseal(STATE, state, secret)
+        except ValueError as error:
+            raise RendezvousStateError(str(error)) from None
+
+    return Sealed()
 
 
 def _rendezvous(inner, *, one_host: bool):

@@ -34,12 +34,14 @@ read_hosts() { # file: `hosts`, and `slots` of each
   ((${#hosts[@]})) || fail "$1 names no host; write lines such as: worker-0 slots=8"
 }
 
-forwarded() { # assignments of the variables that nodes get from here
-  local name pattern patterns
+forwarded() { # "secret" or "plain": assignments of the variables that nodes get from here
+  local name kind pattern patterns
   mapfile -t patterns < <(grep -v '^#' "$LAUNCH/forwarded.txt")
   for name in $(compgen -e); do
+    kind=plain
+    if [[ $name =~ TOKEN|KEY|SECRET|PASSW ]]; then kind=secret; fi
     for pattern in "${patterns[@]}"; do
-      if [[ $name == $pattern ]]; then printf '%s ' "$name=${!name@Q}"; fi
+      if [[ $kind == "$1" && $name == $pattern ]]; then printf '%s\n' "$name=${!name@Q}"; fi
     done
   done
 }
@@ -49,12 +51,13 @@ line_for() { # node: the line of shell that it gets
   for name in NNODES=${#hosts[@]} GPUS="$slots" NODE_RANK="$1" NODE_ADDR="$address" MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT="$MASTER_PORT" JOB_ID="$JOB_ID"; do
     pairs+=("${name%%=*}=$(printf %q "${name#*=}")")
   done
-  echo "cd ${PWD@Q} && $(forwarded)${pairs[*]} exec bash ${LAUNCH@Q}/node.sh bash ${recipe[*]@Q}"
+  echo "cd ${PWD@Q} && $(forwarded plain | tr '\n' ' ')${pairs[*]} exec bash ${LAUNCH@Q}/node.sh bash ${recipe[*]@Q}"
 }
 
 run_node() { # node: until it has ended, which `ended` learns
   local host=${hosts[$1]} status=0
-  "${ssh[@]}" "$host" "$(line_for "$1")" <"$LOGS/hold" 2>&1 | tee "$LOGS/$host.log" | sed -u "s/^/$host: /" || status=$?
+  # secrets go through the connection; on a command line everybody on either host could read them
+  "${ssh[@]}" "$host" "$(line_for "$1")" < <(forwarded secret && echo && exec cat <"$LOGS/hold") 2>&1 | tee "$LOGS/$host.log" | sed -u "s/^/$host: /" || status=$?
   echo "$host $status" >&"$ended"
 }
 
@@ -82,6 +85,7 @@ read_hosts "$1"
 recipe=("${@:2}")
 [[ -f ${recipe[0]} ]] ||
   fail "recipe '${recipe[0]}' does not exist; choose one of $(cd "$LAUNCH/../.." && echo recipes/*.sh)"
+export VERL_MEGATRON_TOKEN=${VERL_MEGATRON_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')} # of this run
 JOB_ID=$(date +%Y%m%d_%H%M%S)_$$
 LOGS=${LOGS:-outputs/launch/$JOB_ID}
 read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}"

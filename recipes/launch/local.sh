@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ranks of this node by torchrun (parallel/runtime/launch.py). Every recipe reads this file, so that these
+# The ranks of this node by torchrun (parallel/runtime/launch.py), of all worlds of a run. Every recipe reads this file, so that these
 # two are the same:
 #   bash recipes/llama3_8b_ppo.sh [settings]
 #   bash recipes/launch/local.sh recipes/llama3_8b_ppo.sh [settings]
@@ -8,6 +8,7 @@
 #   NNODES, GPUS           nodes, and ranks of each of them
 #   NODE_RANK              which node this is
 #   MASTER_ADDR, MASTER_PORT, NODE_ADDR    where torchrun meets (node 0), and under which name others reach this node
+#   VERL_MEGATRON_TOKEN    with rollout.devices: a secret text, the same on all nodes, by which they know each other
 #   GRACE_S                seconds that a run has from SIGTERM to the end of its iteration: as long as the scheduler waits, and a little less
 # Of a run: MODEL and CRITIC_MODEL (Hugging Face folders), DATA (a .jsonl file), SCRATCH (where random weights
 # go), and MAX_RESTARTS (0), how often torchrun starts the ranks again after a failure: they go on from the
@@ -163,6 +164,8 @@ critic_of() {
 start() {
   if [[ -n ${LOCAL_RANK:-} ]]; then exec python -m "$@"; fi # of a launcher that starts every rank itself
   local plan=(env WORLD_SIZE=$((NNODES * GPUS)) LOCAL_WORLD_SIZE="$GPUS" python -m "$@")
+  # of a run with --role these are only one world's ranks
+  if [[ " $* " == *" --role"[\ =]* ]]; then plan=(env -u WORLD_SIZE -u LOCAL_WORLD_SIZE python -m "$@"); fi
   local MAX_RESTARTS=${MAX_RESTARTS:-0} MASTER_PORT=${MASTER_PORT:-29500} name
   whole_number NODE_RANK 0 $((NNODES - 1))
   whole_number MAX_RESTARTS 0 1000000
@@ -171,7 +174,8 @@ start() {
     [[ ${!name:-x} =~ ^[A-Za-z0-9][A-Za-z0-9.:%_-]*$ ]] ||
       stop "$name=${!name@Q} is no name or address of a host"
   done
-  local launch=(python -m parallel.runtime.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
+  # it starts parallel.runtime.launch, once for each world of a run that has ranks here
+  local launch=(python -m verl_megatron.launch.node --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${JOB_ID:-verl_megatron}")
   if [[ $NNODES == 1 ]]; then
     launch+=(--local-addr 127.0.0.1) # all of the run stays on this host's loopback
   else # nodes start again together; node 0 keeps the store where they meet, whatever names that host has

@@ -2,6 +2,9 @@
 # Runs a command and ends it, with what it started, when standard input ends: a connection that breaks leaves
 # nothing behind.
 #   bash recipes/launch/node.sh command [arguments]
+# The first lines of standard input, up to an empty one, are variables as bash writes them (NAME='text'):
+# secrets, which would be seen in the list of processes if they were arguments.
+while IFS= read -r secret && [[ -n $secret ]]; do eval "export $secret"; done
 tied=() # the command ends with this process, even if that is killed
 if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig TERM); fi
 set -m # the command has a process group of its own

@@ -1,14 +1,16 @@
-"""A recipe as a Ray job, one Ray Train worker a rank: the same world, the same processes as torchrun starts.
+"""A recipe as a Ray job, one Ray Train worker a node, which starts the node's ranks of all worlds.
 
     python recipes/launch/ray.py recipes/llama3_70b_ppo.sh [settings]
 
 NNODES and GPUS (ranks per node) default to those of the Ray cluster (RAY_ADDRESS; none: this machine); set
-them where there are no GPUs. All nodes see this folder under the same path. MAX_RESTARTS (0): how often Ray
-starts the ranks again after a failure. Needs `pip install verl-megatron[ray]`, except with --dry-run.
+them where there are no GPUs. All nodes see this folder under the same path. MAX_RESTARTS (0): how often ranks
+start again after a failure, and how often Ray starts all nodes again where that did not help or one was lost.
+Needs `pip install verl-megatron[ray]`, except with --dry-run.
 """
 
 import fnmatch
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -32,44 +34,35 @@ def forwarded() -> dict[str, str]:
     }
 
 
-def run_rank(job: dict) -> None:
-    """Run the recipe in a process of its own: a rank needs a main thread for its signals, and ends by itself.
+def run_node(job: dict) -> None:
+    """Run the recipe in a process of its own: it needs a main thread for its signals, and ends by itself.
 
-    Ray Train has set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR; its own group holds the
-    port that it chose.
+    Ray Train has set RANK, WORLD_SIZE and MASTER_ADDR, of nodes here; its own group holds the port that it
+    chose.
 
     Raises:
-        RuntimeError: the rank failed, or Ray placed another number of ranks on this node than GPUS.
+        RuntimeError: the node's ranks failed.
     """
     import socket
 
+    import ray
     import torch.distributed as dist
 
-    placed, wanted = os.environ["LOCAL_WORLD_SIZE"], job["environment"]["GPUS"]
-    if placed != wanted:
-        raise RuntimeError(
-            f"Ray placed {placed} ranks on {socket.gethostname()} and GPUS={wanted}; every node has "
-            f"to run as "
-            "many: choose NNODES and GPUS that fill whole nodes"
-        )
-    address = (
-        os.environ["MASTER_ADDR"] if os.environ["RANK"] == "0" else "127.0.0.1"
-    )  # only the port of rank 0 is used
+    node, address = os.environ["RANK"], ray.util.get_node_ip_address()
     family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as listener:
         listener.bind(place)
-        port = [listener.getsockname()[1]]
-        dist.broadcast_object_list(port)
-    environment = {**os.environ, **job["environment"], "MASTER_PORT": str(port[0])}
-    command = [
-        "setpriv",
-        "--pdeathsig",
-        "TERM",
-        "bash",
-        *job["recipe"],
-    ]  # when Ray ends the worker, its rank gets SIGTERM
-    if status := subprocess.run(command, cwd=job["folder"], env=environment).returncode:
-        raise RuntimeError(f"rank {os.environ['RANK']} on {socket.gethostname()} ended with {status}")
+        meeting = [address, str(listener.getsockname()[1])]  # those of node 0 are used
+        dist.broadcast_object_list(meeting)
+    told = {"NODE_RANK": node, "NODE_ADDR": address, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of Ray's workers
+    around = {name: value for name, value in os.environ.items() if name not in ranks}
+    # When Ray ends the worker, its recipe gets SIGTERM.
+    command = ["setpriv", "--pdeathsig", "TERM", "bash", *job["recipe"]]
+    if status := subprocess.run(
+        command, cwd=job["folder"], env=around | job["environment"] | told
+    ).returncode:
+        raise RuntimeError(f"node {node} on {socket.gethostname()} ended with {status}")
 
 
 def cluster_size() -> tuple[int, int]:
@@ -94,14 +87,14 @@ def cluster_size() -> tuple[int, int]:
 
 
 def main(recipe: list[str]) -> None:
-    """Plan, or connect to Ray and run the recipe on every worker."""
+    """Plan, or connect to Ray and run the recipe on every node."""
     if not Path(recipe[0]).is_file():
         known = " ".join(sorted(f"recipes/{path.name}" for path in LAUNCH.parent.glob("*.sh")))
         raise SystemExit(f"error: recipe {recipe[0]!r} does not exist; choose one of {known}")
     if "--dry-run" in recipe:
         print(
-            f"on every rank: RANK=... LOCAL_RANK=... WORLD_SIZE=... LOCAL_WORLD_SIZE=... "
-            f"MASTER_ADDR=... MASTER_PORT=... bash {shlex.join(recipe)}",
+            f"on every node: NNODES=... GPUS=... NODE_RANK=... NODE_ADDR=... MASTER_ADDR=... MASTER_PORT=... "
+            f"bash {shlex.join(recipe)}",
             flush=True,
         )
         os.execvp("bash", ["bash", *recipe])
@@ -123,16 +116,22 @@ def main(recipe: list[str]) -> None:
     ray.init()
     nodes, size = cluster_size()
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    token = {"VERL_MEGATRON_TOKEN": secrets.token_hex(16)}  # of this run
     job = {
         "recipe": recipe,
         "folder": os.getcwd(),
-        "environment": forwarded() | {"NNODES": str(nodes), "GPUS": str(size)},
+        "environment": token | forwarded() | {"NNODES": str(nodes), "GPUS": str(size)},
     }
     trainer = TorchTrainer(
-        run_rank,
+        run_node,
         train_loop_config=job,
         torch_config=Rendezvous(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=nodes * size, use_gpu=on_gpus),
+        scaling_config=ScalingConfig(
+            num_workers=nodes,
+            use_gpu=on_gpus,
+            resources_per_worker={"GPU": size} if on_gpus else {"CPU": 1},
+            placement_strategy="STRICT_SPREAD",
+        ),
         run_config=RunConfig(
             storage_path=str(Path.cwd() / "outputs/ray"),  # of Ray's own records, which all nodes write
             failure_config=FailureConfig(max_failures=int(os.environ.get("MAX_RESTARTS", "0"))),

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from parallel.runtime.seal import TOKEN
+from tests.end_to_end.conftest import REWARDS, make_toy, settings_of
 from tests.launchers import LAUNCH, environment
 from tests.worlds import ROOT
 
+LISTENS = "0A"  # in /proc/net/tcp
 MARK = "OMP_LAUNCH_TEST"  # one of the variables that nodes get: patterns of forwarded.txt
 RECIPE = f"""
 source {ROOT / LAUNCH}/local.sh
@@ -84,9 +87,11 @@ def nodes(tmp_path, loopback) -> Iterator[Nodes]:
 class Launched:
     """hostfile.sh under way: what it has said, and which processes belong to it."""
 
-    def __init__(self, nodes: Nodes, mode: str, *, slots: int, folder: Path, **more: str):
+    def __init__(
+        self, nodes: Nodes, *arguments: str, slots: int, folder: Path, recipe: str = RECIPE, **more: str
+    ):
         (folder / "hosts").write_text("".join(f"{address} slots={slots}\n" for address in nodes.addresses))
-        (folder / "recipe.sh").write_text(RECIPE)
+        (folder / "recipe.sh").write_text(recipe)
         with socket.socket() as listener:
             listener.bind(("", 0))
             port = listener.getsockname()[1]
@@ -100,7 +105,7 @@ class Launched:
             **nodes.environment,
             **more,
         )
-        command = ["bash", ROOT / LAUNCH / "hostfile.sh", "hosts", "recipe.sh", mode]
+        command = ["bash", ROOT / LAUNCH / "hostfile.sh", "hosts", "recipe.sh", *arguments]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=told, stdout=output, stderr=subprocess.STDOUT
@@ -108,12 +113,29 @@ class Launched:
 
     def sums(self, count: int) -> list[str]:
         """What the ranks said, once `count` of them have."""
+        return self.said(r"sum \d+ of .* pid=\d+", count)
+
+    def said(self, pattern: str, count: int = 1) -> list[str]:
+        """What has been said like a pattern, once it has been so often."""
         deadline = time.monotonic() + 90
-        while len(found := re.findall(r"sum \d+ of .* pid=\d+", self.output.read_text())) < count:
+        while len(found := re.findall(pattern, self.output.read_text())) < count:
             assert time.monotonic() < deadline and self.process.poll() is None, self.output.read_text()[
                 -6000:
             ]
             time.sleep(0.1)
+        return found
+
+    def listening(self) -> set[str]:
+        """IPv4 addresses on which its processes listen; "::" for any of IPv6."""
+        found = set()
+        for pid in self.alive():
+            own = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+            for kind in ("tcp", "tcp6"):
+                for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+                    _, local, _, state, *_, inode = line.split()[:10]
+                    if state == LISTENS and f"socket:[{inode}]" in own:
+                        address = bytes.fromhex(local.partition(":")[0])[::-1]
+                        found.add(socket.inet_ntoa(address) if kind == "tcp" else "::")
         return found
 
     def alive(self) -> set[int]:
@@ -203,6 +225,37 @@ def test_a_launcher_that_is_killed_leaves_nothing(loopback, tmp_path):
     launched.assert_nothing_left()
 
 
+def test_each_world_on_a_host_of_its_own(nodes, tmp_path):
+    """Training on the first host, the rollout on the second one, where a rank is killed."""
+    make_toy(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    settings = settings_of(
+        tmp_path, tmp_path / "run", "actor.layout=tp1", "critic.layout=tp1", "rollout.tp=1"
+    )
+    settings += ["run.iterations=5", "run.export=false", "rollout.devices=1", "async.max_staleness=1"]
+    recipe = RECIPE.replace("tests.distributed.launch_worker", "verl_megatron.train")
+    run = Launched(nodes, *settings, slots=1, folder=tmp_path, recipe=recipe)
+    run.said("step 2/5: ")
+    assert run.listening() <= {"127.0.0.1", *nodes.addresses}
+    of_rank = {}
+    for pid in run.alive():
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        variables = dict(
+            each.split("=", 1) for each in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in each
+        )
+        assert not (token := variables.get(TOKEN)) or token not in " ".join(words)
+        if "RANK" in variables and words[-3:-1] == ["--role", "rollout"]:
+            of_rank[pid] = variables
+    assert len({each[TOKEN] for each in of_rank.values()}) == 1
+    os.kill(min(of_rank), signal.SIGKILL)
+    assert run.code() == 0, run.output.read_text()[-6000:]
+    text = run.output.read_text()
+    assert f"{nodes.addresses[1]}: the rollout world ended with 137 and is started again" in text
+    assert "rollout world 2 has joined" in text and "rollout world 3" not in text
+    assert text.splitlines()[-1].startswith(f"{nodes.addresses[0]}: validation accuracy")
+    run.assert_nothing_left()
+
+
 @pytest.mark.skipif(
     not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install verl-megatron[ray]"
 )
@@ -220,7 +273,7 @@ def test_ray_makes_the_same_world(tmp_path):
         timeout=240,
     )
     said = re.findall(
-        r"sum 3 of 2 attempt 0 RANK=(\d) LOCAL_RANK=\1 LOCAL_WORLD_SIZE=2 NODE_ADDR=None MODEL=it's mine",
+        r"sum 3 of 2 attempt 0 RANK=(\d) LOCAL_RANK=\1 LOCAL_WORLD_SIZE=2 NODE_ADDR=\S+ MODEL=it's mine",
         run.stdout + run.stderr,
     )
     assert run.returncode == 0 and sorted(said) == ["0", "1"], run.stderr[-6000:]

@@ -30,6 +30,10 @@ RUN_BY = {
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",  # its recipe
     ),
     r"MODEL=.* --dry-run$": ("tests/unit/test_recipes.py::test_every_launcher_plans_every_recipe",),
+    r"NNODES=4 GPUS=8 bash .* rollout\.devices=.* --dry-run$": (
+        "tests/unit/test_dry_run.py::test_each_world_is_shown",
+        "tests/unit/test_recipes.py::test_every_launcher_plans_every_recipe",
+    ),
     r"(torchrun .* -m verl_megatron\.|verl-megatron )train ": (
         "tests/end_to_end/test_ppo.py::test_whole_run_leaves_what_it_promises",
         "tests/end_to_end/test_commands.py::test_a_run_starts_the_ranks_that_it_needs",

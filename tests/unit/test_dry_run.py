@@ -51,6 +51,38 @@ def test_a_shape_stands_in_for_folders_and_prompts(ranks):
     assert "4 x tp2" in text and "256 prompts x 1 sample" in text and "seconds predicted" in text
 
 
+def test_each_world_is_shown(ranks, monkeypatch):
+    """Ranks, hosts, GPUs, models and memory; vLLM's ranks hold 8B's 15 GiB of weights twice."""
+    ranks(16, 4)
+    given = settings(
+        actor={"path": "llama3-8b", "layout": "tp4"},
+        rollout={"tp": 2, "devices": "8-9+10-11+12-15", "gpu_memory_utilization": 0.5},
+        reshard={"mode": "keep"},
+        critic={"layout": "tp2pp2"},
+    )
+    text = training_plan(given)
+    worlds = re.findall(
+        r"^  (\S+) +ranks (\S+), hosts? (\S+), GPUs (\S+): (.*); [\d.]+ of 139.8 GiB", text, re.M
+    )
+    models = "actor tp4dp2, critic tp2pp2dp2"
+    assert worlds == [
+        ("train", "0-7", "0-1", "0-3", models),
+        ("rollout:0", "8-9", "2", "0-1", "vLLM 1 x tp2"),
+        ("rollout:1", "10-11", "2", "2-3", "vLLM 1 x tp2"),
+        ("rollout:2", "12-15", "3", "0-3", "vLLM 2 x tp2"),
+    ]
+    shares = [float(found) for found in re.findall(r"vLLM .*; ([\d.]+) of 139.8 GiB", text)]
+    least = 0.5 * 139.8 + 7.5  # its share, and the back buffer; a process needs more
+    assert len(shares) == 3 and all(least < share < least + 12 for share in shares)
+    received = re.findall(r"into a rollout world of (\d) ranks: .* receives ([\d.]+) MiB", text)
+    assert [size for size, _ in received] == ["2", "4"] and {size for _, size in received} == {"7658.5"}
+    monkeypatch.delenv("WORLD_SIZE")
+    assert training_plan(given) == text, "the devices say how many ranks there are"
+    ranks(24, 4)
+    with pytest.raises(ValueError, match="makes a run of 16 ranks, and 24 were asked for"):
+        training_plan(given)
+
+
 def test_several_reward_functions_are_shown(ranks):
     ranks(8, 8)
     text = training_plan(

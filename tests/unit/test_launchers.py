@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from parallel.runtime.preemption import Preemption
+from parallel.runtime.seal import TOKEN
 from tests.launchers import LAUNCH, environment, hostfile, operator, say, say_hostfile, say_recipe
 from tests.worlds import ROOT
 
@@ -159,12 +160,14 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
                 "-c",
                 command.replace("'--dry-run'", "actor.lr=1"),
                 folder=tmp_path,
+                told="\n",  # no secrets
             )
             .calls[-1]
             .arguments
         )
         assert (
             option(call, "--nproc-per-node") == "4"
+            and option(call, "--node-rank") == str(node)
             and option(call, "--nnodes") == "3"
             and option(call, "--max-restarts") == "3"
         )
@@ -174,6 +177,30 @@ def test_every_node_of_a_hostfile_gets_its_line(tmp_path):
         )
         assert option(call, "--rdzv-conf") == f"is_host={int(node == 0)}"
         assert {"actor.path=/models/it's mine", "reward.function=a b"} <= set(call)
+
+
+def test_secrets_reach_every_node_and_no_command_line(tmp_path):
+    """ssh's stand-in notes the command line that it gets, and carries it out."""
+    (tmp_path / "ssh").write_text(
+        f'echo "$*" >>{tmp_path}/lines; shift; exec env -i RECORD=$RECORD bash -c "$*"'
+    )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/bash").symlink_to("/bin/bash")
+    recipe = tmp_path / "recipe.sh"
+    recipe.write_text(f'echo "$NODE_RANK $VERL_MEGATRON_TOKEN $WANDB_API_KEY" >{tmp_path}/told$NODE_RANK')
+    hosts = hostfile(tmp_path / "hosts", nodes=2, slots=1)
+    key = "a 'key' of two\nlines"
+    ssh = {"SSH": f"bash {tmp_path}/ssh", "LOGS": str(tmp_path / "logs")}
+    said = say_hostfile(hosts, recipe, folder=tmp_path, WANDB_API_KEY=key, **ssh)
+    assert said.code == 0, said.stderr
+    told = [(tmp_path / f"told{node}").read_text() for node in (0, 1)]
+    token = told[0].split()[1]
+    assert re.fullmatch("[0-9a-f]{32}", token), "one of the run's own"
+    assert told == [f"{node} {token} {key}\n" for node in (0, 1)]
+    lines = (tmp_path / "lines").read_text()
+    assert lines.count("recipe.sh") == 2 and token not in lines and "key" not in lines
+    planned = say_hostfile(hosts, RECIPE, "--dry-run", folder=tmp_path, WANDB_API_KEY="mine1", **GIVEN)
+    assert planned.code == 0 and "mine1" not in planned.stdout and "TOKEN" not in planned.stdout
 
 
 SLURM = {
@@ -213,6 +240,28 @@ def test_every_node_of_a_slurm_allocation_knows_its_place(tmp_path):
         assert option(call.arguments, "--rdzv-conf") == f"is_host={int(node == 0)}"
 
 
+def test_nodes_of_a_slurm_allocation_share_a_secret(tmp_path):
+    """srun hands its environment on; nothing of it is an argument."""
+    (tmp_path / "bin").mkdir()
+    for name, text in SLURM.items():
+        (tmp_path / "bin" / name).write_text(
+            text.replace("#!/bin/bash\n", f'#!/bin/bash\necho "$*" >{tmp_path}/line\n')
+        )
+        (tmp_path / "bin" / name).chmod(0o755)
+    recipe = tmp_path / "recipe.sh"
+    recipe.write_text('echo "$VERL_MEGATRON_TOKEN"')
+    told = {
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "gpu[1-2]",
+    }
+    said = say("bash", LAUNCH / "slurm.sbatch", recipe, folder=tmp_path, **told)
+    first, second = said.stdout.split()
+    assert first == second and re.fullmatch("[0-9a-f]{32}", first)
+    assert first not in (tmp_path / "line").read_text()
+
+
 def test_pods_agree_on_the_world(tmp_path):
     """Replicas, ranks of a pod and its GPUs are one world, in which each pod's command finds its place."""
     job = yaml.safe_load((ROOT / LAUNCH / "kubernetes.yaml").read_text())
@@ -232,6 +281,8 @@ def test_pods_agree_on_the_world(tmp_path):
         assert {mount["name"] for mount in container["volumeMounts"]} == {
             volume["name"] for volume in pod["volumes"]
         }
+        secret = next(entry for entry in container["env"] if entry["name"] == TOKEN)
+        assert secret["valueFrom"]["secretKeyRef"] == {"name": job["metadata"]["name"], "key": "token"}
         own = {entry["name"]: entry.get("value", f"of-pod-{node}") for entry in container["env"]}
         command = container["command"] + container["args"]
         told = operator(len(pods), gpus, node) | own

@@ -119,7 +119,7 @@ def test_every_launcher_plans_every_recipe(run, launcher, tmp_path_factory, tmp_
     write_toy(toy)
     said = say(*before, f"recipes/{script}.sh", "--dry-run", folder=tmp_path, OUT=str(toy), **told | more)
     assert said.code == 0, said.stderr
-    assert "parallel.runtime.launch" in said.stdout and f"--nproc-per-node {gpus}" in said.stdout
+    assert "verl_megatron.launch.node" in said.stdout and f"--nproc-per-node {gpus}" in said.stdout
     call = said.calls[-1]
     assert call.arguments[0] == "-m" and "--dry-run" in call.arguments
     assert (call.world_size, call.local_world_size) == (str(nodes * gpus), str(gpus))

@@ -124,7 +124,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.checks.overrides import structured
     from verl_megatron.config import SCHEMAS, TrainerConfig
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
-    from verl_megatron.model_specs import num_training_ranks
+    from verl_megatron.model_specs import rollout_devices
 
     known, settings = settings_of(rest)
     if known.cfg or known.info:
@@ -137,7 +137,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     if separate:
         devices = TrainerConfig()
         devices.rollout.devices = str(settings["rollout"]["devices"])
-        ranks = num_training_ranks(devices)
+        ranks = rollout_devices(devices)[-1] + 1
     else:
         ranks = given.ranks or ranks_of(cast(Any, structured(settings, SCHEMAS[training.schema])))
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}

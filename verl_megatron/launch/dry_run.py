@@ -11,19 +11,29 @@ from typing import Any
 
 from parallel.layout import Layout
 from parallel.placement import described, place
-from parallel.reshard.plan import compile_plan
+from parallel.reshard.plan import Plan, compile_plan
 from parallel.runtime.refusal import short_repr
 from parallel.weights.remote.models import is_remote, local_folder, shown
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
 from verl_megatron.checks.batches import batch_arithmetic
+from verl_megatron.checks.limits import check_types
 from verl_megatron.checks.overrides import structured
 from verl_megatron.checks.problems import refuse
 from verl_megatron.config import MISSING, SupervisedConfig, TrainerConfig
 from verl_megatron.config.section import sections_of
 from verl_megatron.data.pairs import is_paired, items_per_step
-from verl_megatron.model_specs import layout_of, models_of
-from verl_megatron.planner import PlannedRun, report, supervised_report
+from verl_megatron.launch.hosts import Part, place_worlds
+from verl_megatron.model_specs import (
+    is_separate,
+    layout_of,
+    models_of,
+    num_training_ranks,
+    rollout_devices,
+    rollout_worlds,
+)
+from verl_megatron.planner import Machine, PlannedRun, find_machine, plan_memory, report, supervised_report
+from verl_megatron.planner.machine import GIB
 from verl_megatron.preflight import SAMPLE_ROWS, Inputs, inspect_run, inspect_supervised
 from verl_megatron.rewards.plan import described as described_reward
 
@@ -34,7 +44,7 @@ Settings = dict[str, Any]  # by section, from the recipe and the command line
 
 
 def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
-    """Plan an RL run on the ranks of `world()`: layouts, batch arithmetic, weight sync, memory and time.
+    """Plan an RL run on the ranks of `world()`: worlds, layouts, batches, weight sync, memory and time.
 
     The path of a model may be the name of a built-in shape (`parallel.weights.shapes`). With such an actor,
     data.train may be omitted; with any actor it may be empty. Weights, tokenizer and data are checked if they
@@ -43,18 +53,23 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     Raises:
         ValueError: lists all problems of the settings; or the planner does not know the GPU.
     """
-    world_size, ranks_per_host = world()
     with _stand_ins(settings, TrainerConfig) as (complete, rows):
         config = structured(complete, TrainerConfig)
         inputs = Inputs()
+        refuse(check_types(config))  # before the devices are read
+        placed, (world_size, ranks_per_host) = [], world(config)
+        if is_separate(config):
+            placed = place_worlds(config, world_size=world_size, ranks_per_host=ranks_per_host)
+            world_size = num_training_ranks(config)
         refuse(inspect_run(config, world_size=world_size, rows=rows, inputs=inputs))
         run = PlannedRun.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
         lines = [
-            _title(world_size, ranks_per_host),
+            _title(run.gpus, ranks_per_host),
+            *_worlds(run, placed, find_machine(gpu)),
             *_layouts(run, settings),
             batch_arithmetic(config, world_size),
             *filter(None, [described_reward(config.reward.function)]),
-            _reshard(run),
+            *_reshard(run),
             *inputs.notes,
             report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host),
         ]
@@ -84,15 +99,20 @@ def supervised_plan(settings: Settings, schema: type[SupervisedConfig], *, gpu: 
     return "\n".join([title, share, *reference, *inputs.notes, planned])
 
 
-def world() -> tuple[int, int]:
-    """Return world size and ranks per host from the launcher's environment variables.
+def world(config: TrainerConfig | SupervisedConfig | None = None) -> tuple[int, int]:
+    """Return the number of ranks, and of those of a host, from the launcher's environment variables.
+
+    Args:
+        config: of a run; if it has several worlds, their ranks are the default.
 
     Raises:
         ValueError: WORLD_SIZE or LOCAL_WORLD_SIZE is no positive number, or the hosts have unequal numbers of
             ranks.
     """
-    sizes = []
-    for name, default in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", HOST_RANKS)):
+    sizes, usual = [], 1
+    if isinstance(config, TrainerConfig) and is_separate(config):
+        usual = rollout_devices(config)[-1] + 1
+    for name, default in (("WORLD_SIZE", usual), ("LOCAL_WORLD_SIZE", HOST_RANKS)):
         text = os.environ.get(name, "") or str(default)
         if not text.isdecimal() or not int(text):
             raise ValueError(f"{name}={text!r} is no number of ranks; set it to that of the run to plan")
@@ -160,6 +180,32 @@ def _is_folder(name: str) -> bool:
         return False
 
 
+def _worlds(run: PlannedRun, placed: list[Part], machine: Machine) -> list[str]:
+    """Describe each world of a separate run, a line each: ranks, where they are, models and memory."""
+    kinds, lines = plan_memory(run, machine).kinds if placed else (), []
+    models = ", ".join(f"{role.name} {role.layout}" for role in run.roles)
+    for part in (part for part in placed if part.host == part.hosts[0]):
+        first = part.host * run.ranks_per_host + part.local.start
+        ranks = range(first, first + len(part.hosts) * len(part.local))
+        host = f"host {part.host}" if part.is_alone else f"hosts {part.host}-{part.hosts[-1]}"
+        fullest = max(
+            (kind for kind in kinds if kind.ranks[0] in ranks or ranks[0] in kind.ranks),
+            key=lambda kind: kind.total(kind.fullest),
+        )
+        tp = run.config.rollout.tp
+        lines.append(
+            f"  {part.name:<10}ranks {_span(ranks)}, {host}, GPUs {_span(part.local)}: "
+            f"{models if part.trains else f'vLLM {len(ranks) // tp} x tp{tp}'}; "
+            f"{fullest.total(fullest.fullest) / GIB:.1f} of {machine.gpu_bytes / GIB:.1f} GiB on each GPU "
+            f"({fullest.fullest})"
+        )
+    return lines
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
 def _title(world_size: int, ranks_per_host: int) -> str:
     return f"dry run: {world_size} ranks, {ranks_per_host} a host"
 
@@ -178,20 +224,37 @@ def _layouts(run: PlannedRun, settings: Settings) -> list[str]:
     return [*lines, f"  {'rollout':<10}{run.replicas} x tp{run.config.rollout.tp}"]
 
 
-def _reshard(run: PlannedRun) -> str:
-    """Describe the weight sync in one line; ranks of a host read each other's memory, as on GPUs."""
+def _reshard(run: PlannedRun) -> list[str]:
+    """Describe the weight sync in one line, or that into each kind of rollout world."""
+    if is_separate(run.config):
+        sizes = dict.fromkeys(len(each.ranks) for each in rollout_worlds(run.config))
+        return [
+            f"weights of a version into a rollout world of {size} ranks: {_plan_over_bridge(run, size)}"
+            for size in sizes
+        ]
     arch, config = run.actor.arch, run.config
     served_by = Layout.parse(f"tp{config.rollout.tp}", tuple(range(run.world_size)))
     train, rollout = place(arch, run.actor.layout, served_by, ranks_per_host=run.ranks_per_host)
-    plan = compile_plan(
-        source=megatron_shards(arch, train, spec=PLANNED_SPEC),
-        destination=vllm_shards(arch, rollout),
-        element_bytes=run.rollout_element_bytes,
-        window_bytes=config.reshard.window_mib << 20,
-        host_of=lambda rank: rank // run.ranks_per_host,
-        peer_memory=True,
-    )
+    plan = _plan(run, train, rollout, peer_memory=True)  # of ranks of a host, as on GPUs
     # Addresses of Megatron's parameters are known only at run time; the bytes received do not depend on them.
     in_place = config.reshard.mode != "keep"
     remark = ", counted before vLLM's weights alias Megatron's" if in_place else ""
-    return f"reshard.mode={config.reshard.mode}{remark}: {plan}; ranks: {described(train, rollout)}"
+    return [f"reshard.mode={config.reshard.mode}{remark}: {plan}; ranks: {described(train, rollout)}"]
+
+
+def _plan_over_bridge(run: PlannedRun, size: int) -> Plan:
+    serving = tuple(range(run.world_size, run.world_size + size))
+    return _plan(
+        run, run.actor.layout, Layout.parse(f"tp{run.config.rollout.tp}", serving), peer_memory=False
+    )
+
+
+def _plan(run: PlannedRun, train: Layout, rollout: Layout, *, peer_memory: bool) -> Plan:
+    return compile_plan(
+        source=megatron_shards(run.actor.arch, train, spec=PLANNED_SPEC),
+        destination=vllm_shards(run.actor.arch, rollout),
+        element_bytes=run.rollout_element_bytes,
+        window_bytes=run.config.reshard.window_mib << 20,
+        host_of=lambda rank: rank // run.ranks_per_host,
+        peer_memory=peer_memory,
+    )

@@ -1,0 +1,89 @@
+"""The ranks of all worlds of a run on this host, started by `python -m verl_megatron.launch.node`.
+
+It takes torchrun's arguments. A run with one world is handed on to `parallel.runtime.launch`. One with
+`rollout.devices` gets a launcher for each world that has ranks here. The hosts meet on a `Board`, which host
+0 serves at --rdzv-endpoint; so do the launchers of a world on several hosts. All end with the status of the
+training world, or of the first world that has ended by an error of its own. A rollout world that was killed
+or is stuck starts again, on all of its hosts.
+"""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MODULE = "verl_megatron.train"  # whose runs may have several worlds
+LAUNCHER = "parallel.runtime.launch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """torchrun's arguments as recipes give them, and what each rank runs."""
+
+    nnodes: int
+    node_rank: int
+    nproc_per_node: int
+    max_restarts: int
+    rdzv_id: str
+    endpoint: tuple[str, int]  # where hosts meet
+    address: str  # under which others reach this host
+    module: str
+    arguments: list[str]
+
+    @classmethod
+    def read(cls, arguments: Sequence[str]) -> "Call":
+        """Read a command line of `recipes/launch/local.sh`."""
+        place = list(arguments).index("-m")
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        for name, usual in (("nnodes", 1), ("node-rank", 0), ("nproc-per-node", 1), ("max-restarts", 0)):
+            parser.add_argument(f"--{name}", type=int, default=usual)
+        parser.add_argument("--rdzv-id", default="verl_megatron")
+        parser.add_argument("--rdzv-conf")  # of a world on its own
+        parser.add_argument("--rdzv-endpoint", default="127.0.0.1:29500")
+        parser.add_argument("--local-addr", default=socket.getfqdn())
+        given = parser.parse_args(arguments[:place])
+        host, _, port = given.rdzv_endpoint.rpartition(":")
+        return cls(
+            nnodes=given.nnodes,
+            node_rank=given.node_rank,
+            nproc_per_node=given.nproc_per_node,
+            max_restarts=given.max_restarts,
+            rdzv_id=given.rdzv_id,
+            endpoint=(host.strip("[]"), int(port)),
+            address=given.local_addr,
+            module=arguments[place + 1],
+            arguments=list(arguments[place + 2 :]),
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run this host's ranks until all worlds have ended, and return the exit status.
+
+    Raises:
+        ValueError: the settings cannot be read, or the worlds do not fit the hosts.
+    """
+    call = Call.read(arguments)
+    if call.module == MODULE and (devices := _rollout_devices(call.arguments)):
+        from verl_megatron.launch.supervisor import supervise
+
+        return supervise(call, devices)
+    os.execv(sys.executable, [sys.executable, "-m", LAUNCHER, *arguments])
+
+
+def _rollout_devices(arguments: list[str]) -> str:
+    """Return rollout.devices of a command line that starts all worlds; empty for one with --role."""
+    from verl_megatron.launch.command_line import settings_of
+
+    known, settings = settings_of(arguments)
+    rollout = settings.get("rollout")
+    is_one = any(argument.partition("=")[0] == "--role" for argument in arguments)
+    return "" if is_one or not isinstance(rollout, dict) else str(rollout.get("devices") or "")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
