@@ -181,7 +181,9 @@ class CurriculumCursor(PromptCursor):
             for name, count, share in zip(index.names, counts, shares, strict=True)
         ]
         self._credits = [0.0] * len(counts)  # prompts that each source is short of; their sum is about 0
-        self._permutations: dict[int, tuple[int, list[int]]] = {}  # by source: number and present permutation
+        self._permutations: dict[
+            int, tuple[int, array[int]]
+        ] = {}  # by source: number and present permutation
         self.recent: list[int] = []  # sources of the prompts drawn since `observe`, in order
         super().__init__(num_prompts=len(index.of_prompt), seed=seed, shuffle=shuffle)
         self.mixture = zlib.crc32(repr([index.by, *zip(index.names, counts, shares)]).encode()) or 1
@@ -222,7 +224,7 @@ class CurriculumCursor(PromptCursor):
         source, members = self.sources[at], self._members[at]
         cycle, place = divmod(source.drawn, len(members))
         if self._permutations.get(at, (-1,))[0] != cycle:
-            order = list(members)
+            order = members[:]
             if self.shuffle:
                 random.Random(f"{self.seed}/{at}/{cycle}").shuffle(order)
             self._permutations[at] = cycle, order
