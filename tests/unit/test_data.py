@@ -262,6 +262,11 @@ def test_a_cursor_over_several_sources_goes_on_exactly(drawn):
             PromptCursor(num_prompts=1000, seed=5, shares=other).load_state_dict(state)
 
 
+@pytest.mark.parametrize("weight", [1e308, 5e-324])
+def test_weights_may_be_huge_or_tiny_together(weight):
+    assert places_of([(weight, 30), (weight, 10)]) == [20, 20]
+
+
 def test_an_order_without_shuffling_alternates():
     assert list(order_of([(1, 2), (1, 2)], seed=0, epoch=0, shuffle=False)) == [0, 2, 1, 3]
     assert list(order_of([(3, 2), (1, 2)], seed=0, epoch=1, shuffle=False)) == [1, 0, 3, 1]

@@ -23,6 +23,7 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.data.columns import value_at
 from verl_megatron.data.formats.sources import parts_of
 from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.data.order.mixture import shares_of
 
 FILES = "files"  # data.curriculum: the paths of data.train are the sources
 MOST_SOURCES = 1000
@@ -290,11 +291,3 @@ class CurriculumCursor(PromptCursor):
         for source, known in zip(self.sources, other.sources, strict=True):
             for name in LEARNT:
                 setattr(source, name, getattr(known, name))
-
-
-def shares_of(weights: Sequence[float]) -> list[float]:
-    """Return weights divided by their sum; the largest first, as the sum of large ones may be infinite."""
-    largest = max(weights)
-    relative = [weight / largest for weight in weights]
-    total = math.fsum(relative)
-    return [weight / total for weight in relative]

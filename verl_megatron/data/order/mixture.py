@@ -5,6 +5,7 @@ over the epoch. It fills them with its items, over and over, each time in anothe
 last epoch ended. So an epoch depends on the shares, the seed and the epoch's number only.
 """
 
+import math
 import random
 import zlib
 from array import array
@@ -18,14 +19,22 @@ Share = tuple[float, int]  # weight of a source, and its items
 BLOCK = 64  # places that are shuffled together: a source has its share of any part of an epoch
 
 
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Return weights divided by their sum; the largest first, as the sum of large ones may be infinite."""
+    largest = max(weights)
+    relative = [weight / largest for weight in weights]
+    total = math.fsum(relative)
+    return [weight / total for weight in relative]
+
+
 def places_of(shares: Sequence[Share]) -> list[int]:
     """Return the places of each source in an epoch, at least one each.
 
     Raises:
         ValueError: a weight is so small that its source gets none.
     """
-    length, weights = sum(count for _, count in shares), sum(weight for weight, _ in shares)
-    exact = [length * weight / weights for weight, _ in shares]
+    length = sum(count for _, count in shares)
+    exact = [length * share for share in shares_of([weight for weight, _ in shares])]
     places = [int(part) for part in exact]
     by_remainder = sorted(range(len(exact)), key=lambda at: places[at] - exact[at])
     for at in by_remainder[: length - sum(places)]:
