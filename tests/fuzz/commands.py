@@ -33,6 +33,8 @@ SOUND: dict[str, tuple[str, ...]] = {
     "recipes copy": ("ppo_toy_cpu", "{folder}/out"),
     "train": ("--config", "{folder}/mine.yaml", "--dry-run"),
     "benchmark engine": ("--ranks", "1"),
+    "benchmark data": ("{folder}/prompts", "--model", "{toy}/model", "--prompts", "20", "--only"),
+    "reward-server": ("{toy}/model", "--port", "0"),
     "doctor": (),
 }
 SECTIONS = """
@@ -40,7 +42,8 @@ run: {{output_dir: out}}
 actor: {{path: {toy}/model}}
 data: {{train: {toy}/few_train.jsonl, validation: ""}}
 """
-NEVER_SOUND = ("export", "convert mcore-to-hf", "doctor")  # the job has no checkpoint, and machines differ
+# The job has no checkpoint and no reward model, and machines differ.
+NEVER_SOUND = ("export", "convert mcore-to-hf", "reward-server", "doctor")
 READ = {  # numbers of the arguments of SOUND that name something to read
     "data check": (0, 2),
     "evaluate": (0, 1),
@@ -55,6 +58,8 @@ READ = {  # numbers of the arguments of SOUND that name something to read
     "report": (0,),
     "recipes show": (0,),
     "train": (1,),
+    "benchmark data": (2,),
+    "reward-server": (0,),
 }
 WRITTEN = {  # and something to write
     "evaluate": (3,),
@@ -64,6 +69,7 @@ WRITTEN = {  # and something to write
     "convert hf-to-mcore": (1,),
     "report": (2,),
     "recipes copy": (1,),
+    "benchmark data": (0,),
 }
 NUMBERS = {
     "evaluate": ("--samples", "--ranks", "--max-restarts"),
@@ -75,6 +81,7 @@ NUMBERS = {
     "doctor": ("--ranks",),
     "train": ("--ranks", "--max-restarts"),
     "benchmark engine": ("--ranks", "--max-restarts"),
+    "reward-server": ("--port", "--max-tokens", "--gpu-memory-utilization"),
 }
 NO_NUMBERS = (
     *(
@@ -107,6 +114,8 @@ CHOICES = {
     "convert mcore-to-hf": "--dtype",
     "plan": "--algorithm",
     "reshard-plan": "--dtype",
+    "benchmark data": "--format",
+    "reward-server": "--dtype",
 }
 SETTINGS = ("data check", "evaluate", "generate", "plan")  # commands that take settings
 NO_SETTINGS = (

@@ -171,6 +171,35 @@ def test_a_cursor_resumes_exactly(iterations):
     assert go(resumed, 30) == go(cursor, 30) and resumed.state_dict() == cursor.state_dict()
 
 
+def scores_of(prompts: list[int], sources: list[int]) -> list[list[float]]:
+    """Scores of two samples of each prompt; the sources differ in how often these differ."""
+    return [[float(prompt % (3 + source) == 0), 1.0] for prompt, source in zip(prompts, sources, strict=True)]
+
+
+@pytest.mark.parametrize("stale", [0, 1, 3])
+def test_orders_ahead_of_time_draw_by_the_scores_that_are_known(stale):
+    """As a rollout on ranks of its own has them; in turns (0) they draw what a single cursor does."""
+    cursor, alone = cursor_of(GIVEN), cursor_of(GIVEN)
+    ahead, ordered, drawn = cursor.fork(), [], []
+    for step in range(25):
+        while len(ordered) <= step + stale:
+            ahead.learn(cursor)
+            prompts = ahead.draw(23)
+            ordered.append((prompts, ahead.progress()))
+        prompts, progress = ordered[step]
+        cursor.advance(progress)
+        assert cursor.recent == [cursor.source_of(prompt) for prompt in prompts]
+        for one, their in ((cursor, prompts), (alone, alone.draw(23))):
+            one.observe(scores_of(their, list(one.recent)))
+            one.weigh(variance_weights(one.sources))
+        drawn.append(prompts)
+        if not stale:
+            assert cursor.state_dict() == alone.state_dict()
+    counts = Counter(cursor.source_of(prompt) for prompts in drawn for prompt in prompts)
+    assert [source.drawn for source in cursor.sources] == [counts[source] for source in range(5)]
+    assert max(source.weight / source.given for source in cursor.sources) > 1
+
+
 def test_positions_of_another_curriculum_are_refused():
     state = cursor_of(GIVEN).state_dict()
     swapped = {"b": 40, "a": 300, "c": 7, "d": 553, "e": 100}
@@ -369,7 +398,7 @@ def test_at_most_20_sources_have_a_metric():
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("rollout.devices", "2-3", "with rollout.devices='2-3': ranks of their own draw prompts ahead"),
+        ("async.buffer", "window", "as they come; use async.buffer=in_order"),
         ("data.samples_per_prompt", 1, "data.samples_per_prompt=1 is one of each"),
         ("rollout.adaptive_sampling", "0-:samples:1", "rollout.adaptive_sampling leaves one of each"),
         ("reward.function", "", "follows scores, and there are none"),
@@ -378,7 +407,7 @@ def test_at_most_20_sources_have_a_metric():
 )
 def test_what_a_curriculum_cannot_follow_is_refused(setting, value, words):
     config = TrainerConfig()
-    config.data.samples_per_prompt = 2
+    config.data.samples_per_prompt, config.rollout.devices = 2, "2-3" * (setting == "async.buffer")
     config.set(setting, value)
     assert not [problem for problem in algorithm_problems(config, ()) if "curriculum" in problem]
     config.data.curriculum = "level"

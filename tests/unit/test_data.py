@@ -15,7 +15,7 @@ from verl_megatron.checks.overrides import structured
 from verl_megatron.config import DataConfig, SFTDataConfig, TrainerConfig
 from verl_megatron.data.formats.json_lines import read_rows
 from verl_megatron.data.order.cursor import PromptCursor
-from verl_megatron.data.order.mixture import order_of, places_of
+from verl_megatron.data.order.mixture import BLOCK, order_of, places_of
 from verl_megatron.data.prompts import DemonstrationDataset, PromptDataset
 from verl_megatron.launch.command_line import settings_of
 from verl_megatron.manifest import _is_cursor
@@ -230,11 +230,22 @@ def test_epochs_draw_each_source_by_its_weight_and_its_items_equally_often(shuff
         first += count
     if shuffle:
         assert drawn[:1000] != drawn[1000:2000] and drawn[:1000] != sorted(drawn[:1000])
+        assert sources_of(drawn[:BLOCK]) == sources_of(drawn[1000 : 1000 + BLOCK])
     else:
         assert all(abs(got - 100 * share) <= 2 for got, share in zip(sources_of(drawn[:100]), WANTED))
 
 
 WANTED = [weight / 4 for weight, _ in SHARES]
+
+
+def test_five_sources_have_their_shares_in_any_part_of_a_long_epoch():
+    """Within 1 % of all prompts, from 1,000 prompts on, wherever the part begins."""
+    shares = [(weight, 20 * count) for weight, count in SHARES]
+    ends = list(accumulate(count for _, count in shares))
+    drawn = PromptCursor(num_prompts=20_000, seed=1, shares=shares).draw(20_000)
+    for begin in range(0, 19_000, 333):
+        counts = Counter(bisect_right(ends, item) for item in drawn[begin : begin + 1000])
+        assert all(abs(counts[source] / 1000 - share) < 0.01 for source, share in enumerate(WANTED))
 
 
 @pytest.mark.parametrize("drawn", [0, 7, 1000, 2345])
@@ -251,9 +262,14 @@ def test_a_cursor_over_several_sources_goes_on_exactly(drawn):
             PromptCursor(num_prompts=1000, seed=5, shares=other).load_state_dict(state)
 
 
+@pytest.mark.parametrize("weight", [1e308, 5e-324])
+def test_weights_may_be_huge_or_tiny_together(weight):
+    assert places_of([(weight, 30), (weight, 10)]) == [20, 20]
+
+
 def test_an_order_without_shuffling_alternates():
-    assert order_of([(1, 2), (1, 2)], seed=0, epoch=0, shuffle=False) == [0, 2, 1, 3]
-    assert order_of([(3, 2), (1, 2)], seed=0, epoch=1, shuffle=False) == [1, 0, 3, 1]
+    assert list(order_of([(1, 2), (1, 2)], seed=0, epoch=0, shuffle=False)) == [0, 2, 1, 3]
+    assert list(order_of([(3, 2), (1, 2)], seed=0, epoch=1, shuffle=False)) == [1, 0, 3, 1]
 
 
 def test_files_have_weights(tmp_path):

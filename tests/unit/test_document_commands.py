@@ -67,6 +67,9 @@ RUN_BY = {
         "tests/unit/test_bench_convert.py::"
         "test_conversions_are_measured_beside_cp_and_an_exceeded_cap_is_an_error",
     ),
+    r"verl-megatron benchmark data ": (
+        "tests/unit/test_bench_data.py::test_reading_is_measured_in_a_process_of_its_own",
+    ),
     r"verl-megatron report ": (
         "tests/unit/test_report_command.py::test_the_command_writes_a_page_and_prints_alarms",
     ),

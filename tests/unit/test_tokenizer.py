@@ -1,5 +1,6 @@
 """The tokenizer's four operations against sentencepiece and transformers themselves."""
 
+import json
 import os
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 import sentencepiece
 import torch  # noqa: F401  (transformers looks for it when it is imported)
 
+from verl_megatron.data.token_ids import token_ids
 from verl_megatron.data.tokenizer import load_tokenizer
 from verl_megatron.examples.toy import make_rows, write_tokenizer
 
@@ -106,3 +108,25 @@ def test_a_pipe_is_refused_and_not_waited_for(folder, tmp_path, name):
     os.mkfifo(copy / name)
     with pytest.raises(ValueError, match=rf"{name} is no regular file; copy"):
         load_tokenizer(copy)
+
+
+def test_texts_are_encoded_as_by_the_tokenizer_itself(folder, tmp_path):
+    """Truncation and padding of its file do not count, and a class with an encoding of its own keeps it."""
+    texts = ["sort fig apple kiwi :", "a", "an unseen WORD, 12 é</s> x"]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    written = json.loads((tmp_path / "tokenizer.json").read_text())
+    written["truncation"] = dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0)
+    written["padding"] = dict(strategy="BatchLongest", direction="Right", pad_to_multiple_of=None)
+    written["padding"] |= dict(pad_id=0, pad_type_id=0, pad_token="<unk>")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    for special in (True, False):
+        expected = [load_tokenizer(folder).hf.encode(text, add_special_tokens=special) for text in texts]
+        for place in (folder, tmp_path):
+            assert token_ids(load_tokenizer(place).hf, texts, add_special_tokens=special) == expected
+    hf = load_tokenizer(folder).hf
+    hf.split_special_tokens = True
+    split = token_ids(hf, texts, add_special_tokens=False)
+    assert split == hf(texts, add_special_tokens=False)["input_ids"] != expected
+    own = type("Own", (type(hf),), {"_encode_plus": lambda self, text, **_: {"input_ids": [[7]] * len(text)}})
+    hf.__class__ = own
+    assert token_ids(hf, texts, add_special_tokens=False) == [[7]] * 3

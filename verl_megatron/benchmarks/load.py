@@ -33,7 +33,7 @@ from parallel.weights.rules import megatron_parameters
 from parallel.weights.shapes import SHAPES, shape
 from parallel.weights.shard import ShardedParameter
 from verl_megatron.benchmarks.convert import GB, MIB, forget, machine_columns, write_model
-from verl_megatron.benchmarks.output import TimedRow, times_of, write_csv
+from verl_megatron.benchmarks.output import TimedRow, status_bytes, times_of, write_csv
 from verl_megatron.launch.options import Options
 
 EXAMPLES = (
@@ -112,11 +112,6 @@ def measured(method: str, folder: Path, tp: int, rank: int, dtype: torch.dtype) 
 def read_bytes() -> int:
     """Return the bytes that this process has read from the disk so far."""
     return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
-
-
-def status_bytes(name: str) -> int:
-    """Return RssAnon, resident anonymous memory, or VmHWM, the peak resident set."""
-    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
 
 
 def compare(folder: Path, arguments) -> tuple[list[Row], int]:

@@ -37,3 +37,8 @@ def write_csv(path: Path, run: Mapping[str, object], rows: Sequence[Any]) -> Non
         writer = csv.DictWriter(file, [*run, *asdict(rows[0])])
         writer.writeheader()
         writer.writerows({**run, **asdict(row)} for row in rows)
+
+
+def status_bytes(name: str) -> int:
+    """Return RssAnon, resident anonymous memory, or VmHWM, the peak resident set."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])

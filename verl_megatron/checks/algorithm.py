@@ -175,4 +175,9 @@ def _check_curriculum(config: TrainerConfig) -> list[str]:
             f"{named} has sources of its own, and data.train={short_repr(data.train)} gives its files "
             "weights; leave the weights out, or set curriculum=files"
         )
+    if config.rollout.devices and config.async_.buffer == "window":
+        problems.append(
+            f"{named} follows the scores of prompts in their order, and async.buffer=window trains on them "
+            "as they come; use async.buffer=in_order"
+        )
     return problems

@@ -20,6 +20,8 @@ from verl_megatron.data.tokenizer import Tokenizer, has_tokenizer, load_tokenize
 from verl_megatron.model_specs import models_of
 from verl_megatron.rollout.vllm_cpu import HEAD_SIZES
 
+SERVED = "; or serve it with verl-megatron reward-server, which reads the texts with its own tokenizer"
+
 # Folder and head of each role that has a folder. The first one has the tokenizer: the actor, or the model
 # that a supervised run trains.
 Roles = Mapping[str, tuple[str, Head]]
@@ -229,18 +231,19 @@ def _check_vocabularies(roles: Roles, architectures: Mapping[str, Architecture],
         other = roles[name][0]
         if Path(other).resolve() == Path(path).resolve():
             continue
+        remedy = SERVED if name == "reward" else ""
         if arch.vocab_size < actor.vocab_size:
             problems.append(
                 f"{name}.path={short_repr(other)} has vocab_size={arch.vocab_size}, "
                 f"and the actor generates tokens below its vocab_size={actor.vocab_size};"
                 " use a model of the actor's vocabulary, or widen this one with transformers' "
-                f"resize_token_embeddings({actor.vocab_size})"
+                f"resize_token_embeddings({actor.vocab_size}){remedy}"
             )
         if tokenizer is not None and has_tokenizer(other):
             try:
-                problems += _compare(
-                    tokenizer, load_tokenizer(other), actor.vocab_size, f"{name}.path={short_repr(other)}"
-                )
+                where = f"{name}.path={short_repr(other)}"
+                found = _compare(tokenizer, load_tokenizer(other), actor.vocab_size, where)
+                problems += [problem + remedy for problem in found]
             except ValueError as error:
                 problems.append(f"{name}.path={short_repr(other)}: {error}")
     return problems

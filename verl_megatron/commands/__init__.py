@@ -43,6 +43,7 @@ COMMANDS = {
     "sft": Command("fine-tune on demonstrations", "training", "sft"),
     "dpo": Command("direct preference optimization on pairs", "training", "dpo"),
     "reward-model": Command("train a reward model on pairs", "training", "reward_model"),
+    "reward-server": Command("serve a reward model in vLLM, for reward.function=http://...", "reward_server"),
     "report": Command("write the report of one or several runs, and print their alarms", "report"),
     "generate": Command("write a model's responses to prompts", "evaluation", "generate"),
     "evaluate": Command("score a model's responses to prompts", "evaluation", "evaluate"),

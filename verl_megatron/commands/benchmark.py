@@ -35,6 +35,7 @@ BENCHMARKS = {
     ),
     "copies": Benchmark("how long other copies wait while optimizer state moves", "copies", False),
     "convert": Benchmark("the converter against `cp` of the same bytes, with its memory", "convert", False),
+    "data": Benchmark("how long a million prompts take to start on, and their memory", "data", False),
     "load": Benchmark("how a rank reads its slices, against `from_pretrained`", "load", False),
 }
 

@@ -9,6 +9,7 @@ from typing import cast
 from parallel.runtime.refusal import short_repr
 from parallel.weights.json_files import read_object, reason_of
 from verl_megatron.data.chat import Message, Messages, checked, continuation, render_all
+from verl_megatron.data.token_ids import token_ids
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # transformers may silently ignore a broken one of these.
@@ -169,7 +170,7 @@ class Tokenizer:
         """Return `encode_text` of several texts; errors as there."""
         if not all(text.strip() for text in texts):
             raise ValueError("the prompt is empty; give it text, or leave the row out")
-        encoded = self._encode_all(texts, add_special_tokens=not is_chat) if texts else []
+        encoded = token_ids(self.hf, texts, add_special_tokens=not is_chat) if texts else []
         for text, ids in zip(texts, encoded, strict=True):
             # Some tokenizers append the end-of-sequence token to every text; a prompt must not end in it.
             while not is_chat and len(ids) > 1 and ids[-1] == self.hf.eos_token_id:
@@ -260,22 +261,7 @@ class Tokenizer:
         return frozenset(self.hf.all_special_ids)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._encode_all([text], add_special_tokens=add_special_tokens)[0]
-
-    def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of texts, which the tokenizer's threads share; ValueError if one has none."""
-        try:
-            return self.hf(
-                list(texts),
-                add_special_tokens=add_special_tokens,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            )["input_ids"]
-        except Exception as error:  # transformers, tokenizers and sentencepiece raise various types
-            said = type(error).__name__
-            raise ValueError(
-                f"the tokenizer cannot encode {short_repr(texts[0])} ({said}); remove what is no text"
-            ) from None
+        return token_ids(self.hf, [text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens."""

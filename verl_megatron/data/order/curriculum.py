@@ -23,6 +23,7 @@ from parallel.runtime.refusal import short_repr
 from verl_megatron.data.columns import value_at
 from verl_megatron.data.formats.sources import parts_of
 from verl_megatron.data.order.cursor import PromptCursor
+from verl_megatron.data.order.mixture import shares_of
 
 FILES = "files"  # data.curriculum: the paths of data.train are the sources
 MOST_SOURCES = 1000
@@ -181,7 +182,9 @@ class CurriculumCursor(PromptCursor):
             for name, count, share in zip(index.names, counts, shares, strict=True)
         ]
         self._credits = [0.0] * len(counts)  # prompts that each source is short of; their sum is about 0
-        self._permutations: dict[int, tuple[int, list[int]]] = {}  # by source: number and present permutation
+        self._permutations: dict[
+            int, tuple[int, array[int]]
+        ] = {}  # by source: number and present permutation
         self.recent: list[int] = []  # sources of the prompts drawn since `observe`, in order
         super().__init__(num_prompts=len(index.of_prompt), seed=seed, shuffle=shuffle)
         self.mixture = zlib.crc32(repr([index.by, *zip(index.names, counts, shares)]).encode()) or 1
@@ -222,7 +225,7 @@ class CurriculumCursor(PromptCursor):
         source, members = self.sources[at], self._members[at]
         cycle, place = divmod(source.drawn, len(members))
         if self._permutations.get(at, (-1,))[0] != cycle:
-            order = list(members)
+            order = members[:]
             if self.shuffle:
                 random.Random(f"{self.seed}/{at}/{cycle}").shuffle(order)
             self._permutations[at] = cycle, order
@@ -288,11 +291,3 @@ class CurriculumCursor(PromptCursor):
         for source, known in zip(self.sources, other.sources, strict=True):
             for name in LEARNT:
                 setattr(source, name, getattr(known, name))
-
-
-def shares_of(weights: Sequence[float]) -> list[float]:
-    """Return weights divided by their sum; the largest first, as the sum of large ones may be infinite."""
-    largest = max(weights)
-    relative = [weight / largest for weight in weights]
-    total = math.fsum(relative)
-    return [weight / total for weight in relative]

@@ -1,11 +1,10 @@
 """The position in a data set: which items are drawn next."""
 
-import random
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from verl_megatron.data.order.mixture import Share, digest_of, order_of
+from verl_megatron.data.order.mixture import Share, digest_of, order_of, permutation
 
 
 class PromptCursor:
@@ -30,9 +29,7 @@ class PromptCursor:
         if self.shares:
             self._order = order_of(self.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
             return
-        self._order = list(range(self.num_prompts))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+        self._order = permutation(self.num_prompts, f"{self.seed}/{epoch}" if self.shuffle else None)
 
     def draw(self, count: int) -> list[int]:
         """Return the next `count` prompt indices; a new epoch starts where one ends."""
