@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from parallel.runtime.environment import MOST_RANKS
 from parallel.runtime.refusal import short_repr
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
@@ -192,6 +193,11 @@ def parse_devices(text: str, world_size: int) -> tuple[int, ...]:
                 "0-3 or cuda:0-3,6"
             )
         last = int(match[2] or match[1])
+        if last >= MOST_RANKS:
+            raise ValueError(
+                f"devices {short_repr(text)} name rank {last}, and a run has at most {MOST_RANKS:,}; "
+                "name ranks that it has"
+            )
         if last >= world_size:  # before the range is expanded
             raise ValueError(
                 f"devices {short_repr(text)} must name distinct ranks below the {world_size} that were "

@@ -17,6 +17,8 @@ from verl_megatron.data.prompts import GivenPrompts, Prompt
 from verl_megatron.data.tokenizer import Tokenizer
 from verl_megatron.observe.metrics import Sums
 
+SPEED = ("rollout/", "reward/latency_ms")  # metrics that a training run watches
+
 
 @dataclass(kw_only=True)
 class Evaluation:
@@ -45,30 +47,68 @@ class Evaluation:
         config.rollout.sleep = False
         return config
 
+    def fit_lengths(self) -> str:
+        """Lower the limits of tokens that are not given to the model's positions; return a note, or "".
+
+        Half of the positions are for the prompt. Limits that are given stay as they are.
+        """
+        from parallel.weights.architecture import read_architecture
+
+        config = self.config()
+        try:
+            positions = read_architecture(config.actor.path).served_positions
+        except ValueError:
+            return ""  # `problems` says it
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
+        has_prompt, has_response = (
+            name in self.settings.get(section, {})
+            for section, name in (("data", "max_prompt_tokens"), ("rollout", "max_tokens"))
+        )
+        if has_prompt and has_response or prompt + response <= positions:
+            return ""
+        if not has_response:
+            response = positions - prompt if has_prompt else min(response, positions // 2)
+        if not has_prompt:
+            prompt = min(prompt, positions - response)
+        if prompt < 1 or response < 1:
+            return ""
+        self._set("data", "max_prompt_tokens", prompt)
+        self._set("rollout", "max_tokens", response)
+        return (
+            f"data.max_prompt_tokens={prompt} rollout.max_tokens={response}: the model has {positions:,} "
+            "positions"
+        )
+
+    def _set(self, section: str, name: str, value: int) -> None:
+        self.settings[section] = dict(self.settings.get(section, {})) | {name: value}
+
     def problems(self, *, world_size: int) -> list[str]:
-        """Return all problems of the settings, the folder and the prompts' file; fill `inputs` of `read`."""
+        """Return all problems of the settings and the folder, or else those of the prompts' file."""
+        from parallel.runtime.refusal import short_repr
         from parallel.weights.architecture import read_architecture
         from verl_megatron.checks.folders import inspect_folders
         from verl_megatron.checks.limits import check_values
         from verl_megatron.checks.problems import problem_of
         from verl_megatron.checks.rollout import check_rollout
+        from verl_megatron.data.formats.sources import source_problem
         from verl_megatron.rewards.checks import check_reward
         from verl_megatron.rewards.functions import options_of
 
         config = self.config()
-        if problems := check_values(config):
-            return problems
+        problems = check_values(config)
         if config.rollout.adaptive_sampling:
-            return [
+            problems.append(
                 f"rollout.adaptive_sampling={config.rollout.adaptive_sampling} is for training; prompts are "
                 "sampled at data.validation_temperature here; leave it out"
-            ]
+            )
         if self.scored and not config.reward.function:
-            return ["reward.function is not given; name a built-in function or FILE.py:NAME"]
-        if self.scored and (problems := check_reward(config.reward.function, options_of(config.reward))):
-            return problems
-        problems = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=True).problems
-        problems = problems or check_rollout(config, read_architecture(config.actor.path), world_size)
+            problems.append("reward.function is not given; name a built-in function or FILE.py:NAME")
+        elif self.scored:
+            problems += check_reward(config.reward.function, options_of(config.reward))
+        if reason := source_problem(config.data.validation):
+            problems.append(f"data.validation={short_repr(config.data.validation)} {reason}")
+        found = inspect_folders({"actor": (config.actor.path, "lm")}, rollout=True).problems
+        problems += found or check_rollout(config, read_architecture(config.actor.path), world_size)
         return problems or problem_of(self.read)
 
     def read(self):
@@ -172,6 +212,13 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
+def described(means: dict[str, float]) -> str:
+    """Return the result as a line: the score first, without figures of speed."""
+    firsts = {name: means[name] for name in ("prompts", "samples", "score") if name in means}
+    others = {name: means[name] for name in sorted(means) if not name.startswith(SPEED)}
+    return ", ".join(f"{name} {value:.6g}" for name, value in (firsts | others).items())
+
+
 def main() -> None:
     """Run the evaluation that the argument describes; user errors are printed once."""
     from parallel.runtime.refusal import RefusalError, complain
@@ -182,7 +229,7 @@ def main() -> None:
     except ValueError as error:
         complain(str(error), agreed=isinstance(error, RefusalError))
     if means is not None:
-        print(", ".join(f"{name} {value:.6g}" for name, value in means.items()), flush=True)
+        print(described(means), flush=True)
     process.end(0)
 
 

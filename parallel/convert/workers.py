@@ -55,9 +55,10 @@ def run_jobs(
 ) -> Iterator[Any]:
     """Yield the results of `function(job, report)` as they complete.
 
-    `report(bytes)` advances the progress bar. An exception in a job ends the others.
+    `report(bytes)` advances the progress bar of a terminal. An exception in a job ends the others.
     """
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc=title) as bar:
+    shape = dict(unit="B", unit_scale=True, unit_divisor=1024, disable=None)  # None: where there is none
+    with tqdm(total=total_bytes, desc=title, **shape) as bar:
         if workers == 1 or len(jobs) <= 1:
             for job in jobs:
                 yield function(job, bar.update)

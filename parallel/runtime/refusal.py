@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from parallel.runtime import endings, process
 
 VALUE, LINE, LINES = 200, 1000, 200  # characters of a value and of a line; lines of a message
+CLOSE = 0.65  # least similarity of a name that is suggested
 REFUSED = 2  # exit status
 OURS = ("parallel", "verl_megatron")
 
@@ -36,8 +37,13 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = sys.maxsize  # `_cut` says
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """Return `, did you mean "x"?` for the closest of `names`, or an empty string."""
-    close = difflib.get_close_matches(str(name)[:VALUE], list(names), n=1)
+    close = difflib.get_close_matches(str(name)[:VALUE], list(names), n=1, cutoff=CLOSE)
     return f', did you mean "{close[0]}"?' if close else ""
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 rank`, or `2 ranks`."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def short_repr(value: object, *, limit: int = VALUE) -> str:

@@ -310,7 +310,7 @@ def test_tables_that_are_right_and_what_is_said_of_them(folder):
 
 def test_an_evaluation_has_no_table():
     settings = {"data": {"validation": "a.jsonl"}, "rollout": {"adaptive_sampling": True}}
-    (problem,) = Evaluation(settings=settings).problems(world_size=1)
+    problem = Evaluation(settings=settings).problems(world_size=1)[0]
     assert problem.startswith("rollout.adaptive_sampling=0-63:greedy") and "leave it out" in problem
 
 

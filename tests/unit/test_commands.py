@@ -83,7 +83,19 @@ REFUSED = [
     (["sft", "--help", "rollout"], "'rollout': there is no such section or setting"),
     (["recipes", "list", "nothing"], "'nothing': it is no folder"),
     (["recipes", "show", "nothing.yaml"], "'nothing.yaml' is no recipe"),
-    (["train", "--config", "none.yaml"], "--config 'none.yaml' is no .yaml file"),
+    (["train", "--config", "none.yaml"], "--config 'none.yaml' does not exist; name a recipe file"),
+    (["train", "--rank", "4"], 'unrecognized arguments: --rank, did you mean "--ranks"?'),
+    (["train", "ppo_toy_cpu"], "is no setting; write --config-name ppo_toy_cpu for that recipe"),
+    (["train", "my recipe.yaml"], "write --config 'my recipe.yaml' for that recipe"),
+    (["train", "rollout"], "'rollout' is no setting; settings are SECTION.SETTING=VALUE"),
+    (["sft", "--config-name", "ppo_toy_cpu"], "recipe 'ppo_toy_cpu' is for another command; start it with "),
+    (["train", "--config-name", "dpo_toy_cpu"], "for another command; start it with verl-megatron dpo"),
+    (["train", "data.train=x", "critic.layout=tp999999999"], "need 999,999,999 ranks, and this"),
+    (["train", "data.train=x", "actor.devices=0-99999999"], "need 100,000,000 ranks, and this"),
+    (["train", "data.train=x", "rollout.devices=4-99999999"], "name rank 99999999, and a run has at most"),
+    (["train", "data.train=x", "rollout.tp=0"], "rollout.tp=0 lies outside [1, 131072]"),
+    (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - run.seed=-1 lies outside"),
+    (["train", "data.train=x", "actor.path=no", "run.seed=-1", "--dry-run"], "  - actor.path='no' is"),
     (["train", "--ranks", "none"], "--ranks 'none' must be a whole number from 1"),
     (["train", "--ranks", "0"], "--ranks '0' must be a whole number from 1"),
     (["train", "--ranks"], "--ranks: expected one argument"),
@@ -93,7 +105,10 @@ REFUSED = [
     (["recipes", "copy"], "recipes copy needs a recipe's name"),
     (["data", "chekc"], "data 'chekc' is no command"),
     (["data", "check", "none.jsonl"], "data file none.jsonl does not exist"),
-    (["evaluate", "none", "none.jsonl"], "none"),
+    (["evaluate", "none", "none.jsonl"], "MODEL 'none': model folder none does not exist"),
+    (["evaluate", "none", "none.jsonl"], "PROMPTS 'none.jsonl' does not exist; name a .jsonl"),
+    (["evaluate", "none", "none.jsonl", "--reward", "none.py:f"], "--reward 'none.py:f': file 'none.py'"),
+    (["generate", "none/none", "none.jsonl", "--out", "x"], "MODEL none/none: there is no folder"),
     (["evaluate", "none", "none.jsonl", "--samples", "0"], "--samples 0 must be at least 1"),
     (
         ["generate", "none", "none.jsonl", "--out", "/nowhere/at/all"],
@@ -113,7 +128,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(given) for given, _ in REFUSED])
+@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[f"{' '.join(g)}: {s}" for g, s in REFUSED])
 def test_what_cannot_be_meant_is_refused_in_a_sentence(arguments, said, capfd, monkeypatch):
     def end(status):
         raise SystemExit(status)

@@ -277,7 +277,7 @@ def test_the_exit_status_is_1_with_a_problem(case, monkeypatch, capsys):
     assert command.run(["--disk", "/proc/run"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "System" and said[1].startswith("  output folder        problem  /proc/run cannot be")
-    assert said[-1] == "1 findings: 1 problems, 0 warnings"
+    assert said[-1] == "1 finding: 1 problem, 0 warnings"
 
 
 def test_asking_a_program(tmp_path):

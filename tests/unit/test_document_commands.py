@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.documents import COMMANDS, FENCE, FOLDERS, PAGES, Command, text_of
 from tests.worlds import ROOT
 from verl_megatron.commands import COMMANDS as COMMANDS_OF_PROGRAM
 from verl_megatron.commands.benchmark import BENCHMARKS
+from verl_megatron.commands.evaluation import EVALUATE_EXAMPLES, GENERATE_EXAMPLES
+from verl_megatron.commands.training import DPO, REWARD_MODEL, SFT, TRAIN
+from verl_megatron.examples.toy import make_toy
 
 NEEDS = ("needs GPUs", "needs a cluster")
 TOY, RANDOM = (ROOT / "verl_megatron/examples" / name for name in ("toy.py", "random_weights.py"))
@@ -89,6 +93,7 @@ RUN_BY = {
     r"bash tests/run\.sh": (),  # runs this test
 }
 # Programs whose whole run is too long here and needs nothing special: their options are read.
+TRAININGS = {training.command: training for training in (TRAIN, SFT, DPO, REWARD_MODEL)}
 ONLY_HELP = ("python tools/compare_runs.py", "python tools/compare_algorithms.py")
 
 
@@ -168,6 +173,50 @@ def test_dry_runs_run(command, tmp_path):
         cwd=tmp_path,
         env={**os.environ, **dict.fromkeys(OF_A_RUN, ""), **environment},
     )
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """A folder with the toy job in outputs/toy; its model stands for those that runs train."""
+    folder = tmp_path_factory.mktemp("toy")
+    make_toy(folder / "outputs/toy")
+    for name in ("sft", "ppo"):
+        shutil.copytree(folder / "outputs/toy/model", folder / "outputs/toy" / name / "actor")
+    return folder
+
+
+def of_the_toy_job() -> list[str]:
+    """Commands of the documents and of --help that need nothing but the toy job."""
+    examples = {command: training.examples for command, training in TRAININGS.items()}
+    examples |= {"generate": GENERATE_EXAMPLES, "evaluate": EVALUATE_EXAMPLES}
+    helped = [f"verl-megatron {command} {line}" for command in examples for line in examples[command]]
+    lines = {command.line for command in COMMANDS} | set(helped)
+    kinds = re.compile(rf"verl-megatron ({'|'.join(examples)}) ")
+    others = re.compile(r"demonstrations|pairs\.jsonl|my_|MODEL|ppo_reward_model")  # need more files
+    return sorted(line for line in lines if kinds.match(line) and "toy" in line and not others.search(line))
+
+
+@pytest.mark.parametrize("line", of_the_toy_job())
+def test_commands_of_the_toy_job_are_valid(line, toy, monkeypatch, capsys):
+    """As they stand: everything is checked, and no rank is started."""
+    started = []
+
+    def start(module, *_, **__):
+        started.append(module)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("verl_megatron.launch.ranks.start", start)
+    monkeypatch.setattr("verl_megatron.launch.worlds.start_worlds", start)
+    monkeypatch.chdir(toy)
+    _, name, *words = shlex.split(line)
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(COMMANDS_OF_PROGRAM[name].load()(words))
+    assert ended.value.code == 0 and (started or "--dry-run" in words), capsys.readouterr()
+
+
+def test_there_are_commands_of_the_toy_job():
+    named = {line.split()[1] for line in of_the_toy_job()}
+    assert named == {"train", "sft", "dpo", "reward-model", "generate", "evaluate"}
 
 
 @each_command(HELPED)

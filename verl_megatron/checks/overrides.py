@@ -9,8 +9,8 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from parallel.runtime.refusal import nearest, short_repr
 from verl_megatron.checks.problems import refuse
-from verl_megatron.config import MISSING, name_here, present_name
-from verl_megatron.config.section import shown
+from verl_megatron.config import MISSING, SCHEMAS, Section, name_here, present_name
+from verl_megatron.config.section import names_of, shown
 
 Schema = TypeVar("Schema")
 
@@ -50,6 +50,15 @@ def structured(overrides: Mapping[str, Any] | DictConfig, schema: type[Schema]) 
     problems += [f"{name} has to be given; add {name}=..." for name in missing]
     refuse(problems)
     return cast(Schema, OmegaConf.to_object(structure))
+
+
+def command_of(settings: Mapping[Any, Any], schema: type[Section]) -> str:
+    """Return the command whose settings these are, if `schema` does not have all of them; "" otherwise."""
+    names = set(_flat(settings))
+    if names <= names_of(schema):
+        return ""
+    commands = (command.replace("_", "-") for command in SCHEMAS if names <= names_of(SCHEMAS[command]))
+    return next(commands, "")
 
 
 def _flat(given: Mapping[Any, Any]) -> Iterator[str]:

@@ -13,8 +13,12 @@ from verl_megatron.model_specs import models_of
 
 
 def ranks_needed(config: TrainerConfig | SupervisedConfig) -> int:
-    """Return the smallest number of ranks that all layouts and devices of a run go with."""
-    needs = [config.rollout.tp] if isinstance(config, TrainerConfig) else []
+    """Return the smallest number of ranks that all layouts and devices of a run go with.
+
+    Raises:
+        ValueError: a layout or devices cannot be read.
+    """
+    needs = [max(config.rollout.tp, 1)] if isinstance(config, TrainerConfig) else []  # 0 is refused later
     last = 0
     for spec in models_of(config):
         if spec.model.devices:
@@ -36,11 +40,16 @@ def not_started(config: TrainerConfig | SupervisedConfig, *, world_size: int) ->
     needed = ranks_needed(config)
     if needed == 1:
         return []
-    layouts = [f"{spec.section}.layout={spec.model.layout}" for spec in models_of(config)]
     return [
-        f"{' and '.join(dict.fromkeys(layouts))}: {needed} ranks are needed, and this is one process; "
+        f"{named_layouts(config)}: {needed} ranks are needed, and this is one process; "
         f"start them with: torchrun --nproc_per_node {needed} {_program()}"
     ]
+
+
+def named_layouts(config: TrainerConfig | SupervisedConfig) -> str:
+    """Return the layouts of all models, for a message."""
+    layouts = [f"{spec.section}.layout={spec.model.layout}" for spec in models_of(config)]
+    return " and ".join(dict.fromkeys(layouts))
 
 
 def _program() -> str:

@@ -115,6 +115,7 @@ def _hf_to_mcore(options) -> int:
         budget=_budget(options),
         file_bytes=int(options.file_gib * 2**30),
     )
+    print(f"wrote {options.target}")
     return 0
 
 
@@ -133,6 +134,7 @@ def _mcore_to_hf(options) -> int:
         print(
             f"left out {len(checkpoint.extra_keys)} unknown keys: {', '.join(checkpoint.extra_keys[:SHOWN])}"
         )
+    print(f"wrote {options.target}")
     return 0
 
 

@@ -5,15 +5,16 @@ import json
 from verl_megatron.launch.options import Options, add_launcher_options, check_output
 
 GENERATE = """\
-Writes the responses of MODEL, a Hugging Face folder, to PROMPTS, a file as for training, as JSON lines.
+Writes the responses of MODEL to PROMPTS, a data file as for training, as JSON lines.
 """
 EVALUATE = """\
-Prints the mean score of the responses of MODEL, a Hugging Face folder, to PROMPTS, a file as for training.
+Prints the mean score of the responses of MODEL to PROMPTS, a data file as for training.
 """
 COMMON = """\
 Settings are those of `verl-megatron train`, such as rollout.max_tokens=512 data.prompt_key=question.
 data.validation_temperature=0 is greedy and the default; with --samples above 1 give a higher one.
 """
+ARGUMENTS = {"actor.path": "MODEL", "data.validation": "PROMPTS", "reward.function": "--reward"}
 PLACES = "outputs/toy/ppo/actor outputs/toy/val.jsonl"
 GENERATE_EXAMPLES = (
     f"{PLACES} --out samples.jsonl",
@@ -21,7 +22,7 @@ GENERATE_EXAMPLES = (
 )
 EVALUATE_EXAMPLES = (
     f"{PLACES} --reward match",
-    f"{PLACES} --reward outputs/toy/reward.py:score --out scored.jsonl --ranks 2",
+    f"{PLACES} --reward my_reward.py:score --out scored.jsonl --ranks 2",
 )
 
 
@@ -39,7 +40,9 @@ def _parser(*, scored: bool) -> Options:
     examples = EVALUATE_EXAMPLES if scored else GENERATE_EXAMPLES
     parser = Options(description=(EVALUATE if scored else GENERATE) + "\n" + COMMON, examples=examples)
     parser.add_argument(
-        "model", metavar="MODEL", help="Hugging Face folder, such as OUTPUT_DIR/actor of a run"
+        "model",
+        metavar="MODEL",
+        help="Hugging Face folder, such as OUTPUT_DIR/actor of a run; or a hub name or a URL",
     )
     parser.add_argument("prompts", metavar="PROMPTS", help="data file or folder, as data.validation of a run")
     if scored:
@@ -69,7 +72,7 @@ def _run(arguments: list[str], *, scored: bool) -> int:
         raise ValueError(f"--samples {given.samples} must be at least 1; give a larger number")
     if given.out or not scored:
         check_output("--out", given.out)
-    values = {"actor.path": given.model, "data.validation": given.prompts}
+    values = {"actor.path": _folder(given.model), "data.validation": given.prompts}
     values |= {"reward.function": given.reward} if scored and given.reward else {}
     from verl_megatron.checks.problems import refuse
     from verl_megatron.evaluation import Evaluation
@@ -82,10 +85,37 @@ def _run(arguments: list[str], *, scored: bool) -> int:
     _, settings = settings_of([*given.settings, *texts])
     evaluation = Evaluation(settings=settings, out=given.out, samples=given.samples, scored=scored)
     ranks = launched.ranks or ranks_of(evaluation.config())
-    refuse(evaluation.problems(world_size=ranks))
+    note = evaluation.fit_lengths()
+    refuse([_as_given(problem) for problem in evaluation.problems(world_size=ranks)])
+    if note:
+        print(note)
     start(
         "verl_megatron.evaluation",
         [json.dumps(vars(evaluation))],
         ranks=ranks,
         restarts=launched.max_restarts,
     )
+
+
+def _folder(model: str) -> str:
+    """Return the folder of MODEL, which is fetched if it is a hub name or a URL.
+
+    Raises:
+        ValueError: it cannot be fetched.
+    """
+    from parallel.weights.remote.models import is_remote, local_folder, shown
+
+    if not is_remote(model):
+        return model
+    try:
+        return local_folder(model, whole=True)
+    except ValueError as error:
+        raise ValueError(f"MODEL {shown(model)}: {error}") from None
+
+
+def _as_given(problem: str) -> str:
+    """Name an argument of the command line instead of the setting that it becomes."""
+    for setting, argument in ARGUMENTS.items():
+        if problem.startswith(f"{setting}="):
+            return f"{argument} {problem.removeprefix(setting)[1:]}"
+    return problem

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from parallel.runtime.refusal import short_repr
+
 USAGE = "usage: verl-megatron {command} --config-name RECIPE | --config FILE [OPTION ...] [SETTING=VALUE ...]"
 OPTIONS = """\
 options:
@@ -20,7 +22,7 @@ options:
   --dry-run              check and plan the run, and start nothing; --gpu NAME: the GPU it is planned for
   --verify               repeat an iteration of the newest checkpoint and compare
   --track_metrics        metrics go to the console and to every kind of file
-  --cfg job [--resolve]  print the settings
+  --cfg job [--resolve]  print the settings; with the values of ${names}
   --help [NAME]          this text, a section's settings (rollout), or a single one (run.seed)"""
 
 
@@ -114,7 +116,7 @@ def _run(training: Training, arguments: list[str]) -> int:
     if (asked := _help_asked(arguments)) is not None:
         print(help_text(training, asked))
         return 0
-    from verl_megatron.launch.ranks import is_rank, launcher_options, ranks_of, start
+    from verl_megatron.launch.ranks import LAUNCHER_OPTIONS, is_rank, launcher_options, ranks_of, start
 
     if is_rank():
         _as_a_rank(training.module, arguments)
@@ -126,9 +128,10 @@ def _run(training: Training, arguments: list[str]) -> int:
     from verl_megatron.launch.command_line import NO_ROOM, settings_of
     from verl_megatron.model_specs import rollout_devices
 
-    known, settings = settings_of(rest)
+    known, settings = settings_of(rest, LAUNCHER_OPTIONS)
     if known.cfg or known.info:
         return 0  # Hydra has printed it
+    _check_command(training, settings, known.config or known.config_name)
     separate = training is TRAIN and _has_rollout_devices(settings)
     if separate and given.ranks:
         raise ValueError(
@@ -151,6 +154,18 @@ def _run(training: Training, arguments: list[str]) -> int:
 
         start_worlds(training.module, rest, devices, restarts=given.max_restarts)
     start(training.module, rest, ranks=ranks, restarts=given.max_restarts)
+
+
+def _check_command(training: Training, settings: dict[str, Any], recipe: str | None) -> None:
+    """Refuse a recipe that is for another command."""
+    from verl_megatron.checks.overrides import command_of
+    from verl_megatron.config import SCHEMAS
+
+    command = command_of(settings, SCHEMAS[training.schema])
+    if recipe and command:
+        raise ValueError(
+            f"recipe {short_repr(recipe)} is for another command; start it with verl-megatron {command}"
+        )
 
 
 def _has_rollout_devices(settings: dict[str, Any]) -> bool:

@@ -42,6 +42,11 @@ def as_dict(config: "Section") -> dict[str, dict[str, Any]]:
     return {name: asdict(section) for name, section in sections_of(config).items()}
 
 
+def names_of(schema: "type[Section]") -> set[str]:
+    """Return all settings of a kind of run, such as "rollout.tp"."""
+    return {f"{section}.{name}" for section, settings in as_dict(schema()).items() for name in settings}
+
+
 RENAMED = {  # former name -> name; the former one is refused with the new one in the message
     "data.rows_per_step": "data.samples_per_step",
     "data.validation_rows": "data.validation_samples",

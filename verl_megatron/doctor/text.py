@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import verl_megatron
+from parallel.runtime.refusal import counted
 from verl_megatron.doctor.finding import Finding
 
 FORMAT = 1  # of the data: keys are added, not renamed
@@ -45,12 +46,10 @@ def _wrapped(text: str, *, width: int, indent: str) -> list[str]:
 def summary(findings: Sequence[Finding]) -> str:
     """Return the last line: how many problems and warnings there are."""
     counts = Counter(finding.status for finding in findings)
-    parts = [
-        f"{counts[status]} {name}" for status, name in (("problem", "problems"), ("warning", "warnings"))
-    ]
+    parts = [counted(counts[status], status) for status in ("problem", "warning")]
     done = sum(counts[status] for status in ("ok", "warning", "problem"))
     skipped = f", {counts['skipped']} not checked" if counts["skipped"] else ""
-    return f"{done} findings: {', '.join(parts)}{skipped}"
+    return f"{counted(done, 'finding')}: {', '.join(parts)}{skipped}"
 
 
 def as_data(found: Sequence[tuple[str, Finding]]) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def write_model(folder: Path, *, seed: int) -> None:
     """Write a randomly initialised Llama in two safetensors shards."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -174,6 +175,7 @@ def write_model(folder: Path, *, seed: int) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=1, eos_token_id=2, do_sample=True, temperature=1.0
     )
+    logging.disable_progress_bar()
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=int(num_bytes * 0.6))
 

@@ -4,8 +4,9 @@ import argparse
 import gc
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -27,7 +28,7 @@ from parallel.runtime.refusal import (
     nearest,
     short_repr,
 )
-from verl_megatron.launch.bases import files_of, find_recipe
+from verl_megatron.launch.bases import files_of, find_recipe, shipped_names
 from verl_megatron.launch.options import Options
 from verl_megatron.launch.recipe import SHIPPED, folder_of, own_recipe
 
@@ -170,8 +171,11 @@ def _role(text: str) -> str:
     return text
 
 
-def _read_arguments(arguments: list[str]) -> argparse.Namespace:
+def _read_arguments(arguments: list[str], taken: Iterable[str] = ()) -> argparse.Namespace:
     """Parse options; `overrides` are the settings in Hydra's syntax.
+
+    Args:
+        taken: further options, which the caller has taken out of `arguments`.
 
     Raises:
         ValueError: an unknown option, an option without a value, or an argument that is not UTF-8.
@@ -191,11 +195,13 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
         if argument.startswith("="):
             raise ValueError(f"{short_repr(argument)} cannot be read (it names no setting); {FORM}")
         if argument.startswith("-"):
-            name = argument.partition("=")[0]
+            name, options = argument.partition("=")[0], [*parser.option_names(), *taken]
             raise ValueError(
-                f"unrecognized arguments: {short_repr(name)[1:-1]}{nearest(name, parser.option_names())}; "
-                f"options are {', '.join(parser.option_names())}"
+                f"unrecognized arguments: {short_repr(name)[1:-1]}{nearest(name, options)}; "
+                f"options are {', '.join(options)}"
             )
+        if "=" not in argument and not argument.startswith(("+", "~")):
+            raise ValueError(_about_word(argument))
     if known.config_name is not None and (not known.config_name or "=" in known.config_name):
         raise ValueError(
             f"--config-name has no recipe after it but {short_repr(known.config_name)}; name one, "
@@ -210,6 +216,15 @@ def _read_arguments(arguments: list[str]) -> argparse.Namespace:
         _override(setting) for flag, setting in FLAGS.items() if getattr(known, flag[2:])
     ]
     return known
+
+
+def _about_word(word: str) -> str:
+    """Describe an argument that is neither option nor setting; recipes have an option before them."""
+    if word.endswith(".yaml"):
+        return f"{short_repr(word)} is no setting; write --config {shlex.quote(word)} for that recipe"
+    if find_recipe(word, [SHIPPED]):
+        return f"{short_repr(word)} is no setting; write --config-name {word} for that recipe"
+    return f"{short_repr(word)} is no setting{nearest(word, shipped_names())}; {FORM}"
 
 
 def _override(argument: str) -> str:
@@ -244,13 +259,16 @@ def _is_readable(value: str) -> bool:
     return True
 
 
-def settings_of(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+def settings_of(arguments: list[str], taken: Iterable[str] = ()) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the options of a command line, and the settings by section that its recipe and overrides give.
+
+    Args:
+        taken: further options, which the caller has taken out of `arguments`.
 
     Raises:
         ValueError: an unknown option, no such recipe, or settings that cannot be read.
     """
-    known, found, given = _read_arguments(arguments), [], list(sys.argv)
+    known, found, given = _read_arguments(arguments, taken), [], list(sys.argv)
     try:
         _compose(known, found.append)
         return known, cast(dict[str, Any], OmegaConf.to_container(found[0], resolve=True)) if found else {}

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from parallel.layout import Layout
 from parallel.placement import described, place
 from parallel.reshard.plan import Plan, compile_plan
-from parallel.runtime.refusal import short_repr
+from parallel.runtime.refusal import counted, short_repr
 from parallel.weights.remote.models import is_remote, local_folder, shown
 from parallel.weights.rules import megatron_shards, vllm_shards
 from parallel.weights.shapes import SHAPES, shape
@@ -53,15 +54,16 @@ def training_plan(settings: Settings, *, gpu: str = "h200") -> str:
     Raises:
         ValueError: lists all problems of the settings; or the planner does not know the GPU.
     """
-    with _stand_ins(settings, TrainerConfig) as (complete, rows):
-        config = structured(complete, TrainerConfig)
+    with _stand_ins(settings, TrainerConfig) as given:
+        config = structured(given.settings, TrainerConfig)
         inputs = Inputs()
         refuse(check_types(config))  # before the devices are read
         placed, (world_size, ranks_per_host) = [], world(config)
         if is_separate(config):
             placed = place_worlds(config, world_size=world_size, ranks_per_host=ranks_per_host)
             world_size = num_training_ranks(config)
-        refuse(inspect_run(config, world_size=world_size, rows=rows, inputs=inputs))
+        problems = inspect_run(config, world_size=world_size, rows=given.rows, inputs=inputs)
+        refuse(given.with_models(problems))
         run = PlannedRun.of(config, world_size=world_size, ranks_per_host=ranks_per_host)
         lines = [
             _title(run.gpus, ranks_per_host),
@@ -86,10 +88,11 @@ def supervised_plan(settings: Settings, schema: type[SupervisedConfig], *, gpu: 
     """
     world_size, ranks_per_host = world()
     trained = models_of(schema())[0].section
-    with _stand_ins(settings, schema) as (complete, rows):
-        config = structured(complete, schema)
+    with _stand_ins(settings, schema) as given:
+        config = structured(given.settings, schema)
         inputs = Inputs()
-        refuse(inspect_supervised(config, world_size=world_size, rows=rows, inputs=inputs))
+        problems = inspect_supervised(config, world_size=world_size, rows=given.rows, inputs=inputs)
+        refuse(given.with_models(problems))
         planned = supervised_report(config, world_size=world_size, gpu=gpu, ranks_per_host=ranks_per_host)
     layout = layout_of(models_of(config)[0].model, world_size)
     count, items = items_per_step(config.data), "pairs" if is_paired(config.data) else "samples"
@@ -126,17 +129,28 @@ def world(config: TrainerConfig | SupervisedConfig | None = None) -> tuple[int, 
     return world_size, ranks_per_host
 
 
+@dataclass(kw_only=True, slots=True)
+class _Given:
+    """Settings that can be planned: built-in shapes are folders, and absent data is an empty file."""
+
+    settings: Settings
+    rows: int = SAMPLE_ROWS  # to check of each data file; 0 if the data are a stand-in
+    models: dict[str, str] = field(default_factory=dict)  # why a section's model cannot be had
+
+    def with_models(self, problems: list[str]) -> list[str]:
+        """Return all problems, where those of `models` replace what was found about these paths."""
+        known = tuple(f"{section}.path=" for section in self.models)
+        return [*self.models.values(), *(each for each in problems if not each.startswith(known))]
+
+
 @contextlib.contextmanager
-def _stand_ins(
-    settings: Settings, schema: type[TrainerConfig | SupervisedConfig]
-) -> Iterator[tuple[Settings, int]]:
+def _stand_ins(settings: Settings, schema: type[TrainerConfig | SupervisedConfig]) -> Iterator[_Given]:
     """Replace built-in shapes by temporary model folders, and absent data by an empty file.
 
-    Also yields the number of samples to check of each data file: 0 if the data are a stand-in. With a
-    built-in shape for the model that learns, data.train may be omitted.
+    With a built-in shape for the model that learns, data.train may be omitted.
     """
-    complete, rows = copy.deepcopy(settings), SAMPLE_ROWS
-    trained = models_of(schema())[0].section
+    given = _Given(settings=copy.deepcopy(settings))
+    complete, trained = given.settings, models_of(schema())[0].section
     models = [name for name, section in sections_of(schema()).items() if hasattr(section, "path")]
     with TemporaryDirectory(prefix="dry_run_") as scratch:
         for role in models:
@@ -144,33 +158,38 @@ def _stand_ins(
             name = section.get("path", "") if isinstance(section, dict) else ""
             if name in ("", MISSING) or not isinstance(name, str) or _is_folder(name):
                 continue
-            if name not in SHAPES and is_remote(name):
-                complete[role]["path"] = _fetched(role, name)
-                continue
-            if name not in SHAPES:
-                raise ValueError(
-                    f"{role}.path={short_repr(name)} is neither a folder nor a built-in shape; "
-                    f"give a folder with a config.json, a hub name, a URL, or one of {', '.join(SHAPES)}"
-                )
-            folder = Path(scratch) / name
-            folder.mkdir(exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(shape(name)))
-            complete[role]["path"] = str(folder)
-            if role == trained and isinstance(data := complete.setdefault("data", {}), dict):
+            if name in SHAPES:
+                folder = Path(scratch) / name
+                folder.mkdir(exist_ok=True)
+                (folder / "config.json").write_text(json.dumps(shape(name)))
+                complete[role]["path"] = str(folder)
+            else:
+                complete[role]["path"] = _fetched(role, name, given.models)
+            is_planned = role == trained and (name in SHAPES or role in given.models)
+            if is_planned and isinstance(data := complete.setdefault("data", {}), dict):
                 data.setdefault("train", "")
         data = complete.get("data")
         if isinstance(data, dict) and data.get("train", MISSING) == "":
-            prompts, rows = Path(scratch) / "prompts.jsonl", 0
+            prompts, given.rows = Path(scratch) / "prompts.jsonl", 0
             prompts.touch()
             data["train"] = str(prompts)
-        yield complete, rows
+        yield given
 
 
-def _fetched(role: str, name: str) -> str:
-    try:
-        return local_folder(name, weights=False)
-    except ValueError as error:
-        raise ValueError(f"{role}.path={short_repr(shown(name))}: {error}") from None
+def _fetched(role: str, name: str, problems: dict[str, str]) -> str:
+    """Return the folder of a hub name or a URL, or add the problem of `role` and return the name."""
+    given = f"{role}.path={short_repr(shown(name))}"
+    if is_remote(name):
+        try:
+            return local_folder(name, weights=False)
+        except ValueError as error:
+            problems[role] = f"{given}: {error}"
+    else:
+        problems[role] = (
+            f"{given} is neither a folder nor a built-in shape; give a folder with a config.json, a hub "
+            f"name, a URL, or one of {', '.join(SHAPES)}"
+        )
+    return name
 
 
 def _is_folder(name: str) -> bool:
@@ -207,7 +226,7 @@ def _span(numbers: range) -> str:
 
 
 def _title(world_size: int, ranks_per_host: int) -> str:
-    return f"dry run: {world_size} ranks, {ranks_per_host} a host"
+    return f"dry run: {counted(world_size, 'rank')}, {ranks_per_host} a host"
 
 
 def _layouts(run: PlannedRun, settings: Settings) -> list[str]:
@@ -218,7 +237,7 @@ def _layouts(run: PlannedRun, settings: Settings) -> list[str]:
         own = settings.get(role.name, {}).get("path", "")
         heads = ", with the critic's value head" if role.head == "lm_token" else ""
         lines.append(
-            f"  {role.name:<10}{str(role.layout):<20}on {len(role.layout.ranks)} ranks, "
+            f"  {role.name:<10}{str(role.layout):<20}on {counted(len(role.layout.ranks), 'rank')}, "
             f"from {shown(own or settings['actor']['path'])}{heads}"
         )
     return [*lines, f"  {'rollout':<10}{run.replicas} x tp{run.config.rollout.tp}"]

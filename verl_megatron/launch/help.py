@@ -112,4 +112,4 @@ def summary_of(path: Path) -> str:
         comment.append(line.lstrip("# "))
         if line.endswith(":"):  # an example follows
             break
-    return re.split(r"(?<!Dr)\. |; ", " ".join(comment))[0].rstrip(".:")
+    return re.split(r"(?<!Dr)\. |; |: [A-Z_]+=", " ".join(comment))[0].rstrip(".:")

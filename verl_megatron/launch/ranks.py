@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from parallel import device
 from parallel.runtime.refusal import short_repr
-from verl_megatron.checks.ranks import ranks_needed
+from verl_megatron.checks.ranks import named_layouts, ranks_needed
 from verl_megatron.config import SupervisedConfig, TrainerConfig
 from verl_megatron.launch.options import given_twice
 from verl_megatron.model_specs import layout_of, models_of
@@ -37,11 +37,19 @@ def ranks_of(config: TrainerConfig | SupervisedConfig) -> int:
     """Return how many ranks to start: all GPUs of this host as far as the layouts divide them.
 
     Without GPUs, the fewest that the layouts need. 1 if the layouts cannot be read; checks then say why.
+
+    Raises:
+        ValueError: they need more than a host starts.
     """
     try:
         fewest = ranks_needed(config)
     except ValueError:
         return 1
+    if fewest > MOST_LOCAL:
+        raise ValueError(
+            f"{named_layouts(config)} and their devices need {fewest:,} ranks, and this command starts at "
+            f"most {MOST_LOCAL:,} on one host; choose smaller ones, or start the run on several hosts"
+        )
     gpus = device.visible_gpus()
     return max((count for count in range(fewest, gpus + 1) if suits(config, count)), default=fewest)
 

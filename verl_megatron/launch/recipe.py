@@ -36,6 +36,8 @@ def own_recipe(path: str) -> Path:
         ValueError: there is no such file, or its name does not end in .yaml.
     """
     file = Path(os.path.realpath(os.path.expanduser(path)))  # Path.resolve raises for a circle of links
+    if not os.path.lexists(os.path.expanduser(path)):
+        raise ValueError(f"--config {short_repr(path)} does not exist; name a recipe file, such as mine.yaml")
     if file.suffix != ".yaml" or not file.is_file():
         raise ValueError(f"--config {short_repr(path)} is no .yaml file; name a recipe file")
     return file
