@@ -25,31 +25,57 @@ class SampleTable:
     mini_batches: list[range]  # sample indices of each optimizer step of an epoch
     unit: int = 1  # consecutive samples that stay in one micro-batch: 2 for pairs
     is_cut_B: Tensor | None = None  # bool, the response ended at its limit of tokens; None: not known
+    # int64, tokens of each sample's prompt, where the samples of a group share them; None: they do not
+    prompt_B: Tensor | None = None
 
     @classmethod
     def gather(
-        cls, batch: RolloutBatch, world: RankSet, *, num_mini_batches: int, unit: int = 1
+        cls,
+        batch: RolloutBatch,
+        world: RankSet,
+        *,
+        num_mini_batches: int,
+        unit: int = 1,
+        shared_prompts: bool = False,
     ) -> "SampleTable":
         """Gather the table. Collective over `world`.
 
         `batch` holds the samples owned by this rank; over all ranks their `sample_id`s are 0, 1, ... without
         gaps. Mini-batches differ by one unit at most: `unit` consecutive samples, which share a micro-batch.
+        With `shared_prompts`, samples of a group are kept together, and their prompt counts once.
         """
         num_samples = int(world.all_sum(torch.tensor(len(batch))))
-        table = torch.zeros(6, num_samples, dtype=torch.int64)
+        table = torch.zeros(7, num_samples, dtype=torch.int64)
         owner = torch.full_like(batch.sample_id, world.rank)
         group = torch.zeros_like(owner) if batch.group_id is None else batch.group_id
         is_cut = torch.zeros_like(owner) if batch.is_cut is None else batch.is_cut.long()
         table[:, batch.sample_id] = torch.stack(
-            [batch.lengths, batch.response_mask.sum(1), owner, group, is_cut, torch.ones_like(owner)]
+            [
+                batch.lengths,
+                batch.response_mask.sum(1),
+                owner,
+                group,
+                is_cut,
+                prompt_lengths(batch),
+                torch.ones_like(owner),
+            ]
         )
         table = world.all_sum(table)
-        assert (table[5] == 1).all(), "every sample has one owner"
+        assert (table[6] == 1).all(), "every sample has one owner"
         num_units = num_samples // unit
         bounds = [num_units * i // num_mini_batches * unit for i in range(num_mini_batches + 1)]
-        lengths, response, owner, group, is_cut, _ = table
+        lengths, response, owner, group, is_cut, prompt, _ = table
         mini_batches = [range(*ends) for ends in pairwise(bounds)]
-        return cls(lengths, response, owner, group, mini_batches, unit, is_cut.bool())
+        return cls(
+            lengths,
+            response,
+            owner,
+            group,
+            mini_batches,
+            unit,
+            is_cut.bool(),
+            prompt if shared_prompts else None,
+        )
 
     @property
     def num_groups(self) -> int:

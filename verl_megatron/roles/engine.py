@@ -54,6 +54,7 @@ def compute_of(config: EngineConfig) -> Compute:
         spec=choose_spec(config.transformer_impl),
         fp8=config.dtype == "fp8",
         recompute=config.recompute,
+        shared_prompts=config.shared_prompts,
     )
     if compute.fp8 and not (
         compute.spec == "te" and device.is_gpu() and torch.cuda.get_device_capability() >= (8, 9)
