@@ -15,7 +15,7 @@ from parallel.layout import Layout
 from parallel.rank_set import world
 from verl_megatron.algorithms.kl import FixedKL
 from verl_megatron.algorithms.normalizers import NORMALIZERS, leave_out
-from verl_megatron.config import AlgorithmConfig
+from verl_megatron.config import AlgorithmConfig, EngineConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.collector import DataCollector
 from verl_megatron.data.micro_batch import pack
@@ -35,7 +35,7 @@ class SimpleEngine:
 
     def __init__(self, seed: int):
         layout = Layout.parse("tp1", (0,))
-        self.layout, self.config = layout, SimpleNamespace(tokens_per_micro_batch=8)
+        self.layout, self.config = layout, EngineConfig(tokens_per_micro_batch=8)
         self.groups = SimpleNamespace(layout=layout, world=world(), is_member=True, is_last_stage=True)
         generator = torch.Generator().manual_seed(seed)
         self.constant_BT = torch.randn(len(RESPONSES), 8, generator=generator) - 1.5

@@ -1,6 +1,6 @@
 """The sample table of an iteration, identical on every rank, and the assignment of samples to ranks.
 
-Letters: B samples of the whole iteration, U units of K samples of a mini-batch.
+Letters: B samples of the whole iteration.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
-from verl_megatron.data.packing import balance, micro_batches
+from verl_megatron.data.shared_prompts import prompt_lengths
+from verl_megatron.data.units import Units, members_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +90,17 @@ class SampleTable:
         """
         index_B = torch.zeros_like(self.lengths_B)
         for samples in self.mini_batches:
-            index_UK = index_B[samples.start : samples.stop].view(-1, self.unit)
-            ids = torch.arange(samples.start, samples.stop)
-            for place, members in enumerate(balance(self._tokens_of_units(ids), dp)):
-                index_UK[members] = place
+            index = index_B[samples.start : samples.stop]
+            units = self._units(torch.arange(samples.start, samples.stop))
+            for dp_index, places in enumerate(units.spread(dp)):
+                index[places] = dp_index
         return index_B
 
     @property
     def largest_tokens(self) -> int:
         """Tokens of the largest mini-batch."""
-        return max(int(self.lengths_B[samples.start : samples.stop].sum()) for samples in self.mini_batches)
+        ids = [torch.arange(samples.start, samples.stop) for samples in self.mini_batches]
+        return max(sum(self._units(sample_id).tokens()) for sample_id in ids)
 
     def micro_batches(
         self, sample_id: Tensor, *, tokens_per_micro_batch: int, multiple_of: int
@@ -110,17 +112,16 @@ class SampleTable:
         result = []
         for samples in self.mini_batches:
             local = ((sample_id >= samples.start) & (sample_id < samples.stop)).nonzero().squeeze(1)
-            groups = micro_batches(
-                self._tokens_of_units(sample_id[local]),
-                tokens_per_micro_batch=tokens_per_micro_batch,
-                multiple_of=multiple_of,
+            groups = self._units(sample_id[local]).micro_batches(
+                tokens_per_micro_batch=tokens_per_micro_batch, multiple_of=multiple_of
             )
-            local_UK = local.view(-1, self.unit)
-            result.append(
-                [local_UK[group].flatten().tolist() for group in groups] or [[] for _ in range(multiple_of)]
-            )
+            result.append([local[places].tolist() for places in groups] or [[] for _ in range(multiple_of)])
         return result
 
-    def _tokens_of_units(self, sample_id: Tensor) -> list[int]:
-        """Return the tokens of each unit of these samples."""
-        return self.lengths_B[sample_id].view(-1, self.unit).sum(1).tolist()
+    def _units(self, sample_id: Tensor) -> Units:
+        """Return the units of samples of a mini-batch, which are numbered by their places here."""
+        lengths = self.lengths_B[sample_id].tolist()
+        if self.prompt_B is None:
+            return Units(torch.arange(len(sample_id)).view(-1, self.unit).tolist(), lengths)
+        members = members_of(self.group_B[sample_id].tolist())
+        return Units(members, lengths, self.prompt_B[sample_id].tolist())

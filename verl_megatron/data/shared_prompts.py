@@ -8,7 +8,6 @@ Letters: B samples of a batch, M samples of a micro-batch, S packed sequences, Q
 tokens, T token positions of a sample.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,25 +17,13 @@ from torch import Tensor
 
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch, SharedPrompts, TokenSplit, fields_of
+from verl_megatron.data.units import members_of
 
 
 def prompt_lengths(batch: RolloutBatch) -> Tensor:
     """Return the tokens before each sample's first target token, [B] int64; all of a sample that has none."""
     has_target_B = batch.response_mask.any(1)
     return torch.where(has_target_B, batch.response_mask.int().argmax(1), batch.lengths)
-
-
-def members_of(group_id: Sequence[int]) -> list[list[int]]:
-    """Return the places of each group's samples, groups in the order of their first samples."""
-    found: dict[int, list[int]] = {}
-    for place, group in enumerate(group_id):
-        found.setdefault(group, []).append(place)
-    return list(found.values())
-
-
-def shared_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> int:
-    """Return the packed tokens of samples of one group."""
-    return sum(lengths) - (len(lengths) - 1) * min(prompts)
 
 
 @dataclass(frozen=True, slots=True)

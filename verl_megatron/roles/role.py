@@ -82,7 +82,7 @@ class Role:
         """Dispatch the samples' tokens to the ranks of this layout; once per iteration serves all passes."""
         layout = self.engine.layout
         dp_of_sample = table.assign(layout.dp)
-        names = (*TOKENS, "group_id") if self.engine.compute.shared_prompts else TOKENS
+        names = (*TOKENS, "group_id") if self.engine.config.shared_prompts else TOKENS
         fields = self.collector.to_role(batch, dp_of_sample, names)
         width = max(int(fields["attention_mask"].sum(1).max()), 1) if len(fields["sample_id"]) else 1
         here = RolloutBatch(
