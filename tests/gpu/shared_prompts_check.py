@@ -20,6 +20,7 @@ Groups = list[tuple[int, tuple[int, ...]]]  # tokens of a prompt and of each of 
 CASES: list[tuple[Groups, list[int]]] = [
     ([(300, (130, 1, 77, 400)), (65, (20, 200))], [90]),
     ([(1, (3, 5))], []),
+    ([(70, (1,))], []),
     ([(700, (1, 1, 1))], [1]),
     ([], [300, 1, 20]),
 ]
