@@ -96,9 +96,7 @@ def run_once(
     return results, sums.reduce(world()), full_gradients(engine)
 
 
-def gathered(
-    results: dict[str, Tensor] | None, mine: RolloutBatch, batch: RolloutBatch
-) -> dict[str, Tensor]:
+def gathered(results: dict[str, Tensor] | None, mine: RolloutBatch, batch: RolloutBatch) -> dict[str, Tensor]:
     """Results of all samples, from the ranks that have them."""
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, None if results is None else (mine.sample_id, results))
@@ -133,11 +131,15 @@ def check_shared_prompts() -> None:
             config = EngineConfig(tokens_per_micro_batch=BUDGET, shared_prompts=True, **common, **extra)
             got = run_once(path, head, layout, batch, config)
             results, metrics, gradients = (apart(a, b) for a, b in zip(got, want, strict=True))
-            losses = [{k: x for k, x in each[1].items() if k.endswith("/loss")} for each in (got, want)]
+            losses = map(losses_of, (got[1], want[1]))
             what = f"shared prompts {head} {family} {text} on {count} {extra or ''}"
             check(what, limit=1e-6, loss=apart(*losses), gradients=gradients)
             # Values are small sums of large terms, and ratios are powers of e.
             check(what, limit=5e-6, results=results, metrics=metrics)
+
+
+def losses_of(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.endswith("/loss")}
 
 
 def apart(found: Mapping, wanted: Mapping) -> float:

@@ -80,10 +80,6 @@ BAD = [
     (dict(actor__layout="pp4", actor__stage_layers=[2, 2]), ["stage_layers=[2, 2]", "4 pipeline stages"]),
     (dict(actor__layout="pp2", actor__stage_layers=[2, 3]), ["4 layers", "[2, 3]"]),
     (dict(actor__layout="pp2vpp4"), ["vpp=4", "[2, 2]"]),
-    (
-        dict(engine__shared_prompts=True, data__samples_per_prompt=2, critic__layout="cp2"),
-        ["engine.shared_prompts=true", "critic.layout='cp2'", "without cp"],
-    ),
     (dict(actor__path=""), ["actor.path has to be given"]),
     (dict(actor__path="/nowhere"), ["actor.path='/nowhere'", "does not exist"]),
     (dict(critic__path="/nowhere"), ["critic.path='/nowhere'"]),
@@ -360,8 +356,6 @@ def test_supervised_runs(folder):
         "data.max_tokens",
         "run.keep_best_k",
     ]
-    config.engine.shared_prompts = True
-    assert check_supervised_config(config, world_size=4)[0].startswith("engine.shared_prompts=true belongs")
 
 
 def test_pairs(folder):
@@ -404,5 +398,3 @@ def test_batch_arithmetic_is_one_line(folder):
         "tokens; 3 epochs: 6 optimizer steps an iteration; "
         "rollout 2 replicas of tp2"
     )
-    config.engine.shared_prompts = True
-    assert "of at most 8192 tokens, with a group's prompt once; 3 epochs" in batch_arithmetic(config, 4)

@@ -8,10 +8,13 @@ import random
 import pytest
 import torch
 
+from verl_megatron.checks.models import check_model
+from verl_megatron.checks.settings import check_supervised_config
+from verl_megatron.config import CriticConfig, EngineConfig, SFTConfig
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch, TokenSplit, pack, to_device
+from verl_megatron.data.packing import Units
 from verl_megatron.data.shared_prompts import pack_shared, prompt_lengths
-from verl_megatron.data.units import Units
 
 
 @pytest.fixture
@@ -131,6 +134,25 @@ def test_targets_are_those_of_rows(seed, last_token):
         assert there.dtype == here.dtype and torch.equal(there.cpu(), here)
 
 
+# ---- settings ------------------------------------------------------------------------------------------
+
+
+def test_context_parallelism_is_refused_by_name():
+    engine = EngineConfig(shared_prompts=True)
+    (problem,) = check_model("critic", CriticConfig(layout="cp2"), engine, world_size=2).problems
+    assert problem.startswith("engine.shared_prompts=true: critic.layout='cp2'") and "without cp" in problem
+    assert check_model("critic", CriticConfig(layout="tp2"), engine, world_size=2).problems == []
+
+
+def test_supervised_runs_have_no_groups():
+    config = SFTConfig()
+    config.data.train = "demonstrations.jsonl"
+    before = set(check_supervised_config(config, world_size=1))
+    config.engine.shared_prompts = True
+    (problem,) = set(check_supervised_config(config, world_size=1)) - before
+    assert problem.startswith("engine.shared_prompts=true belongs to runs that generate several samples")
+
+
 # ---- what stays together -------------------------------------------------------------------------------
 
 
@@ -147,7 +169,9 @@ def test_whole_groups_are_spread():
     bins = units.spread(2)
     assert sorted(sum(bins, [])) == list(range(16))
     for content in bins:
-        assert all(set(members) <= set(content) or not set(members) & set(content) for members in units.members)
+        assert all(
+            set(members) <= set(content) or not set(members) & set(content) for members in units.members
+        )
 
 
 def test_groups_are_cut_where_a_bin_would_have_more_tokens():
@@ -162,7 +186,7 @@ def test_groups_are_cut_where_a_bin_would_have_more_tokens():
 
 
 def test_groups_are_cut_at_the_token_budget():
-    """By hand: pieces of 10 + 4 + 3 + 2, 14, 4 and 20 tokens, the last above the budget; 14 + 4 fit together."""
+    """Pieces of 10 + 4 + 3 + 2, 14, 4 and 20 tokens: the last is above the budget, and 14 + 4 fit."""
     units = Units([[0, 1, 2, 3], [4, 5]], [14, 13, 12, 14, 4, 20], [10, 10, 10, 10, 2, 2])
     found = units.micro_batches(tokens_per_micro_batch=19, multiple_of=1)
     assert sorted(map(sorted, found)) == [[0, 1, 2], [3, 4], [5]]

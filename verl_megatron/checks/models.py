@@ -34,8 +34,8 @@ def check_model(
         )
     if engine.shared_prompts and found.layout is not None and found.layout.cp > 1:
         found.problems.append(
-            f"engine.shared_prompts=true: {name}.layout={model.layout!r} cuts samples over cp ranks, and only "
-            "whole ones share their prompt; use a layout without cp, or leave it at false"
+            f"engine.shared_prompts=true: {name}.layout={model.layout!r} cuts samples over cp ranks, and "
+            "only whole ones share their prompt; use a layout without cp, or leave it at false"
         )
     if model.path:
         try:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parallel.rank_set import RankSet
 from verl_megatron.data.batch import RolloutBatch
+from verl_megatron.data.packing import Units, members_of
 from verl_megatron.data.shared_prompts import prompt_lengths
-from verl_megatron.data.units import Units, members_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from verl_megatron.data.batch import RolloutBatch
 from verl_megatron.data.micro_batch import MicroBatch, SharedPrompts, TokenSplit, fields_of
-from verl_megatron.data.units import members_of
+from verl_megatron.data.packing import members_of
+
+_WHOLE = TokenSplit()
 
 
 def prompt_lengths(batch: RolloutBatch) -> Tensor:
@@ -72,7 +74,7 @@ def pack_shared(
     *,
     fields: tuple[str, ...] = (),
     last_token: bool = False,
-    split: TokenSplit = TokenSplit(),
+    split: TokenSplit = _WHOLE,
 ) -> MicroBatch:
     """Pack samples as `pack` does, but the prompt of those with the same `group_id` once.
 

@@ -30,7 +30,13 @@ class TokenRotaryEmbedding(RotaryEmbedding):
     """
 
     def get_rotary_seq_len(
-        self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None, **_
+        self,
+        inference_context,
+        transformer,
+        transformer_input,
+        transformer_config,
+        packed_seq_params=None,
+        **_,
     ) -> int:
         """Take the tokens' positions; Megatron calls `forward` next."""
         assert packed_seq_params is not None, "micro-batches are packed"

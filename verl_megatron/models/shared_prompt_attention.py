@@ -67,12 +67,14 @@ def attention(
             cu_keys=shared.cu_prompts,
             causal=False,
         )
-    return _Attention.apply(query, key, value, own, spans, scale)
+    return _Attention.apply(query, key, value, (own, spans), scale)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, own: Spans, shared: Spans | None, scale: float):
+    def forward(ctx, query, key, value, spans: tuple[Spans, Spans | None], scale: float):
+        ctx.spans, ctx.scale = spans, scale
+        own, shared = spans
         kernels = kernels_for(query)
         out_Tnd, z_nT = kernels.forward(query, key, value, own, scale)
         if shared is not None:
@@ -83,22 +85,21 @@ class _Attention(torch.autograd.Function):
             out_Tnd[responses] = own_Qnd.addcmul_(out_Qnd, weight_Qn1)
             z_nT[:, responses] = torch.logaddexp(z_nT[:, responses], z_nQ)
         ctx.save_for_backward(query, key, value, out_Tnd, z_nT)
-        ctx.own, ctx.shared, ctx.scale = own, shared, scale
         return out_Tnd
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, z = ctx.saved_tensors
-        kernels = kernels_for(query)
-        grads = kernels.backward(grad, (query, key, value), out, z, ctx.own, ctx.scale)
-        if ctx.shared is not None:
-            prompts, responses = _places(ctx.shared)
+        kernels, (own, shared) = kernels_for(query), ctx.spans
+        grads = kernels.backward(grad, (query, key, value), out, z, own, ctx.scale)
+        if shared is not None:
+            prompts, responses = _places(shared)
             taken = (query[responses], key[prompts], value[prompts])
             z = z[:, responses].contiguous()
-            parts = kernels.backward(grad[responses], taken, out[responses], z, ctx.shared, ctx.scale)
+            parts = kernels.backward(grad[responses], taken, out[responses], z, shared, ctx.scale)
             for whole, place, part in zip(grads, (responses, prompts, prompts), parts):
                 whole[place] += part
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 def _places(shared: Spans) -> tuple[slice, slice]:

@@ -58,7 +58,10 @@ def pack_all(
     )
     packer = pack_shared if engine.compute.shared_prompts else pack
     return to_device(
-        [packer(batch, samples, fields=fields, last_token=last_token, split=split) for samples in micro_batches]
+        [
+            packer(batch, samples, fields=fields, last_token=last_token, split=split)
+            for samples in micro_batches
+        ]
     )
 
 
