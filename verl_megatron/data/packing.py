@@ -153,6 +153,5 @@ class Units:
 def _cut(members: list[int], pieces: int) -> list[list[int]]:
     """Cut into at most `pieces` parts, whose sizes differ by one at most."""
     count = min(pieces, len(members))
-    return [
-        members[first:end] for first, end in pairwise(len(members) * i // count for i in range(count + 1))
-    ]
+    bounds = [len(members) * i // count for i in range(count + 1)]
+    return [members[first:end] for first, end in pairwise(bounds)]
